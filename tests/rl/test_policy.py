@@ -32,7 +32,7 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
 
 
 def token_logps(model: Any, *queries: LikelihoodQuery) -> torch.Tensor:
-    return torch.stack([query.token_logps(target_logps(model, query.noisy)) for query in queries]).sum(dim=0)
+    return torch.stack([query.per_token(target_logps(model, query.noisy)) for query in queries]).sum(dim=0)
 
 
 def reward_of(completion: tuple[int, ...]) -> float:

@@ -69,9 +69,9 @@ def plain_groups(sequences: Sequences, row: int, size: int | None, trace_steps: 
     return found
 
 
-def plain_logps(model: Any, sequences: Sequences, row: int, trace_steps: int) -> dict[int, torch.Tensor]:
-    """Each scored token's log-probability, by a forward pass of the family's own on the canvas of its group's first
-    step: of a block-causal model up to the end of the block."""
+def plain_logits(model: Any, sequences: Sequences, row: int, trace_steps: int) -> dict[int, torch.Tensor]:
+    """Each scored token's logits, by a forward pass of the family's own on the canvas of its group's first step: of a
+    block-causal model up to the end of the block."""
     size, shift = trace_block_size(model), int(model.family.shift)
     groups, tokens = plain_groups(sequences, row, size, trace_steps), sequences.tokens[row]
     length, found = int((sequences.prompt | sequences.completion)[row].sum()), {}
@@ -81,9 +81,14 @@ def plain_logps(model: Any, sequences: Sequences, row: int, trace_steps: int) ->
             if group >= groups[place]:
                 canvas[other] = 1
         end = min(length, (place // size + 1) * size) if size else length
-        logps = model(input_ids=canvas[None, :end]).logits[0].log_softmax(-1)
-        found[place] = logps[place - shift, tokens[place]]
+        found[place] = model(input_ids=canvas[None, :end]).logits[0, place - shift]
     return found
+
+
+def plain_logps(model: Any, sequences: Sequences, row: int, trace_steps: int) -> dict[int, torch.Tensor]:
+    """Each scored token's log-probability."""
+    found = plain_logits(model, sequences, row, trace_steps)
+    return {place: logits.log_softmax(-1)[sequences.tokens[row, place]] for place, logits in found.items()}
 
 
 @torch.no_grad()
@@ -98,7 +103,7 @@ def test_likelihoods_are_those_of_the_sampled_steps(tmp_path: Path, family: str,
     sequences = sampled(model, **sampler)
     queries = trajectory(model, sequences, trace_steps)
     assert len(queries) > 1
-    found = sum(query.token_logps(target_logps(model, query.noisy)) for query in queries)
+    found = sum(query.per_token(target_logps(model, query.noisy)) for query in queries)
     assert torch.equal(sum(query.predicted.int() for query in queries), sequences.scored.int())
     for row in range(len(sequences)):
         wanted = plain_logps(model, sequences, row, trace_steps)
@@ -125,7 +130,12 @@ def test_steps_by_hand() -> None:
 
 
 def plain_loss(
-    model: Any, rollout: Rollout, old: list[dict[int, torch.Tensor]] | None, trace_steps: int, beta: float
+    model: Any,
+    rollout: Rollout,
+    old: list[dict[int, torch.Tensor]] | None,
+    trace_steps: int,
+    beta: float,
+    advantages: list[dict[int, float]],
 ) -> tuple[torch.Tensor, list[dict[int, torch.Tensor]]]:
     """TraceRL's loss token by token: the mean over all aggregated steps of the mean over each one's tokens."""
     total, steps, seen = torch.zeros(()), 0, []
@@ -133,12 +143,11 @@ def plain_loss(
         logps = plain_logps(model, rollout.sequences, row, trace_steps)
         groups = plain_groups(rollout.sequences, row, trace_block_size(model), trace_steps)
         before = old[row] if old else {place: logp.detach() for place, logp in logps.items()}
-        advantage = float(rollout.advantages[row])
         for step in {groups[place] for place in logps}:
             tokens = [place for place in logps if groups[place] == step]
             steps += 1
             for place in tokens:
-                ratio = (logps[place] - before[place]).exp()
+                ratio, advantage = (logps[place] - before[place]).exp(), advantages[row][place]
                 gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 away = before[place] - logps[place]
                 total = total - (gain - beta * (away.exp() - 1 - away)) / len(tokens)
@@ -187,9 +196,10 @@ def test_two_updates_by_plain_maths(run: Run, tmp_path: Path, letters_reward: st
     weights = decaying + others
     optimizer = torch.optim.AdamW(weights, lr=5e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     old, losses = None, []
+    given = [dict.fromkeys(range(99), advantage) for advantage in rollouts[0].advantages.tolist()]
     for update in range(2):
         optimizer.zero_grad()
-        loss, seen = plain_loss(model, rollouts[0], old, 2, 0.05)
+        loss, seen = plain_loss(model, rollouts[0], old, 2, 0.05, given)
         old = old or seen
         loss.backward()
         losses.append(loss.item())

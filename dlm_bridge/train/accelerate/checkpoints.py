@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def save_run(
     tokenizer: Any,
     state: dict[str, Any],
     averages: AveragedModel | None = None,
+    save_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and remove old ones; every process calls this together, and gets its folder.
 
     `model` is the plain one, without Accelerate around it, and of an `adapter` the one in which it is; `optimizer` may
-    have Accelerate around it. `state` is the trainer's own, to which the gradient scaler's is added. Raises
-    DlmBridgeError on every process where the disk refuses.
+    have Accelerate around it. `state` is the trainer's own, to which the gradient scaler's is added. `save_more` adds
+    to the folder of a run that is not sharded. Raises DlmBridgeError on every process where the disk refuses.
     """
     output, scaler, main = Path(config.checkpoint.output), accelerator.scaler, accelerator.is_main_process
     sharded = config.parallel.shards
@@ -49,11 +51,13 @@ def save_run(
         if main and not sharded:
             state["optimizer"] = optimizer.state_dict()
 
-            def save_averages(folder: Path) -> None:
+            def save_beside(folder: Path) -> None:
                 if averages is not None:
                     averages.save(folder, model.save_pretrained, tokenizer, main=True)
+                if save_more is not None:
+                    save_more(folder)
 
-            save_checkpoint(output, step, adapter or model, tokenizer, state, save_averages)
+            save_checkpoint(output, step, adapter or model, tokenizer, state, save_beside)
         if main:
             remove_old_checkpoints(output, config.checkpoint.keep_last)
     return step_folder(output, step)

@@ -246,6 +246,8 @@ class RLConfig(TrainConfig):
             )
         if self.engine.name == "megatron":
             self._check_megatron_updates()
+        if options.value_model:
+            self._check_value_model()
         _ = options.sampler  # made to be checked
         if options.method in PREFERRED:
             if options.reward:
@@ -265,6 +267,16 @@ class RLConfig(TrainConfig):
                 f"{options.gen_length} leaves no room for a prompt in --seq-length {self.data.seq_length}",
             )
         self.check_batch(processes=1)
+
+    def _check_value_model(self) -> None:
+        """Raise OptionError for what cannot have a value model."""
+        for excluded, reason in (
+            ("" if self.rl.method == "tracerl" else f"--method {self.rl.method}", "only tracerl has one"),
+            ("--sharding fsdp" if self.parallel.shards else "", "each process holds it whole: leave one of them out"),
+            ("an adapter" if self.model.adapts else "", "it would be trained whole: leave one of them out"),
+        ):
+            if excluded:
+                raise OptionError("--value-model", f"with {excluded}: {reason}")
 
     def _check_megatron_updates(self) -> None:
         """What the Megatron engine cannot do for a method. Raises OptionError."""

@@ -68,6 +68,20 @@ class RLOptions:
         None, "Of tracerl, and block-grpo of bidirectional models: sampler steps whose tokens are predicted together "
         "(8, 32; tracerl of block-causal models: 1).", minimum=1, fixed=True,
     )  # fmt: skip
+    value_model: bool = option(
+        False, "Of tracerl: train a value model of the family too, for an advantage of each token.",
+        engine="accelerate", fixed=True,
+    )  # fmt: skip
+    value_lr: float | None = option(
+        None, "Peak learning rate of the value model (--lr).", minimum=0, needs=("--value-model", None)
+    )
+    discount: float = option(
+        1.0, "Of a reward, per aggregated step.", above=0, maximum=1, fixed=True, needs=("--value-model", None)
+    )
+    gae_lambda: float = option(
+        1.0, "Generalised advantages: from one step ahead (0) to all (1).", minimum=0, maximum=1, fixed=True,
+        needs=("--value-model", None),
+    )  # fmt: skip
     elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
     elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,13 +25,21 @@ from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.loading import StartingModel, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter
 from dlm_bridge.train.rl.replica import WholeModel
-from dlm_bridge.train.rl.update_engine import ReplicaRanks, UpdateEngine, UpdatePart, target_logps
+from dlm_bridge.train.rl.update_engine import (
+    ReplicaRanks,
+    UpdateEngine,
+    UpdatePart,
+    accumulate_gradients,
+    target_logps,
+)
+from dlm_bridge.train.rl.value_model import ValueModel
 
 
 class AccelerateUpdates(UpdateEngine):
     """Model, reference and optimizer on each process, data parallel or sharded by FSDP2."""
 
     replica = ReplicaRanks()
+    value_model: ValueModel | None = None
 
     def __init__(
         self,
@@ -39,6 +48,7 @@ class AccelerateUpdates(UpdateEngine):
         starting: StartingModel,
         adapter: Adapter | None,  # of its model, in its place
         tokenizer: Any,
+        checkpoint: Path | None = None,  # that the run goes on from
     ) -> None:
         self.config, self.accelerator, self.adapter = config, accelerator, adapter
         self.tokenizer = tokenizer
@@ -62,6 +72,8 @@ class AccelerateUpdates(UpdateEngine):
         self.optimizer: Any = adamw(config, model)
         if not self.fsdp:
             self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+        if config.rl.value_model:
+            self.value_model = ValueModel(config, accelerator, checkpoint)
 
     def row_width(self, width: int) -> None:
         return None
@@ -82,19 +94,7 @@ class AccelerateUpdates(UpdateEngine):
             return [target_logps(model, noisy.to(self.device)) for noisy in batches]
 
     def forward_backward(self, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
-        loss_sum, sums = torch.zeros((), device=self.device), dict[str, float]()
-        for number, part in enumerate(parts, 1):
-            # DDP sums gradients over the processes once, with the last micro-batch; FSDP each time, since a process
-            # has no room for unsharded ones.
-            reduces = number == len(parts) or self.fsdp
-            with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model):
-                loss, measured = part.loss(target_logps(self.model, part.noisy.to(self.device)))
-                # Data parallelism averages over processes; the loss of the global batch is the sum.
-                self.accelerator.backward(loss * self.processes.world_size)
-            loss_sum += loss.detach()
-            for name, value in measured.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return float(loss_sum), sums
+        return accumulate_gradients(self.accelerator, self.model, parts, target_logps, always_reduce=self.fsdp)
 
     def optimizer_step(self, step: int) -> float:
         max_norm = self.config.optimizer.clip_grad or math.inf
@@ -111,6 +111,8 @@ class AccelerateUpdates(UpdateEngine):
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.value_model is not None:
+            self.value_model.set_learning_rate(lr)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -137,18 +139,31 @@ class AccelerateUpdates(UpdateEngine):
     # -- checkpoints
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        return (weight for weight in self.plain_model.parameters() if weight.requires_grad)
+        own = (weight for weight in self.plain_model.parameters() if weight.requires_grad)
+        return own if self.value_model is None else itertools.chain(own, self.value_model.trained_parameters())
 
     def peak_memory(self) -> int | None:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
+        value_model = self.value_model
         return save_run(
-            self.config, self.accelerator, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer, state
+            self.config,
+            self.accelerator,
+            step,
+            self.plain_model,
+            self.optimizer,
+            self.adapter,
+            self.tokenizer,
+            state if value_model is None else {**state, **value_model.state()},
+            save_more=None if value_model is None else value_model.save,
         )
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        return restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
+        state = restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
+        if self.value_model is not None:
+            self.value_model.load(state)
+        return state
 
     def _reference_model(self) -> Any:
         """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""

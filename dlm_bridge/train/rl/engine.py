@@ -54,6 +54,6 @@ def assembled(
         rows, held_out = load_rows(config, kind, model, tokenizer)
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
-        engine = AccelerateUpdates(config, accelerator, starting, adapter, tokenizer)
+        engine = AccelerateUpdates(config, accelerator, starting, adapter, tokenizer, start.checkpoint)
         with contextlib.closing(kind(config, engine, tokenizer, rows, held_out, start.output, console)) as trainer:
             yield trainer

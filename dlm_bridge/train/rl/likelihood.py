@@ -3,7 +3,7 @@ evidence bound.
 
 All of them are batches of the training objectives with given noise, which define every family's shift, attention
 pattern and streams. `one_step`, `blockwise`, `trajectory` and `bound_query` build the model's input without the model;
-`LikelihoodQuery.token_logps` and `bound_sums` take the log-probabilities that it gives the targets.
+`LikelihoodQuery.per_token` and `bound_sums` take the log-probabilities that it gives the targets.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class LikelihoodQuery:
     columns: torch.Tensor  # [M] int64
     shape: tuple[int, int]  # B, L
 
-    def token_logps(self, logps_M: torch.Tensor) -> torch.Tensor:
-        """[B, L] fp32: the estimated log-probability of each scored token, zero elsewhere."""
-        places = (self.rows.to(logps_M.device), self.columns.to(logps_M.device))
-        return torch.zeros(self.shape, device=logps_M.device).index_put(places, logps_M)
+    def per_token(self, values_M: torch.Tensor) -> torch.Tensor:
+        """[B, L] fp32: a number for each scored token, such as its log-probability, zero elsewhere."""
+        places = (self.rows.to(values_M.device), self.columns.to(values_M.device))
+        return torch.zeros(self.shape, device=values_M.device).index_put(places, values_M)
 
     @property
     def predicted(self) -> torch.Tensor:

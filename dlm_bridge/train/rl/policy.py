@@ -26,14 +26,21 @@ from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem, load_problems
 from dlm_bridge.train.rl.trainer import RLTrainer, RolloutRow
-from dlm_bridge.train.rl.update_engine import LogpLoss, UpdatePart
-from dlm_bridge.train.rl.updates import UpdateMetrics, policy_loss, token_weights
+from dlm_bridge.train.rl.update_engine import LogpLoss, UpdatePart, ValueUpdates
+from dlm_bridge.train.rl.updates import (
+    UpdateMetrics,
+    policy_loss,
+    token_weights,
+    trajectory_advantages,
+    value_loss,
+)
 
 
 @dataclass(frozen=True)
 class LikelihoodPart:
     """A micro-batch of likelihoods of B completions."""
 
+    rows: slice  # of this replica's completions
     query: LikelihoodQuery
     advantages: torch.Tensor  # [B, L] or [B, 1]
     weights: torch.Tensor  # [B, L] of the tokens that it predicts, zero elsewhere
@@ -107,7 +114,12 @@ class PolicyTrainer(RLTrainer[Problem]):
         if updates > 1:
             before = [engine.logps([part.query.noisy for part in parts]) for parts in draws]
         sums = {"clipped": 0.0, "kl": 0.0}
-        loss = norm = 0.0
+        loss = norm = value = 0.0
+        if engine.value_model is not None:
+            advantages, value = self._value_updates(engine.value_model, rollout, sequences, draws[0], total, step)
+            draws = [
+                [dataclasses.replace(part, advantages=advantages[part.rows]) for part in parts] for parts in draws
+            ]
         for number, parts in enumerate(draws):
             old = before[number] if before else [None] * len(parts)
             reference = engine.reference_logps([part.query.noisy for part in parts]) if options.has_reference else old
@@ -120,7 +132,42 @@ class PolicyTrainer(RLTrainer[Problem]):
             loss += found / updates
             sums = {name: value + measured[name] / updates for name, value in sums.items()}
             norm = max(norm, engine.optimizer_step(step))
-        return UpdateMetrics(loss, norm, {**sums, "kl": sums["kl"] / total})
+        return UpdateMetrics(loss, norm, {**sums, "kl": sums["kl"] / total, "value_loss": value})
+
+    def _value_updates(
+        self,
+        model: ValueUpdates,
+        rollout: Rollout,
+        sequences: Sequences,
+        parts: list[LikelihoodPart],
+        total: float,
+        step: int,
+    ) -> tuple[torch.Tensor, float]:
+        """[B, L] advantages by the value model as it is, and the mean loss of its `rl.updates` optimizer steps."""
+        options, old = self.config.rl, torch.zeros(sequences.shape)
+        found = model.values([part.query.noisy for part in parts])
+        for part, values_M in zip(parts, found, strict=True):
+            old[part.rows] += part.query.per_token(values_M.cpu())
+        steps = trace_numbers(sequences, self._trace_steps(), trace_block_size(self.plain_model))
+        returns, advantages = trajectory_advantages(
+            rollout.advantages, old, steps, options.discount, options.gae_lambda
+        )
+
+        def loss_of(part: LikelihoodPart) -> LogpLoss:
+            def loss(values_M: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                device, new = values_M.device, part.query.per_token(values_M)
+                before, goals, weights = (
+                    each.to(device) for each in (old[part.rows], returns[part.rows], part.weights)
+                )
+                return value_loss(new, before, goals, weights, options.clip_range) / total, {}
+
+            return loss
+
+        losses = [
+            model.update([UpdatePart(part.query.noisy, loss_of(part)) for part in parts], step)
+            for _ in range(options.updates)
+        ]
+        return advantages, sum(losses) / options.updates
 
     def _parts(self, rollout: Rollout, sequences: Sequences, weights: torch.Tensor, draw: int) -> list[LikelihoodPart]:
         """Likelihoods of this replica's completions, each a micro-batch of the model; every replica has as many."""
@@ -129,10 +176,11 @@ class PolicyTrainer(RLTrainer[Problem]):
         for start in range(0, len(rollout), size):
             rows = slice(start, start + size)
             for query in self._queries(sequences.rows(rows), draw, rollout.samples[rows]):
-                parts.append(LikelihoodPart(query, rollout.advantages[rows, None], weights[rows] * query.predicted))
+                own = weights[rows] * query.predicted
+                parts.append(LikelihoodPart(rows, query, rollout.advantages[rows, None], own))
         missing = self._largest(len(parts)) - len(parts)
         last = parts[-1]
-        nothing = LikelihoodPart(last.query.without_targets(), last.advantages, torch.zeros_like(last.weights))
+        nothing = dataclasses.replace(last, query=last.query.without_targets(), weights=torch.zeros_like(last.weights))
         return parts + [nothing] * missing
 
     def _loss(
@@ -143,11 +191,11 @@ class PolicyTrainer(RLTrainer[Problem]):
         options, query = self.config.rl, part.query
 
         def loss(logps_M: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            new, device = query.token_logps(logps_M), logps_M.device
+            new, device = query.per_token(logps_M), logps_M.device
             value, measured = policy_loss(
                 new,
-                new.detach() if old_M is None else query.token_logps(old_M),
-                query.token_logps(reference_M) if reference_M is not None and options.kl_weight else None,
+                new.detach() if old_M is None else query.per_token(old_M),
+                query.per_token(reference_M) if reference_M is not None and options.kl_weight else None,
                 part.advantages.to(device),
                 part.weights.to(device),
                 options.clip_range,
@@ -189,6 +237,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             failed_rewards=int(sums["failed"]),
             idle_groups=sums["idle"] * self.config.rl.group_size / count,
             kl=sums["kl"] if self.config.rl.kl_weight else None,
+            value_loss=sums["value_loss"] if self.config.rl.value_model else None,
             clip_fraction=sums["clipped"] / sums["scored"],
             completion_length=sums["scored"] / count,
             seconds=self.seconds,

@@ -36,6 +36,7 @@ class RolloutRow(StepMetrics):
     kl: float | None  # from the reference, in nats a token; null without one
     clip_fraction: float  # share of tokens that the clip kept from gaining
     completion_length: float  # tokens, the end included
+    value_loss: float | None = None  # of the value model; null without one
     eval_reward: float | None = None  # of greedy answers to held-out prompts
     eval_rewards: dict[str, float] | None = None
     seconds: dict[str, float] | None = None  # of the first process: transfer of weights, rollout, update; null of TRL

@@ -7,6 +7,7 @@ functions of them (`UpdatePart`), whatever holds the weights.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +41,19 @@ class ReplicaRanks:
     gather: Callable[[Any], list[Any]] = lambda own: [own]  # each rank's object, by rank, on all of them
 
 
+class ValueUpdates(abc.ABC):
+    """A value model and its optimizer. All processes call both methods together, with as many micro-batches each."""
+
+    @abc.abstractmethod
+    def values(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        """[M] fp32 for each batch: the values of its targets, without a graph."""
+
+    @abc.abstractmethod
+    def update(self, parts: Sequence[UpdatePart], step: int) -> float:
+        """One optimizer step on losses of values, summed over all processes, of which it returns this process's part.
+        Raises DlmBridgeError where the gradient norm is NaN."""
+
+
 class UpdateEngine(abc.ABC):
     """The model that is trained, its reference and its optimizer, wherever they are. All processes call every method
     together, with as many micro-batches each, but for what says otherwise."""
@@ -47,6 +61,7 @@ class UpdateEngine(abc.ABC):
     processes: Processes
     replica: ReplicaRanks
     plain_model: Any  # family and config; its weights only where each process holds them
+    value_model: ValueUpdates | None = None
 
     @abc.abstractmethod
     def row_width(self, width: int) -> int | None:
@@ -104,6 +119,30 @@ class UpdateEngine(abc.ABC):
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
         """Wait for what still runs in the background."""
+
+
+def accumulate_gradients(
+    accelerator: Any,
+    model: Any,
+    parts: Sequence[UpdatePart],
+    predict: Callable[[Any, NoisyBatch], torch.Tensor],
+    always_reduce: bool = False,
+) -> tuple[float, dict[str, float]]:
+    """Backward passes of the parts' losses, summed over all processes, of what `predict` makes of the model and each
+    batch, [M]. Returns the loss and the sums of this process's parts."""
+    loss_sum, sums = torch.zeros((), device=accelerator.device), dict[str, float]()
+    for number, part in enumerate(parts, 1):
+        # DDP sums gradients over the processes once, with the last micro-batch; FSDP each time, since a process has no
+        # room for unsharded ones.
+        reduces = number == len(parts) or always_reduce
+        with contextlib.nullcontext() if reduces else accelerator.no_sync(model):
+            loss, measured = part.loss(predict(model, part.noisy.to(accelerator.device)))
+            # Data parallelism averages over processes; the loss of the global batch is the sum.
+            accelerator.backward(loss * accelerator.num_processes)
+        loss_sum += loss.detach()
+        for name, value in measured.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return float(loss_sum), sums
 
 
 def target_logps(model: Any, noisy: NoisyBatch) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Losses as functions of log-probabilities: the clipped policy gradient (GRPO), and preference optimisation (VRPO)."""
+"""Losses as functions of log-probabilities: the clipped policy gradient (GRPO, TraceRL), with a value model's
+advantages and loss, and preference optimisation (VRPO)."""
 
 from __future__ import annotations
 
@@ -71,6 +72,52 @@ def policy_loss(
         kl = (kl_BL * weights).sum().detach()
     clipped = ((gain < free) & (weights > 0)).sum()
     return (loss_BL * weights).sum(), {"clipped": clipped.detach(), "kl": kl}
+
+
+def trajectory_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, steps: torch.Tensor, discount: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns and generalised advantages (GAE, arXiv 1506.02438) of tokens, by the steps that committed them.
+
+    A step's value is the mean of its tokens'; the tokens of the last step have the reward r, all others 0. With step t
+    of token j, R_j = r_j + discount R_{t+1} and A_j = r_j - V_j + discount V_{t+1} + discount lambda A_{t+1}.
+
+    Args:
+        rewards: [B] of the completions.
+        values: [B, L] of the tokens.
+        steps: [B, L] int64, each token's step, -1 where nothing is scored.
+
+    Returns:
+        [B, L] returns and [B, L] advantages, zero where nothing is scored.
+    """
+    scored, places = steps >= 0, steps.clamp(min=0)
+    count = int(steps.max()) + 2  # a column of zeros behind the last step
+    empty = torch.zeros(len(steps), count)
+    last = steps.amax(dim=1, keepdim=True)
+    rewards_BL = torch.where(scored & (steps == last), rewards[:, None], 0.0)
+    sizes = empty.scatter_add(1, places, scored.float()).clamp(min=1)
+    step_rewards, step_values = (
+        empty.scatter_add(1, places, torch.where(scored, each, 0.0)) / sizes for each in (rewards_BL, values)
+    )
+    returns, advantages = empty.clone(), empty.clone()
+    for step in reversed(range(count - 1)):
+        delta = step_rewards[:, step] - step_values[:, step] + discount * step_values[:, step + 1]
+        returns[:, step] = step_rewards[:, step] + discount * returns[:, step + 1]
+        advantages[:, step] = delta + discount * gae_lambda * advantages[:, step + 1]
+    return_next, value_next, advantage_next = (
+        each.gather(1, places + 1) for each in (returns, step_values, advantages)
+    )
+    token_returns = rewards_BL + discount * return_next
+    token_advantages = rewards_BL - values + discount * value_next + discount * gae_lambda * advantage_next
+    return torch.where(scored, token_returns, 0.0), torch.where(scored, token_advantages, 0.0)
+
+
+def value_loss(
+    new: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, weights: torch.Tensor, clip_range: float
+) -> torch.Tensor:
+    """The weighted sum over tokens of max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2, all [B, L]."""
+    clipped = old + (new - old).clamp(-clip_range, clip_range)
+    return (0.5 * torch.maximum((new - returns) ** 2, (clipped - returns) ** 2) * weights).sum()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""TraceRL's value model (arXiv 2509.06949) under Accelerate: values of tokens on the canvas that their step saw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dlm_bridge.convert.formats.safetensors_file import SINGLE_FILE
+from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.loading import check_whole
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.train.accelerate.attention import set_attention
+from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.rl.update_engine import UpdatePart, ValueUpdates, accumulate_gradients
+
+FOLDER = "value"  # in a checkpoint
+STATE = "value_optimizer"  # in its trainer's state
+
+
+class ValueModel(ValueUpdates):
+    """A model of the policy's family that predicts one number a token, with its optimizer, whole on each process."""
+
+    def __init__(self, config: RLConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
+        """The run's starting model with a value head of zeros, or that of a `checkpoint`. Raises DlmBridgeError."""
+        self.config, self.accelerator = config, accelerator
+        model = load_model(config)
+        head = model.get_output_embeddings()
+        model.set_output_embeddings(nn.Linear(head.in_features, 1, bias=False))
+        nn.init.zeros_(model.get_output_embeddings().weight)
+        if checkpoint is not None:
+            _load_weights(model, checkpoint)
+        if config.engine.attention_backend is not None:
+            set_attention(model, config.engine.attention_backend)
+        model.train().requires_grad_(True)
+        if config.engine.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.plain_model = model
+        self.optimizer: Any = adamw(config, model)
+        self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+
+    @torch.no_grad()
+    def values(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        return [predicted_values(self.model, noisy.to(self.accelerator.device)) for noisy in batches]
+
+    def update(self, parts: Sequence[UpdatePart], step: int) -> float:
+        loss, _ = accumulate_gradients(self.accelerator, self.model, parts, predicted_values)
+        max_norm = self.config.optimizer.clip_grad or math.inf
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        if not math.isfinite(norm) and self.accelerator.scaler is None:
+            raise DlmBridgeError(f"step {step}: the value model's gradient norm is {norm}: lower --value-lr")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Give every parameter group its learning rate: `lr`, the policy's, times --value-lr over --lr."""
+        peak = self.config.optimizer.lr
+        own = self.config.rl.value_lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr if own is None else own * (lr / peak if peak else 1.0)
+
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        return self.plain_model.parameters()
+
+    # -- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer's state holds of it."""
+        return {STATE: self.optimizer.state_dict()}
+
+    def save(self, folder: Path) -> None:
+        """Write its weights to a folder of their own in a checkpoint's; the model there is the policy alone."""
+        (folder / FOLDER).mkdir()
+        weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.state_dict().items()}
+        save_file(weights, folder / FOLDER / SINGLE_FILE, {"format": "pt"})
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Set the optimizer to a trainer's state."""
+        self.optimizer.load_state_dict(state[STATE])
+
+
+def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
+    """[M] fp32, the values of a batch's targets by a model with a value head, which may be wrapped."""
+    return noisy.logits(model).float()[:, 0]
+
+
+def _load_weights(model: nn.Module, checkpoint: Path) -> None:
+    file = checkpoint / FOLDER / SINGLE_FILE
+    if not file.is_file():
+        raise DlmBridgeError(f"--value-model: {checkpoint} has no value model to go on with: choose another --output")
+    check_whole(file)
+    with reading(f"{file}: is not the value model of --model"):
+        model.load_state_dict(load_file(file))
