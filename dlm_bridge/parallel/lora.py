@@ -1,4 +1,4 @@
-"""LoRA adapters of a live megatron-core model, beside its linear layers, under tensor and sequence parallelism.
+"""LoRA and DoRA adapters of a live megatron-core model, beside its linear layers, in any layout.
 
 Each Hub weight has its own adapter, as in PEFT, also where Megatron joins several in one linear layer (query, key and
 value; gate and up): the canonical style of Megatron Bridge, under whose names they are stored.
@@ -10,8 +10,11 @@ value; gate and up): the canonical style of Megatron Bridge, under whose names t
 so that what tensor parallel ranks exchange is of the adapter's rank, never of the layer's width. With sequence
 parallelism the sum is scattered along the sequence, as the layer's own.
 
-Routed experts have an adapter each. Their dispatcher gives all ranks of an expert the same tokens, and sums what they
-compute: these exchange nothing of the adapter but the gradient of the factor that each has whole.
+DoRA's magnitudes are cut or whole as B is. The norms that they replace are of whole rows: where a layer is cut by
+columns, ranks sum the squares of their own. As in PEFT no gradient passes through the norms.
+
+Routed experts have an adapter each, without magnitudes. Their dispatcher gives all ranks of an expert the same tokens,
+and sums what they compute: these exchange nothing of the adapter but the gradient of the factor that each has whole.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.lora.megatron import AdapterTensor, adapter_tensors
 from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, check_all_layers
+from dlm_bridge.convert.lora.tensors import AdapterTensor, adapter_tensors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import QKV, GatedMLP, ParamMapping
@@ -41,8 +45,10 @@ from dlm_bridge.parallel.core import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+_AXES: dict[LoraFactor, int] = {"A": 1, "B": 0, "magnitude": 0}  # that tensor parallelism may cut
 ADAPTER = ".adapter."  # in the names of its parameters
-InitialValues = Callable[[str, LoraFactor], torch.Tensor]  # of a Hub weight's factor
+# Of a Hub weight's factor; None of a magnitude: the norms of the weight's rows.
+InitialValues = Callable[[str, LoraFactor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,16 @@ class LiveFactor:
 
 
 def add_adapters(
-    chunks: Sequence[Any], base: Checkpoint, weights: Sequence[str], rank: int, scale: float, initial: InitialValues
+    chunks: Sequence[Any],
+    base: Checkpoint,
+    weights: Sequence[str],
+    rank: int,
+    scale: float,
+    initial: InitialValues,
+    dora: bool = False,
 ) -> list[list[LiveFactor]]:
     """Freeze the parameters of this rank's chunks, and give their linear layers of these Hub weights an adapter each
-    with `initial` values. The factors of each chunk.
+    with `initial` values, with `dora` one with magnitudes. The factors of each chunk.
 
     Raises DlmBridgeError for a weight that Megatron's adapters cannot change.
     """
@@ -88,8 +100,8 @@ def add_adapters(
     check_all_layers(base, weights, base.where)
     joined = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
     apart = [weight for weight in weights if weight not in joined]
-    tensors = adapter_tensors(base, apart, rank, "canonical", base.where)
-    tensors += adapter_tensors(base, sorted(joined), rank, "fused", base.where)
+    tensors = adapter_tensors(base, apart, rank, "canonical", base.where, dora)
+    tensors += adapter_tensors(base, sorted(joined), rank, "fused", base.where, dora)
     factors = {(tensor.weights[0], tensor.part): tensor for tensor in tensors}
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
@@ -118,9 +130,11 @@ def add_adapters(
 
 
 class LinearAdapter(nn.Module):
-    """The adapters of one linear layer: of each Hub weight in it A [rank, columns] and B [rows, rank], or shards.
+    """The adapters of one linear layer: of each Hub weight in it A [rank, columns], B [rows, rank] and of DoRA a
+    magnitude [rows], or shards.
 
-    A forward hook of the layer adds `scale * B A x` to its output, part by part in the order of its rows.
+    A forward hook of the layer adds `scale * B A x` to its output, part by part in the order of its rows; of DoRA each
+    row of that is multiplied by its magnitude over the norm of W + scale * B A.
     """
 
     def __init__(
@@ -144,29 +158,48 @@ class LinearAdapter(nn.Module):
         self.norm_eps = linear.config.layernorm_epsilon
         self.rows: list[int] = []  # of each Hub weight, on this rank
         self.factors: list[tuple[_Factor, _Factor] | None] = []
+        self.magnitudes: list[_Factor | None] = []
         self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
         like = linear.weight
         for weight, (rows, _) in zip(param.hub_names, param.hub_shapes, strict=True):
             self.rows.append(rows // tp if self.by_rows else rows)
             if (weight, "A") not in factors:
                 self.factors.append(None)
+                self.magnitudes.append(None)
                 continue
-            pair = []
-            for part, axis in zip(LORA_FACTORS, (1, 0), strict=True):
+            own: dict[LoraFactor, _Factor] = {}
+            for part, axis in _AXES.items():
+                if (tensor := factors.get((weight, part))) is None:
+                    continue
                 sharded = (axis == 0) == self.by_rows
-                tensor = factors[weight, part]
-                values = tensor.param.to_megatron([initial(weight, part)])
-                if sharded:
-                    values = tensor.param.shard(values, tp_rank, tp)
-                factor: Any = nn.Parameter(values.to(like.device, like.dtype, copy=True).contiguous())
+                given = initial(weight, part)
+                if given is None:
+                    values = torch.zeros(self.rows[-1])  # until the rows of all parts are known
+                else:
+                    values = tensor.param.to_megatron([given])
+                    values = tensor.param.shard(values, tp_rank, tp) if sharded else values
+                # What multiplies the whole output is not rounded as the weights are.
+                dtype = torch.float32 if part == "magnitude" else like.dtype
+                factor: Any = nn.Parameter(values.to(like.device, dtype, copy=True).contiguous())
                 # megatron-core's words: of a shard, and of what ranks have whole but see a part of the sequence with
                 factor.tensor_model_parallel = sharded
                 factor.partition_dim, factor.partition_stride = (axis if sharded else -1), 1
                 factor.sequence_parallel = self.sequence_parallel and not sharded
-                name = tensor.param.megatron_name.partition(ADAPTER)[2]
-                pair.append(_register(self, name, factor))
+                name = tensor.param.megatron_name.partition(ADAPTER)[2].removesuffix(".weight") + ".weight"
+                own[part] = _register(self, name, factor)
                 self.members.append((name, tensor, factor, axis if sharded else None))
-            self.factors.append((pair[0], pair[1]))
+            self.factors.append((own["A"], own["B"]))
+            self.magnitudes.append(own.get("magnitude"))
+        self.dora = any(magnitude is not None for magnitude in self.magnitudes)
+        if self.dora:
+            # Of the base's rows, which stay as they are.
+            squares = torch.linalg.vector_norm(like.detach(), dim=1, dtype=torch.float32).square()
+            self.squares = self._over_whole_rows(torch.cat(self._split_rows(squares)))
+            for weight, magnitude, own_squares in zip(
+                param.hub_names, self.magnitudes, self.squares.split(self.rows), strict=True
+            ):
+                if magnitude is not None and initial(weight, "magnitude") is None:
+                    magnitude.weight.data.copy_(own_squares.sqrt())
         linear.add_module(ADAPTER.strip("."), self)
         linear.register_forward_hook(_add_to_output)
 
@@ -185,15 +218,59 @@ class LinearAdapter(nn.Module):
             first.new_zeros(*first.shape[:-1], rows) if part is None else part
             for part, rows in zip(added, self.rows, strict=True)
         ]
+        return self.scale * self._joined(parts)
+
+    def ratio(self, weight: torch.Tensor) -> torch.Tensor:
+        """[rows], of DoRA: each magnitude over the norm of its row of W + scale * B A, in fp32. 1 in rows without one.
+        `weight` is W, or a shard."""
+        norms = self._norms(weight).split(self.rows)
+        parts = [
+            torch.ones_like(norm) if magnitude is None else magnitude() / norm
+            for magnitude, norm in zip(self.magnitudes, norms, strict=True)
+        ]
+        return self._joined(parts)
+
+    @torch.no_grad()
+    def _norms(self, weight: torch.Tensor) -> torch.Tensor:
+        """Those of W + scale * B A, row by row and Hub weight by Hub weight, without that matrix: the squares of W's
+        rows plus what B A changes of them."""
+        given = [pair for pair in self.factors if pair is not None]
+        products = iter(F.linear(weight, torch.cat([a() for a, _ in given])).split(self.rank, dim=-1))  # W A^T
+        changes = []
+        for number, pair in enumerate(self.factors):
+            if pair is None:
+                changes.append(self.squares.new_zeros(self.rows[number]))
+                continue
+            a, b = pair[0]().float(), pair[1]().float()
+            product = self._split_rows(next(products))[number].float()
+            changes.append((b * (2 * self.scale * product + self.scale**2 * (b @ (a @ a.T)))).sum(dim=1))
+        squares = self.squares + self._over_whole_rows(torch.cat(changes))
+        return squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
+
+    def _over_whole_rows(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sums over all columns, of sums over this rank's."""
+        if not self.by_rows:
+            dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
+        return sums
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What belongs to the rows of each Hub weight, on the last axis, in the order of the layer's rows."""
         if self.groups > 1 and len(parts) > 1:
-            parts = [part.unflatten(-1, (self.groups, -1)) for part in parts]
-            return self.scale * torch.cat(parts, dim=-1).flatten(-2)
-        return self.scale * torch.cat(parts, dim=-1)
+            return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], dim=-1).flatten(-2)
+        return torch.cat(list(parts), dim=-1)
+
+    def _split_rows(self, joined: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of `_joined`, on the first axis."""
+        if self.groups > 1 and len(self.rows) > 1:
+            sizes = [rows // self.groups for rows in self.rows]
+            return [part.flatten(0, 1) for part in joined.unflatten(0, (self.groups, -1)).split(sizes, dim=1)]
+        return list(joined.split(self.rows))
 
 
 class ExpertAdapter(nn.Module):
     """The adapters of one linear layer of routed experts, of one expert or grouped: of each A [rank, columns] and B
-    [rows, rank], or shards. A forward hook of the layer adds `scale * B A x` to its output, expert by expert."""
+    [rows, rank], or shards. A forward hook of the layer adds `scale * B A x` to its output, each expert's to the rows
+    of its tokens, by one grouped product for A and one for B where PyTorch has them."""
 
     def __init__(
         self,
@@ -218,7 +295,8 @@ class ExpertAdapter(nn.Module):
                 sharded = (axis == 0) == (param.rule.tp_axis == 0)
                 tensor = factors[param.hub_names[0], part]
                 weights = tensor.weights[:1] if tensor.shared else tensor.weights
-                values = tensor.param.to_megatron([initial(weight, part) for weight in weights])
+                given = [initial(weight, part) for weight in weights]
+                values = tensor.param.to_megatron([factor for factor in given if factor is not None])
                 if sharded:
                     values = tensor.param.shard(values, rank, size)
                 factor: Any = nn.Parameter(values.to(like.device, like.dtype, copy=True).contiguous())
@@ -238,9 +316,36 @@ class ExpertAdapter(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Sequence[int] | None = None) -> torch.Tensor:
         """[T, rows]: what is added to the layer's output, of its input, which has so many `tokens` of each expert."""
-        parts = [x] if tokens is None else x.split(list(tokens))
-        added = [F.linear(F.linear(part, a()), b()) for part, (a, b) in zip(parts, self.factors, strict=True)]
-        return self.scale * torch.cat(added)
+        if tokens is None:
+            ((a, b),) = self.factors
+            return self.scale * F.linear(F.linear(x, a()), b())
+        inner = grouped_linear(x, [a() for a, _ in self.factors], tokens)
+        return self.scale * grouped_linear(inner, [b() for _, b in self.factors], tokens)
+
+
+def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """[T, rows]: of x [T, columns], whose rows are so many `tokens` of each expert, one after the other, the product
+    with the expert's weight [rows, columns].
+
+    One grouped product where PyTorch has it (CPU; NVIDIA GPUs from compute capability 8.0; not fp64), else a product
+    an expert. It needs rows of a multiple of 16 bytes: what an adapter's rank lacks is filled with zeros.
+    """
+    if not len(x) or not _has_grouped_product(x):
+        return torch.cat([F.linear(part, w) for part, w in zip(x.split(list(tokens)), weights, strict=True)])
+    weight = torch.stack(list(weights))
+    rows, columns = weight.shape[1:]
+    unit = 16 // x.element_size()
+    x, weight = F.pad(x, (0, -columns % unit)), F.pad(weight, (0, -columns % unit, 0, -rows % unit))
+    ends = torch.tensor(tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)[:, :rows]
+
+
+def _has_grouped_product(x: torch.Tensor) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if x.device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return x.device.type == "cpu"
 
 
 def adapter_state(factors: Sequence[LiveFactor], dp_cp_group: Any) -> dict[str, Any]:
@@ -253,7 +358,14 @@ def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     if (weight := getattr(linear, "layer_norm_weight", None)) is not None:  # Transformer Engine's layer normalises
         scale = 1 + weight if linear.zero_centered_gamma else weight
         x = F.rms_norm(x, (x.shape[-1],), scale.to(x.dtype), linear.adapter.norm_eps)
-    return (output[0] + linear.adapter(x), *output[1:])
+    given, added = output[0], linear.adapter(x)
+    if not linear.adapter.dora:
+        return (given + added, *output[1:])
+    # A bias that the output has is not the weight's, and stays as it is.
+    bias = getattr(linear, "bias", None) if output[1] is None else None
+    product = given if bias is None or not bias.numel() else given - bias
+    ratio = linear.adapter.ratio(linear.weight)
+    return (given + (ratio - 1).to(given.dtype) * product + ratio.to(given.dtype) * added, *output[1:])
 
 
 def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:

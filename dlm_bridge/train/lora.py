@@ -28,6 +28,7 @@ from dlm_bridge.train.loading import decoder_layers, model_family
 BASE = "base.json"  # beside an adapter: the base that it was trained on
 EXPERTS = "experts"  # a target: the routed experts, whose weights are one stack a layer
 STEP = 0  # of the seed of a new adapter's weights: before the first step
+_NO_SHARDED_DORA = "its norms are of whole rows, which FSDP2 shards: use data parallelism, or --engine megatron"
 SAMPLED = 64  # rows of the embedding, and elements of each, in a base's fingerprint
 
 
@@ -36,6 +37,8 @@ def with_lora(config: Config, model: Any) -> Config:
     layers of the model nor its experts, and for an adapter that is not plain LoRA or names another base."""
     if config.model.adapter is not None:
         check_adapter(Path(config.model.adapter), config.model.path)
+        if config.parallel.shards and read_config(Path(config.model.adapter) / ADAPTER_CONFIG).get("use_dora"):
+            raise DlmBridgeError(f"--adapter {config.model.adapter}: use_dora: {_NO_SHARDED_DORA}")
     if not config.model.lora_rank:
         return config
     family = model_family(model)
@@ -47,6 +50,10 @@ def with_lora(config: Config, model: Any) -> Config:
         raise DlmBridgeError(f"--lora-dropout: PEFT has none for {EXPERTS}: leave one of them out")
     if EXPERTS in targets and config.parallel.shards:
         raise DlmBridgeError(f"--lora-targets {EXPERTS}: FSDP2 would shard their stacks: use data parallelism")
+    if EXPERTS in targets and config.model.lora_dora:
+        raise DlmBridgeError(f"--lora-dora: there is no DoRA of stacked {EXPERTS}: leave one of them out")
+    if config.model.lora_dora and config.parallel.shards:
+        raise DlmBridgeError(f"--lora-dora: {_NO_SHARDED_DORA}")
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
@@ -75,7 +82,8 @@ class Adapter:
         kinds = sorted({module.rpartition(".")[2] for module in modules})
         numbers = sum(weight.numel() for weight in weights.values())
         return (
-            f"LoRA of rank {settings.r}, alpha {settings.lora_alpha:g}, in {len(weights) // 2} linear layers "
+            f"{'DoRA' if settings.use_dora else 'LoRA'} of rank {settings.r}, alpha {settings.lora_alpha:g}, in "
+            f"{sum('.lora_A.' in name for name in weights)} linear layers "
             f"({', '.join(kinds)}): {numbers:,} parameters are trained"
         )
 
@@ -151,7 +159,7 @@ def _share_between_towers(model: Any) -> None:
     for encoder, decoder in zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True):
         twins = dict(encoder.named_modules())
         for name, module in decoder.named_modules():
-            for part in ("lora_A", "lora_B"):
+            for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
                 for adapter, factor in getattr(module, part, {}).items():
                     getattr(twins[name], part)[adapter].weight = factor.weight
 
@@ -200,6 +208,7 @@ def _new(config: TrainConfig, model: Any) -> Any:
         lora_dropout=config.model.lora_dropout,
         target_modules=targets,
         target_parameters=expert_stacks(model) if EXPERTS in names else None,
+        use_dora=config.model.lora_dora,
     )
 
 

@@ -31,9 +31,31 @@ def llama(tmp_path: Path) -> Path:
     return write_hub_folder(tmp_path / "llama", LLAMA, standard_tensors(LLAMA))
 
 
+def with_magnitudes(tensors: dict[str, torch.Tensor], more: int = 0) -> None:
+    """Give each module a magnitude of every row, and of so many `more`."""
+    for name in [name for name in tensors if "lora_B" in name]:
+        magnitude = torch.ones(len(tensors[name]) + more)
+        tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = magnitude
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 REFUSALS: list[tuple[str, Any, str]] = [
-    ("dora", lambda f: set_config(f, use_dora=True), "use_dora = true cannot be converted"),
+    (
+        "dora without magnitudes",
+        lambda f: set_config(f, use_dora=True),
+        "lora_magnitude_vector of model.layers.0.mlp.down_proj is missing",
+    ),
+    (
+        "dora of experts",
+        lambda f: set_config(f, use_dora=True, target_parameters=["experts.down_proj"]),
+        "there is no DoRA of stacked experts",
+    ),
+    ("magnitudes without dora", lambda f: set_weights(f, with_magnitudes), "does not say use_dora"),
+    (
+        "magnitudes of another size",
+        lambda f: (set_config(f, use_dora=True), set_weights(f, lambda t: with_magnitudes(t, more=1))),
+        "have shape [33]",
+    ),
     ("modules", lambda f: set_config(f, modules_to_save=["lm_head"]), "modules_to_save"),
     ("ranks", lambda f: set_config(f, rank_pattern={"q_proj": 2}), "rank_pattern"),
     ("alphas", lambda f: set_config(f, alpha_pattern={"q_proj": 2}), "alpha_pattern"),
@@ -82,7 +104,7 @@ REFUSALS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS])
-def test_what_is_no_plain_lora_of_the_base_is_refused(
+def test_what_is_no_adapter_of_the_base_is_refused(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
 ) -> None:
     adapter = written_adapter(llama, tmp_path)

@@ -1,4 +1,4 @@
-"""LoRA adapters: PEFT's folder, Megatron's layout and merged weights are the same change of the same model."""
+"""Adapters, LoRA and DoRA: PEFT's folder, Megatron's layout and merged weights are the same change of a model."""
 
 from __future__ import annotations
 
@@ -73,10 +73,11 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=tokens).logits
 
 
-def test_peft_merged_and_megatron_are_one_change(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_merged_and_megatron_are_one_change(dora: bool, llama: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    adapter = peft_folder(llama, tmp_path / "lora")
+    adapter = peft_folder(llama, tmp_path / "lora", use_dora=dora)
     tuned = PeftModel.from_pretrained(live(llama), adapter)
     expected = logits(tuned)
     assert (expected - logits(live(llama))).abs().max() > 0.1  # the adapter does something
@@ -129,10 +130,11 @@ def test_megatron_factors_multiply_to_the_change_of_the_fused_weight(llama: Path
 
 
 def test_ranks_hold_the_rows_and_columns_of_their_weight(llama: Path, tmp_path: Path) -> None:
-    """B is cut by rows as the weight is; A by its rank, but behind a row parallel layer by columns."""
+    """B is cut by rows as the weight is; A by its rank, but behind a row parallel layer by columns; magnitudes are cut
+    where the weight's rows are."""
     from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 
-    out = to_megatron(llama, peft_folder(llama, tmp_path / "lora"), tmp_path / "out", Layout(tp=2))
+    out = to_megatron(llama, peft_folder(llama, tmp_path / "lora", use_dora=True), tmp_path / "out", Layout(tp=2))
     tensors = TorchDistReader(out / "iter_0000000").contents.tensors
     sizes = {
         key.removeprefix("decoder.layers.").replace(".adapter.", " "): {chunk.sizes[1:] for chunk in tensor.chunks}
@@ -144,24 +146,30 @@ def test_ranks_hold_the_rows_and_columns_of_their_weight(llama: Path, tmp_path: 
     assert sizes["self_attention.linear_proj linear_out.weight"] == {(16, RANK)}
     assert sizes["mlp.linear_fc2 linear_in.weight"] == {(RANK, 24)}
     assert sizes["mlp.linear_fc1 adapter_up.linear_out.weight"] == {(24, RANK)}
+    assert sizes["self_attention.linear_qkv adapter_q.weight_magnitude"] == {(16,)}
+    assert sizes["mlp.linear_fc1 adapter_up.weight_magnitude"] == {(24,)}
+    assert sizes["mlp.linear_fc2 weight_magnitude"] == {(32,)}
     files = {chunk.place.file for tensor in tensors.values() for chunk in tensor.chunks}
     assert files == {"__0_0.distcp", "__1_0.distcp"}
 
 
 @pytest.mark.parametrize(
-    ("targets", "layout", "shared"),
+    ("targets", "layout", "shared", "dora"),
     [
-        (LINEAR, Layout(tp=2, pp=2), False),
-        (LINEAR, Layout(pp=2), True),
-        (("q_proj", "v_proj"), Layout(), False),
-        (("o_proj", "down_proj"), Layout(tp=2), False),
+        (LINEAR, Layout(tp=2, pp=2), False, False),
+        (LINEAR, Layout(pp=2), True, False),
+        (("q_proj", "v_proj"), Layout(), False, False),
+        (("o_proj", "down_proj"), Layout(tp=2), False, False),
+        (LINEAR, Layout(tp=2, pp=2), False, True),
+        (LINEAR, Layout(tp=2), True, True),
+        (("q_proj", "v_proj", "o_proj"), Layout(), False, True),
     ],
-    ids=["all", "shared", "q-and-v", "row-parallel"],
+    ids=["all", "shared", "q-and-v", "row-parallel", "dora", "dora-shared", "dora-q-v-o"],
 )
 def test_round_trip_is_exact(
-    llama: Path, tmp_path: Path, targets: tuple[str, ...], layout: Layout, shared: bool
+    llama: Path, tmp_path: Path, targets: tuple[str, ...], layout: Layout, shared: bool, dora: bool
 ) -> None:
-    adapter = peft_folder(llama, tmp_path / "lora", targets, use_rslora=shared)
+    adapter = peft_folder(llama, tmp_path / "lora", targets, use_rslora=shared, use_dora=dora)
     if shared:
         share_a(adapter)
     out = to_megatron(llama, adapter, tmp_path / "out", layout)

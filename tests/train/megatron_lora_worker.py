@@ -11,9 +11,9 @@ from pathlib import Path
 from tests.train.megatron_worker import LayoutChanges, main
 
 
-def adapter(root: Path, subject: str) -> Path:
+def adapter(root: Path, subject: str, name: str = "lora") -> Path:
     """The PEFT folder that all runs of a subject start from."""
-    return root / "adapters" / subject
+    return root / "adapters" / name / subject
 
 
 CHANGES = LayoutChanges(
@@ -38,6 +38,19 @@ CHANGES = LayoutChanges(
     },
     lambda root, subject: {"adapter": str(adapter(root, subject)), "clip_grad": 0.0},
 )
+DORA = LayoutChanges(
+    "dora",
+    {
+        2: [
+            ("masked", "tp2", "pp2"),
+            ("shifted", "tp2-sp", "dp2"),
+            ("block-moe", "ep2", "tp2-sp"),
+            ("causal", "dp2", "cp2"),
+        ]
+    },
+    lambda root, subject: {"adapter": str(adapter(root, subject, "dora")), "clip_grad": 0.0},
+)
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), CHANGES.plan, CHANGES.name)
+    for changes in (CHANGES, DORA):
+        main(Path(sys.argv[1]), changes.plan, changes.name)

@@ -263,6 +263,10 @@ class LayoutChanges:
     def launch(self, worker: str, root: Path) -> Results:
         """Run the module whose main program is `main(root, self.plan, self.name)`."""
         launch(worker, root, processes=1, timeout_s=1100)
+        return self.results(root)
+
+    def results(self, root: Path) -> Results:
+        """What such a module has reported."""
         return {processes: forked(root / f"{self.name}{processes}", processes) for processes in (1, *self.stopped)}
 
 

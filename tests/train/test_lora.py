@@ -108,6 +108,35 @@ def test_an_adapter_is_trained_saved_merged_and_carried_over(
     assert all(torch.equal(returned[name], tensor) for name, tensor in adapter.items())
 
 
+def test_dora(tmp_path: Path, tune: Any, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resume changes nothing; PEFT loads what is saved; merged, and by way of Megatron's layout, it is the same."""
+    from peft import PeftModel
+
+    rows = tune(tmp_path / "run", steps=4, save_interval=2, lora_dora=True)
+    full = tune(tmp_path / "full", steps=1, lora_rank=0)
+    assert rows[0]["loss"] == pytest.approx(full[0]["loss"], rel=1e-5)
+    tune(tmp_path / "resumed", steps=2, lora_dora=True)
+    assert without_speed(tune(tmp_path / "resumed", resume=True, steps=4, lora_dora=True)) == without_speed(rows)
+    earlier, adapter = _adapter(tmp_path / "run", 2), _adapter(tmp_path / "run", 4)
+    magnitudes = [name for name in adapter if name.endswith("lora_magnitude_vector")]
+    assert (len(adapter), len(magnitudes)) == (3 * LINEAR, LINEAR)
+    assert all(not torch.equal(adapter[name], earlier[name]) for name in magnitudes)
+    back(base, to_megatron(base, _checkpoint(tmp_path / "run", 4), tmp_path / "megatron"), tmp_path / "back")
+    returned = load_file(tmp_path / "back/adapter_model.safetensors")
+    assert returned.keys() == adapter.keys()
+    assert all(torch.equal(returned[name], tensor) for name, tensor in adapter.items())
+
+    ids = torch.randint(0, 280, (2, 20), generator=torch.Generator().manual_seed(0))
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    assert run_cli(capsys, "adapter", "export", tmp_path / "run", tmp_path / "merged", "--merge")[0] == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        before = plain(ids).logits
+        expected = PeftModel.from_pretrained(plain, tmp_path / "back").eval()(ids).logits
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert (before - expected).abs().max() > 1e-2
+
+
 def test_the_first_loss_is_the_bases_and_a_resume_changes_nothing(tmp_path: Path, tune: Any) -> None:
     whole = tune(tmp_path / "whole", steps=4, lora_dropout=0.1, save_interval=2)
     full = tune(tmp_path / "full", steps=1, lora_rank=0)
@@ -122,9 +151,10 @@ def test_the_first_loss_is_the_bases_and_a_resume_changes_nothing(tmp_path: Path
     assert [row["loss"] for row in cut] == pytest.approx([row["loss"] for row in plain], rel=1e-4)
 
 
-def test_half_precision_holds_the_base_in_it_and_the_adapter_in_fp32(tmp_path: Path, tune: Any) -> None:
-    exact = tune(tmp_path / "fp32", steps=3)
-    rounded = tune(tmp_path / "bf16", steps=3, precision="bf16")
+@pytest.mark.parametrize("dora", [False, True])
+def test_half_precision_holds_the_base_in_it_and_the_adapter_in_fp32(dora: bool, tmp_path: Path, tune: Any) -> None:
+    exact = tune(tmp_path / "fp32", steps=3, lora_dora=dora)
+    rounded = tune(tmp_path / "bf16", steps=3, precision="bf16", lora_dora=dora)
     assert [row["loss"] for row in rounded] == pytest.approx([row["loss"] for row in exact], rel=0.05)
     assert {tensor.dtype for tensor in _adapter(tmp_path / "bf16", 3).values()} == {torch.float32}
 
@@ -160,13 +190,15 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, 
         with_lora(resolved, load_model(config))
 
 
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_a_quantized_base(bits: str, tmp_path: Path, tune: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("bits", "dora"), [("4bit", False), ("8bit", False), ("4bit", True)])
+def test_a_quantized_base(
+    bits: str, dora: bool, tmp_path: Path, tune: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("bitsandbytes")
     exact = tune(tmp_path / "exact", steps=2)
-    rows = tune(tmp_path / "run", steps=2, lora_quantize=bits, precision="bf16")
+    rows = tune(tmp_path / "run", steps=2, lora_quantize=bits, precision="bf16", lora_dora=dora)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in exact], rel=0.1)
-    assert len(_adapter(tmp_path / "run", 2)) == 2 * LINEAR
+    assert len(_adapter(tmp_path / "run", 2)) == (3 if dora else 2) * LINEAR
     assert run_cli(capsys, "adapter", "export", tmp_path / "run", tmp_path / "merged", "--merge")[0] == 0
 
 
@@ -213,6 +245,8 @@ def test_the_experts_of_a_family(tmp_path: Path, run: Run) -> None:
     assert (len(factors), len(experts)) == (2 * 4 * 3, 2 * 4 * 2)  # of four layers
     assert all(tensor.abs().max() > 0 for tensor in experts.values())
     assert all(rank * case.config["num_experts"] in tensor.shape for tensor in experts.values())
+    with pytest.raises(DlmBridgeError, match=r"--lora-dora: there is no DoRA of stacked experts"):
+        run(tmp_path / "dora", **options, lora_dora=True)
     with pytest.raises(DlmBridgeError, match=r"--lora-targets experts: .*FSDP"):
         run(tmp_path / "sharded", **options, sharding="fsdp")
 
@@ -225,6 +259,8 @@ def test_the_experts_of_a_family(tmp_path: Path, run: Run) -> None:
         ({"lora_rank": -1}, "--lora-rank"),
         ({"lora_dropout": 1.0}, r"--lora-dropout must be in \[0, 1\)"),
         ({"lora_rank": 0, "lora_alpha": 3.0}, "--lora-alpha"),
+        ({"lora_rank": 0, "lora_dora": True}, "--lora-dora"),
+        ({"lora_dora": True, "sharding": "fsdp"}, "--lora-dora: .*FSDP2"),
         ({"lora_quantize": "2bit"}, "--lora-quantize '2bit' is unknown: known are 4bit, 8bit"),
         ({"lora_rank": 0, "lora_quantize": "4bit"}, "--lora-quantize needs an adapter"),
         ({"adapter": "somewhere"}, "--adapter has a rank of its own"),

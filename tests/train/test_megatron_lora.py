@@ -1,4 +1,4 @@
-"""LoRA in the Megatron engine: against the Accelerate engine, every layout against one process, the way to PEFT."""
+"""LoRA and DoRA in the Megatron engine: the Accelerate engine, layouts against one process, the way to PEFT."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
 from dlm_bridge.convert.lora import open_adapter
-from dlm_bridge.convert.lora.megatron import adapter_tensors
-from dlm_bridge.convert.lora.peft import LORA_FACTORS
+from dlm_bridge.convert.lora.tensors import adapter_tensors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.lora import EXPERTS
 from tests.convert.helpers import run_cli
@@ -23,16 +22,17 @@ from tests.processes import assert_ok
 from tests.train.conftest import Run
 from tests.train.megatron_cases import SUBJECTS as MODELS
 from tests.train.megatron_cases import Files
-from tests.train.megatron_lora_worker import CHANGES, adapter
-from tests.train.megatron_worker import Results
+from tests.train.megatron_lora_worker import CHANGES, DORA, adapter
+from tests.train.megatron_worker import LayoutChanges, Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 RANK, ALPHA = 3, 12
 FIGURES = ("loss", "grad_norm", "eval_loss")
 
 
-def write_adapter(folder: Path, base: Path, targets: list[str]) -> Path:
-    """A PEFT folder whose factors are both far from zero; the target `experts` is routed experts."""
+def write_adapter(folder: Path, base: Path, targets: list[str], dora: bool = False) -> Path:
+    """A PEFT folder whose factors are both far from zero; the target `experts` is routed experts. Magnitudes are far
+    from the norms of the base's rows."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
@@ -42,10 +42,13 @@ def write_adapter(folder: Path, base: Path, targets: list[str]) -> Path:
         lora_alpha=ALPHA,
         target_modules=[target for target in targets if target != EXPERTS],
         target_parameters=["experts.down_proj", "experts.gate_up_proj"] if EXPERTS in targets else None,
+        use_dora=dora,
     )
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
     for name, weight in peft.named_parameters():
-        if ".lora_" in name:
+        if ".lora_magnitude_vector" in name:
+            weight.data *= 1 + 0.3 * torch.randn_like(weight)
+        elif ".lora_" in name:
             torch.nn.init.normal_(weight, std=0.1)
     peft.save_pretrained(folder)
     return folder
@@ -54,13 +57,14 @@ def write_adapter(folder: Path, base: Path, targets: list[str]) -> Path:
 def factors(place: Path, base: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Those of an adapter by Hub weight, in either layout."""
     found = open_adapter(place, Bridge.from_hf(base).checkpoint)
-    return {(weight, part): found.tensor(weight, part) for weight in found.facts.modules for part in LORA_FACTORS}
+    facts = found.facts
+    return {(weight, part): found.tensor(weight, part) for weight in facts.modules for part in facts.factors}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("lora")).write_some(
-        *{"masked", "latent", "causal-moe", "shifted-moe", *CHANGES.subjects}
+        *{"masked", "latent", "causal-moe", "shifted-moe", *CHANGES.subjects, *DORA.subjects}
     )
 
 
@@ -71,18 +75,23 @@ def options(files: Files) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("subject", "targets"),
+    ("subject", "targets", "dora"),
     [
-        ("masked", ["q_proj", "v_proj", "attn_out", "ff_proj", "ff_out"]),
-        ("block-moe", ["query_key_value", "gate_proj", EXPERTS]),  # gate_proj: of dense layers and shared experts
-        pytest.param("masked-moe", [EXPERTS], marks=pytest.mark.slow),
-        pytest.param("shifted-moe", ["q_proj", EXPERTS], marks=pytest.mark.slow),
-        pytest.param("causal-moe", ["k_proj", EXPERTS], marks=pytest.mark.slow),
+        ("masked", ["q_proj", "v_proj", "attn_out", "ff_proj", "ff_out"], False),
+        ("masked", ["q_proj", "v_proj", "attn_out", "ff_proj", "ff_out"], True),
+        # gate_proj: of dense layers and shared experts
+        ("block-moe", ["query_key_value", "gate_proj", EXPERTS], False),
+        pytest.param("block-moe", ["query_key_value", "dense", "gate_proj"], True, marks=pytest.mark.slow),
+        pytest.param("shifted", ["q_proj", "k_proj", "o_proj", "up_proj"], True, marks=pytest.mark.slow),  # biases
+        pytest.param("masked-moe", [EXPERTS], False, marks=pytest.mark.slow),
+        pytest.param("shifted-moe", ["q_proj", EXPERTS], False, marks=pytest.mark.slow),
+        pytest.param("causal-moe", ["k_proj", EXPERTS], False, marks=pytest.mark.slow),
     ],
 )
 def test_both_engines_train_an_adapter_alike(
     subject: str,
     targets: list[str],
+    dora: bool,
     tmp_path: Path,
     run: Run,
     on_megatron: Run,
@@ -95,7 +104,7 @@ def test_both_engines_train_an_adapter_alike(
     from peft import PeftModel
 
     base = files.hub(subject)
-    start = write_adapter(tmp_path / "start", base, targets)
+    start = write_adapter(tmp_path / "start", base, targets, dora)
     options |= {"adapter": str(start), "model": str(base), "objective": MODELS[subject].objective, "family": None}
     options["adam_eps"] = 1.0  # Adam's steps of gradients that are next to nothing would be noise
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
@@ -130,17 +139,19 @@ def test_both_engines_train_an_adapter_alike(
     assert not torch.allclose(unchanged, expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 def test_a_new_adapter_changes_nothing_yet(
-    tmp_path: Path, on_megatron: Run, files: Files, options: dict[str, Any]
+    dora: bool, tmp_path: Path, on_megatron: Run, files: Files, options: dict[str, Any]
 ) -> None:
     """And then learns."""
     options |= {"eval_interval": 1, "steps": 2, "save_interval": 2}
     still = on_megatron(tmp_path / "still", **{**options, "lr": 0.0})
-    rows = on_megatron(tmp_path / "run", **options, lora_rank=RANK)
+    rows = on_megatron(tmp_path / "run", **options, lora_rank=RANK, lora_dora=dora)
     assert rows[0]["loss"] == pytest.approx(still[0]["loss"], rel=1e-6)
     assert rows[1]["loss"] != pytest.approx(still[1]["loss"], rel=1e-6)
     found = factors(tmp_path / "run/checkpoints", files.hub("masked"))
     assert all(bool(tensor.abs().max() > 0) for tensor in found.values())
+    assert any(part == "magnitude" for _, part in found) == dora
 
 
 def test_another_base_of_the_same_shape_is_refused(
@@ -183,6 +194,11 @@ def another(base: Path, root: Path) -> Path:
         ("masked", {"lora_rank": 2, "lora_targets": "nothing"}, "--lora-targets nothing"),
         ("masked-moe", {"lora_rank": 2, "lora_targets": "gate_proj"}, "--lora-targets gate_proj.*experts"),
         ("masked", {"lora_rank": 2, "lora_targets": "experts"}, "--lora-targets experts"),
+        (
+            "masked-moe",
+            {"lora_rank": 2, "lora_dora": True, "lora_targets": "q_proj,experts"},
+            "--lora-dora: .*experts",
+        ),
     ],
 )
 def test_refusals(
@@ -212,10 +228,44 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat(parts), None
 
 
-def test_grouped_experts(files: Files, world_of_one: None) -> None:
-    """Each expert's tokens pass through its own adapter; one expert has none."""
+@pytest.mark.parametrize(
+    ("dtype", "rank", "columns", "rows"),
+    [
+        (torch.float32, 3, 16, 8),
+        (torch.bfloat16, 8, 16, 24),
+        (torch.bfloat16, 3, 20, 18),
+        (torch.float64, 3, 16, 8),  # not one product
+    ],
+)
+def test_a_grouped_product_is_that_of_each_expert(dtype: torch.dtype, rank: int, columns: int, rows: int) -> None:
+    """With its gradients, for any number of tokens, none among them."""
+    from dlm_bridge.parallel.lora import grouped_linear
+
+    for tokens in ([3, 0, 5, 1], [0, 0, 0, 0], [0, 7, 0, 0]):
+        torch.manual_seed(0)
+        x = torch.randn(sum(tokens), columns, dtype=dtype, requires_grad=True)
+        factors = [torch.randn(shape, dtype=dtype) for shape in ((rank, columns), (rows, rank)) for _ in tokens]
+        inputs = [x, *(factor.requires_grad_() for factor in factors)]
+        a, b = inputs[1 : len(tokens) + 1], inputs[len(tokens) + 1 :]
+        found = grouped_linear(grouped_linear(x, a, tokens), b, tokens)
+        wanted = torch.cat([part @ a.T @ b.T for part, a, b in zip(x.split(tokens), a, b, strict=True)])
+        given = torch.randn_like(wanted)
+        torch.testing.assert_close(found, wanted)
+        for ours, theirs in zip(
+            torch.autograd.grad(found, inputs, given), torch.autograd.grad(wanted, inputs, given), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_grouped_experts(files: Files, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert's tokens pass through its own adapter, in a product for A and one for B; one expert has none."""
     from dlm_bridge.parallel.lora import ExpertAdapter
 
+    products = []
+    grouped_mm = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *a, **named: products.append(a) or grouped_mm(*a, **named)
+    )
     base = Bridge.from_hf(files.hub("masked-moe")).checkpoint
     params = [param for param in base.params if param.expert is not None and param.layer == 1]
     params = [param for param in params if "linear_fc1" in param.rule.megatron]
@@ -231,6 +281,7 @@ def test_grouped_experts(files: Files, world_of_one: None) -> None:
     tokens = [3, 0, *[2] * (len(params) - 2)]
     x = torch.randn(sum(tokens), base.dims.hidden)
     found, _ = linear(x, tokens)
+    assert len(products) == 2
     for part, param, weight, result in zip(x.split(tokens), params, weights, found.split(tokens), strict=True):
         gate, up = param.hub_names
         b = torch.cat([drawn[gate, "B"], drawn[up, "B"]])
@@ -238,28 +289,40 @@ def test_grouped_experts(files: Files, world_of_one: None) -> None:
 
 
 @pytest.fixture(scope="module")
-def said(files: Files) -> Results:
+def said(files: Files) -> dict[str, Results]:
     for subject in CHANGES.subjects:
         targets = [*Bridge.from_hf(files.hub(subject)).family.lora_targets, *[EXPERTS] * MODELS[subject].experts]
         write_adapter(adapter(files.root, subject), files.hub(subject), targets)
-    return CHANGES.launch("tests.train.megatron_lora_worker", files.root)
+    for subject in DORA.subjects:
+        targets = list(Bridge.from_hf(files.hub(subject)).family.lora_targets)
+        write_adapter(adapter(files.root, subject, DORA.name), files.hub(subject), targets, dora=True)
+    found = CHANGES.launch("tests.train.megatron_lora_worker", files.root)
+    return {CHANGES.name: found, DORA.name: DORA.results(files.root)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "name"), CHANGES.checks)
-def test_processes(processes: int, name: str, said: Results) -> None:
+@pytest.mark.parametrize(
+    ("kind", "processes", "name"), [(each.name, *check) for each in (CHANGES, DORA) for check in each.checks]
+)
+def test_processes(kind: str, processes: int, name: str, said: dict[str, Results]) -> None:
     """Losses and gradient norms of a run that stops in one layout and goes on in another are those of one process."""
-    assert_ok(name, said[processes], processes)
+    assert_ok(name, said[kind][processes], processes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("subject", "name"), CHANGES.runs)
-def test_factors_are_those_of_one_process(subject: str, name: str, files: Files, said: Results) -> None:
+@pytest.mark.parametrize(
+    ("changes", "subject", "name"),
+    [(each, *run) for each in (CHANGES, DORA) for run in each.runs],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_factors_are_those_of_one_process(
+    changes: LayoutChanges, subject: str, name: str, files: Files, said: dict[str, Results]
+) -> None:
     base = files.hub(subject)
     found = factors(files.run(name) / "checkpoints", base)
     wanted, begun = (
-        factors(files.run(CHANGES.whole(subject)) / "checkpoints", base),
-        factors(adapter(files.root, subject), base),
+        factors(files.run(changes.whole(subject)) / "checkpoints", base),
+        factors(adapter(files.root, subject, changes.name), base),
     )
     for name, tensor in wanted.items():
         moved = float((tensor - begun[name]).abs().max())

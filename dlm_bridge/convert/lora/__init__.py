@@ -52,7 +52,7 @@ def export_adapter(
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
     with atomic_output(output, sources, overwrite) as folder:
         tensors = write_peft_folder(adapter, base, folder)
-    parameters = factor_parameters(base, facts.modules, facts.rank)
+    parameters = factor_parameters(base, facts.modules, facts.rank, facts.dora)
     return AdapterReport(
         source=facts.where,
         output=str(output),
@@ -117,4 +117,4 @@ class MergedCheckpoint(Checkpoint):
         if weight not in self._adapter.facts.modules:
             return tensor
         self._stored[name] = record_of(tensor)
-        return (tensor.float() + self._adapter.delta(weight)).to(tensor.dtype)
+        return self._adapter.merged(weight, tensor).to(tensor.dtype)

@@ -10,6 +10,9 @@ Each routed expert has an adapter of its own, as in PEFT's stacks, and its gate 
 either style. The keys are `...experts.experts.linear_fc1.adapter.linear_in.weight`, with the expert as an axis.
 Megatron Bridge has one adapter for all experts of a layer, which is another model.
 
+DoRA has a magnitude of each Hub weight beside them, in either style, cut as the layer's rows are. Its key is that of
+Megatron Bridge, `adapter.weight_magnitude`, or `adapter.adapter_q.weight_magnitude` where a layer holds several.
+
 Rows are in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter in two
 halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those
 two are exchanged with it at size 1, all others at any size.
@@ -18,10 +21,11 @@ two are exchanged with it at size 1, all others at any size.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -32,16 +36,16 @@ from dlm_bridge.convert.checkpoints.megatron import is_extra_state, iteration_fo
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.lora.peft import (
-    LORA_FACTORS,
     AdapterInfo,
     LoraAdapter,
     LoraFactor,
-    adapted_param,
     body_names,
     check_all_layers,
     check_shapes,
+    factor_suffix,
     plain_config,
 )
+from dlm_bridge.convert.lora.tensors import STYLES, AdapterTensor, Style, adapter_tensors, possible_tensors
 from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
@@ -49,16 +53,12 @@ from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
 from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
-from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, ParamMapping, Rule
 
 ADAPTER_MANIFEST = "dlm_bridge_adapter.json"
 RUN_CONFIG = "run_config.yaml"  # Megatron Bridge's
 _ITERATION = "iter_0000000"
 _VERSION = 1
-Style = Literal["canonical", "fused"]
-STYLES = ("auto", "canonical", "fused")
 
 
 @dataclass
@@ -100,10 +100,11 @@ def write_megatron_adapter(
     layout.check(base.dims)
     check_all_layers(base, facts.modules, facts.where)
     chosen = _style(adapter, base, style)
-    pieces = adapter_tensors(base, facts.modules, facts.rank, chosen, facts.where)
+    pieces = adapter_tensors(base, facts.modules, facts.rank, chosen, facts.where, facts.dora)
     for rule, dims in {(piece.param.rule, piece.param.dims) for piece in pieces}:
         rule.check_tp(layout.tp, dims)
-    plan = plan_torch_dist([p.param for p in pieces], layout, {p.param.megatron_key: facts.dtype for p in pieces})
+    dtypes = {piece.param.megatron_key: facts.dtype_of(piece.part) for piece in pieces}
+    plan = plan_torch_dist([piece.param for piece in pieces], layout, dtypes)
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
     with atomic_output(output, sources, overwrite, sum(plan.files.values())) as folder:
         writer = TorchDistWriter(folder / _ITERATION, plan)
@@ -135,7 +136,7 @@ def write_megatron_adapter(
         rank=facts.rank,
         alpha=facts.scale * facts.rank,
         tensors=len({piece.param.megatron_key for piece in pieces}),
-        parameters=sum(piece.param.megatron_shape[0] * piece.param.megatron_shape[1] for piece in pieces),
+        parameters=sum(prod(piece.param.megatron_shape) for piece in pieces),
         dtype=dtype_name(facts.dtype),
         layout=layout.as_dict(),
     )
@@ -207,16 +208,20 @@ class MegatronAdapter(LoraAdapter):
                 f"{where}: {first_of([*extra, *objects])} is no adapter weight of a {base.family.name} model"
             )
         weights = list(dict.fromkeys(weight for weight, _ in self._places))
+        self.style: Style = "fused" if "fused" in used.values() else "canonical"
+        magnitudes = {factor.param.megatron_key for factor, _ in self._places.values() if factor.part == "magnitude"}
+        dtypes = {known[key].dtype for key in used.keys() - magnitudes}
+        own_dtypes = {known[key].dtype for key in magnitudes}
+        if len(dtypes) != 1 or len(own_dtypes) > 1 or None in dtypes | own_dtypes:
+            raise DlmBridgeError(f"{where}: its tensors are of several dtypes")
+        magnitude_dtype = own_dtypes.pop() if own_dtypes else None
+        self.facts = _facts(path, folder, manifest, base, rank, weights, dtypes.pop(), magnitude_dtype)
         for weight in weights:
-            if any((weight, part) not in self._places for part in LORA_FACTORS):
-                raise DlmBridgeError(f"{where}: one of the two factors of {weight} is missing")
+            missing = [part for part in self.facts.factors if (weight, part) not in self._places]
+            if missing:
+                raise DlmBridgeError(f"{where}: {factor_suffix(missing[0])} of {weight} is missing")
             (rows, columns) = base.spec(weight)[1]
             check_shapes(base, weight, (rank, columns), (rows, rank), rank, where)
-        self.style: Style = "fused" if "fused" in used.values() else "canonical"
-        dtypes = {known[key].dtype for key in used}
-        if len(dtypes) != 1 or None in dtypes:
-            raise DlmBridgeError(f"{where}: its tensors are of several dtypes")
-        self.facts = _facts(path, folder, manifest, base, rank, weights, dtypes.pop())
         self._recorded = {} if manifest is None else manifest["tensors"]
 
     def changed(self) -> list[ChangedFile]:
@@ -294,6 +299,7 @@ def _facts(
     rank: int,
     weights: Iterable[str],
     dtype: torch.dtype | None,
+    magnitude_dtype: torch.dtype | None,
 ) -> AdapterInfo:
     assert dtype is not None
     if manifest is None:
@@ -301,7 +307,8 @@ def _facts(
         modules = {name: body.removesuffix(".weight") for name, body in body_names(base.family, weights).items()}
         config = plain_config(rank, alpha, modules.values(), base.hub.source.get("name"))
         return AdapterInfo(str(path), rank, alpha, alpha / rank, dtype, modules, config)
-    if manifest["rank"] != rank or set(manifest["modules"]) != set(weights):
+    dora = bool(manifest["adapter_config"].get("use_dora"))
+    if manifest["rank"] != rank or set(manifest["modules"]) != set(weights) or dora != (magnitude_dtype is not None):
         raise DlmBridgeError(f"{path}: {ADAPTER_MANIFEST} and the weights do not agree")
     hub = path / HUB_FOLDER
     files = list_side_files(hub, set()).kept if hub.is_dir() else ()
@@ -315,6 +322,7 @@ def _facts(
         config=manifest["adapter_config"],
         folder=hub if ADAPTER_CONFIG in files else None,
         files=files,
+        magnitude_dtype=magnitude_dtype,
     )
 
 
@@ -359,135 +367,3 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
     raise DlmBridgeError(
         f"{path}: has neither a {ADAPTER_MANIFEST} nor a {RUN_CONFIG}, so the adapter's scale is not known"
     )
-
-
-@dataclass(frozen=True)
-class AdapterTensor:
-    """One tensor of a Megatron adapter. `param`'s Hub tensors are the factor `part` of `weights`, in their order; with
-    `shared` there is one tensor, the same for all of `weights`."""
-
-    param: ParamMapping
-    part: LoraFactor
-    weights: tuple[str, ...]
-    shared: bool = False
-
-
-def adapter_tensors(
-    base: Checkpoint, weights: Iterable[str], rank: int, style: Style, where: str
-) -> list[AdapterTensor]:
-    """The Megatron tensors that hold an adapter of these Hub weights. Raises DlmBridgeError where `style` cannot."""
-    params: dict[str, tuple[ParamMapping, set[str]]] = {}
-    for weight in weights:
-        param = adapted_param(base, weight, where, experts=True)
-        params.setdefault(param.megatron_name, (param, set()))[1].add(weight)
-    result: list[AdapterTensor] = []
-    for param, changed in params.values():
-        joined = len(param.hub_names) > 1
-        if style == "canonical" and isinstance(param.rule, FusedQKV):
-            raise DlmBridgeError(f"{where}: {param.hub_names[0]} is one fused tensor on the Hub: use --style fused")
-        if joined and (style == "fused" or param.expert is not None):
-            if missing := sorted(set(param.hub_names) - changed):
-                raise DlmBridgeError(f"{where}: --style fused changes {missing[0]} too, which the adapter leaves out")
-            result += _fused(param, rank)
-        elif joined:
-            names = [name for name in param.hub_names if name in changed]
-            for name in names:
-                result += _single(param, param.hub_names.index(name), rank, _canonical_key(param.rule, name, param))
-        else:
-            result += _fused(param, rank) if isinstance(param.rule, FusedQKV) else _single(param, 0, rank, "")
-    return result
-
-
-def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, AdapterTensor]]:
-    """Every tensor that an adapter of this base may have, in either style."""
-    for param in base.params:
-        if param.is_mtp or param.layer is None:
-            continue
-        if len(param.hub_shapes[0]) != 2 or ".router." in param.rule.megatron:
-            continue
-        if param.expert is not None:
-            for factor in _fused(param, rank) if len(param.hub_names) > 1 else _single(param, 0, rank, ""):
-                yield "canonical", factor
-        elif len(param.hub_names) > 1:
-            for factor in _fused(param, rank):
-                yield "fused", factor
-            for number, name in enumerate(param.hub_names):
-                for factor in _single(param, number, rank, _canonical_key(param.rule, name, param)):
-                    yield "canonical", factor
-        else:
-            both = _fused(param, rank) if isinstance(param.rule, FusedQKV) else _single(param, 0, rank, "")
-            for factor in both:
-                yield "canonical", factor
-
-
-def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[AdapterTensor]:
-    """A and B of one Hub weight; `key` tells it from others of the same linear layer."""
-    name, template = param.hub_names[number], param.rule.hub[number]
-    rows, columns = param.hub_shapes[number]
-    dims = _with_sizes(param.dims, rank, rows, columns)
-    row_parallel = isinstance(param.rule, Direct) and param.rule.axis == 1
-    module = _module(param.rule)
-    a = Direct(
-        f"{module}.adapter.{key}linear_in.weight",
-        name=_factor_name(template, "A"),
-        shape=f"{rank} {columns}",
-        axis=1 if row_parallel else 0,
-    )
-    b = Direct(
-        f"{module}.adapter.{key}linear_out.weight", name=_factor_name(template, "B"), shape=f"{rows} {rank}", axis=0
-    )
-    return [
-        AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", (name,)),
-        AdapterTensor(ParamMapping(b, dims, param.layer, param.expert), "B", (name,)),
-    ]
-
-
-def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
-    """One A for all Hub weights of a linear layer, and their Bs in the rows of the fused weight."""
-    columns = param.dims.hidden
-    module = _module(param.rule)
-    dims = _with_sizes(param.dims, rank, columns)
-    a = Direct(
-        f"{module}.adapter.linear_in.weight",
-        name=_factor_name(param.rule.hub[0], "A"),
-        shape=f"{rank} {columns}",
-        axis=0,
-    )
-    b = _renamed(param.rule, f"{module}.adapter.linear_out.weight")
-    return [
-        AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", param.hub_names, shared=True),
-        # The rule moves rows and takes the columns from `hidden`, of which B has `rank`.
-        AdapterTensor(
-            ParamMapping(b, replace(param.dims, hidden=rank), param.layer, param.expert), "B", param.hub_names
-        ),
-    ]
-
-
-def _renamed(rule: Rule, megatron: str) -> Rule:
-    names = {
-        field: _factor_name(getattr(rule, field), "B")
-        for field in ("name", "q", "k", "v", "gate", "up")
-        if getattr(rule, field, "")
-    }
-    return replace(rule, megatron=megatron, **names)  # type: ignore[arg-type]
-
-
-def _canonical_key(rule: Rule, name: str, param: ParamMapping) -> str:
-    if isinstance(rule, QKV):
-        return ("adapter_q.", "adapter_k.", "adapter_v.")[param.hub_names.index(name)]
-    if isinstance(rule, GatedMLP):
-        return ("adapter_gate.", "adapter_up.")[param.hub_names.index(name)]
-    raise DlmBridgeError(f"{name}: Megatron Bridge has no LoRA for one part of {rule.megatron}")
-
-
-def _module(rule: Rule) -> str:
-    return rule.megatron.removesuffix(".weight")
-
-
-def _factor_name(template: str, part: LoraFactor) -> str:
-    return f"{template.removesuffix('.weight')}.lora_{part}.weight"
-
-
-def _with_sizes(dims: Dims, *numbers: int) -> Dims:
-    """`dims` in whose words a number means itself."""
-    return replace(dims, sizes=(*dims.sizes, *((str(number), number) for number in sorted(set(numbers)))))

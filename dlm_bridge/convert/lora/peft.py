@@ -34,13 +34,17 @@ from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.family_spec import FamilySpec
 
-LoraFactor = Literal["A", "B"]  # [rank, columns] and [rows, rank]; the weight gets scale * B @ A
+# A [rank, columns] and B [rows, rank]: the weight gets scale * B @ A. DoRA's magnitude [rows] is then the norm of each
+# of its rows.
+LoraFactor = Literal["A", "B", "magnitude"]
 LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+_NAME = re.compile(
+    r"base_model\.model\.(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default\.weight)?)"
+)
 # Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
 _REFUSED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
+    "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
     "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
 )  # fmt: skip
@@ -63,6 +67,19 @@ class AdapterInfo:
     files: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # further modules of PEFT with the factors of a weight
+    magnitude_dtype: torch.dtype | None = None  # of DoRA's magnitudes
+
+    @property
+    def dora(self) -> bool:
+        return self.magnitude_dtype is not None
+
+    @property
+    def factors(self) -> tuple[LoraFactor, ...]:
+        """What each changed weight has."""
+        return (*LORA_FACTORS, "magnitude") if self.dora else LORA_FACTORS
+
+    def dtype_of(self, part: LoraFactor) -> torch.dtype:
+        return self.magnitude_dtype if part == "magnitude" and self.magnitude_dtype is not None else self.dtype
 
 
 class LoraAdapter(ABC):
@@ -88,6 +105,19 @@ class LoraAdapter(ABC):
         a, b = (self.tensor(weight, part).float() for part in LORA_FACTORS)
         return self.facts.scale * (b @ a)
 
+    def merged(self, weight: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The base's `tensor` of a Hub weight with the adapter in it, in fp32. DoRA: arXiv:2402.09353, equation 5."""
+        changed = tensor.float() + self.delta(weight)
+        if not self.facts.dora:
+            return changed
+        norms = changed.norm(dim=1).clamp_min(torch.finfo(changed.dtype).tiny)
+        return changed * (self.tensor(weight, "magnitude").float() / norms)[:, None]
+
+
+def factor_suffix(part: LoraFactor) -> str:
+    """The end of a factor's name in PEFT's files, after its module."""
+    return "lora_magnitude_vector" if part == "magnitude" else f"lora_{part}.weight"
+
 
 def adapted_param(base: Checkpoint, weight: str, where: str, experts: bool = False) -> ParamMapping:
     """The parameter of a weight that an adapter may change, with `experts` also one of each routed expert. Raises
@@ -109,9 +139,22 @@ def adapted_param(base: Checkpoint, weight: str, where: str, experts: bool = Fal
     return param
 
 
-def check_shapes(base: Checkpoint, weight: str, a: tuple[int, ...], b: tuple[int, ...], rank: int, where: str) -> None:
+def check_shapes(
+    base: Checkpoint,
+    weight: str,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    rank: int,
+    where: str,
+    magnitude: tuple[int, ...] | None = None,
+) -> None:
     """Raise DlmBridgeError unless factors of these shapes change the base's weight."""
     rows, columns = base.spec(weight)[1]
+    if magnitude is not None and magnitude != (rows,):
+        raise DlmBridgeError(
+            f"{where}: its magnitudes of {weight} have shape {list(magnitude)}, its {rows} rows need {[rows]}: it is "
+            "another model's adapter"
+        )
     if a != (rank, columns) or b != (rows, rank):
         raise DlmBridgeError(
             f"{where}: its factors of {weight} have shapes {list(a)} and {list(b)}, a rank {rank} change of "
@@ -119,13 +162,13 @@ def check_shapes(base: Checkpoint, weight: str, a: tuple[int, ...], b: tuple[int
         )
 
 
-def factor_parameters(base: Checkpoint, weights: Iterable[str], rank: int) -> int:
+def factor_parameters(base: Checkpoint, weights: Iterable[str], rank: int, dora: bool = False) -> int:
     """How many numbers an adapter of these weights has; an expert's gate and up projections share A."""
     total = 0
     for weight in weights:
         param, (*_, rows, columns) = base.param_of[weight], base.spec(weight)[1]
         own = param.expert is None or param.hub_names[0] == weight
-        total += rank * (rows + columns * own) * (base.dims.experts if param.rule.each else 1)
+        total += rank * (rows + columns * own) * (base.dims.experts if param.rule.each else 1) + rows * dora
     return total
 
 
@@ -134,9 +177,9 @@ def is_peft_folder(path: Path) -> bool:
 
 
 class PeftAdapter(LoraAdapter):
-    """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is not plain LoRA, for another
-    model's adapter, and for a change of what Megatron's adapters cannot change. Routed experts that are one tensor
-    on the Hub have a `delta`, but no factors of their own."""
+    """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is neither plain LoRA nor
+    DoRA, for another model's adapter, and for a change of what Megatron's adapters cannot change. Routed experts that
+    are one tensor on the Hub have a `delta`, but no factors of their own."""
 
     def __init__(self, folder: Path, base: Checkpoint) -> None:
         where = str(folder)
@@ -156,7 +199,7 @@ class PeftAdapter(LoraAdapter):
             match = _NAME.fullmatch(entry.name)
             if match is None:
                 raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
-            module, part = match.groups()
+            module, part = match[1], match[2] or "magnitude"
             if is_expert_module(module):
                 stacks[module, part] = entry
                 continue
@@ -174,13 +217,18 @@ class PeftAdapter(LoraAdapter):
             self._entries[weight, part] = entry
         if not modules and not stacks:
             raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
-        rank = config["r"]
+        rank, dora = config["r"], bool(config.get("use_dora"))
+        parts: tuple[LoraFactor, ...] = (*LORA_FACTORS, "magnitude") if dora else LORA_FACTORS
+        of_magnitudes = {one for one in entries if "magnitude" in one.name.rpartition("lora_")[2]}
+        if of_magnitudes and not dora:
+            raise DlmBridgeError(f"{where}: has magnitude vectors, but {ADAPTER_CONFIG} does not say use_dora")
         for weight in modules:
-            missing = [part for part in LORA_FACTORS if (weight, part) not in self._entries]
+            missing = [part for part in parts if (weight, part) not in self._entries]
             if missing:
-                raise DlmBridgeError(f"{where}: lora_{missing[0]} of {modules[weight]} is missing")
-            a, b = (self._entries[weight, part].shape for part in LORA_FACTORS)
-            check_shapes(base, weight, a, b, rank, where)
+                name = factor_suffix(missing[0]).removesuffix(".weight")
+                raise DlmBridgeError(f"{where}: {name} of {modules[weight]} is missing")
+            a, b, *magnitude = (self._entries[weight, part].shape for part in parts)
+            check_shapes(base, weight, a, b, rank, where, *magnitude)
         for _, entry, weight, part in shared:
             twin = self._entries.get((weight, part))
             if twin is None or not torch.equal(*(self._read(one) for one in (entry, twin))):
@@ -190,9 +238,10 @@ class PeftAdapter(LoraAdapter):
         self._experts = self._slices(base, config, stacks, copies, where) if stacks else {}
         self._number = base.dims.experts
         modules |= {weight: one.module for weight, one in self._experts.items()}
-        dtypes = {entry.dtype for entry in entries}
-        if len(dtypes) > 1:
-            names = sorted(map(dtype_name, dtypes))
+        dtypes = {entry.dtype for entry in entries if entry not in of_magnitudes}
+        own_dtypes = {entry.dtype for entry in of_magnitudes}
+        if len(dtypes) > 1 or len(own_dtypes) > 1:
+            names = sorted(map(dtype_name, dtypes if len(dtypes) > 1 else own_dtypes))
             raise DlmBridgeError(f"{where}: its tensors are of {' and '.join(names)}: save them in one dtype")
         side = list_side_files(folder, {ADAPTER_WEIGHTS})
         alpha = float(config["lora_alpha"])
@@ -207,6 +256,7 @@ class PeftAdapter(LoraAdapter):
             folder=folder,
             files=side.kept,
             copies={module: weight for module, _, weight, _ in shared},
+            magnitude_dtype=own_dtypes.pop() if own_dtypes else None,
         )
 
     def changed(self) -> list[ChangedFile]:
@@ -275,9 +325,9 @@ def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> i
         copy_files(facts.folder, [name for name in facts.files if name != ADAPTER_CONFIG], folder)
     linear = [(module, weight) for weight, module in facts.modules.items() if base.param_of[weight].expert is None]
     tensors = {
-        f"base_model.model.{module}.lora_{part}.weight": adapter.tensor(weight, part).contiguous()
+        f"base_model.model.{module}.{factor_suffix(part)}": adapter.tensor(weight, part).contiguous()
         for module, weight in [*linear, *facts.copies.items()]
-        for part in LORA_FACTORS
+        for part in facts.factors
     }
     stacks: dict[str, list[str]] = {}
     for weight in facts.modules.keys() - {weight for _, weight in linear}:
@@ -285,7 +335,7 @@ def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> i
     for module, weights in stacks.items():
         factors = stacked_factors(base, weights, adapter.tensor)  # type: ignore[arg-type]
         for part, factor in zip(LORA_FACTORS, factors, strict=True):
-            tensors[f"base_model.model.{module}.lora_{part}.weight"] = factor.contiguous()
+            tensors[f"base_model.model.{module}.{factor_suffix(part)}"] = factor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     if facts.folder is not None and ADAPTER_CONFIG in facts.files:
         copy_files(facts.folder, [ADAPTER_CONFIG], folder)
@@ -294,8 +344,10 @@ def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> i
     return len(tensors)
 
 
-def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | None) -> dict[str, Any]:
-    """adapter_config.json of a plain LoRA adapter of these modules."""
+def plain_config(
+    rank: int, alpha: float, modules: Iterable[str], base: str | None, dora: bool = False
+) -> dict[str, Any]:
+    """adapter_config.json of a plain LoRA or DoRA adapter of these modules."""
     modules = list(modules)
     stacks = target_parameters(modules)
     return {
@@ -311,7 +363,7 @@ def plain_config(rank: int, alpha: float, modules: Iterable[str], base: str | No
         "target_modules": sorted({module.rpartition(".")[2] for module in modules if not is_expert_module(module)}),
         **({"target_parameters": stacks} if stacks else {}),
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
+        "use_dora": dora,
         "use_rslora": False,
     }
 
@@ -345,14 +397,17 @@ def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_plain(config: dict[str, Any], path: Path) -> None:
-    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, of linear layers or stacked experts."""
+    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, of linear layers or stacked experts, or DoRA of
+    linear layers."""
     if config.get("peft_type") != "LORA":
         raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
     for key in _REFUSED:
         if config.get(key):
             raise DlmBridgeError(
-                f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA"
+                f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA and DoRA"
             )
+    if config.get("use_dora") and config.get("target_parameters"):
+        raise DlmBridgeError(f"{path}: use_dora with target_parameters: there is no DoRA of stacked experts")
     if config.get("bias", "none") != "none":
         raise DlmBridgeError(f"{path}: bias = {config['bias']!r} cannot be converted: train with bias 'none'")
     how = config.get("init_lora_weights")

@@ -53,6 +53,12 @@ class ModelOptions:
         None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("--lora-rank", None),
         fixed=True,
     )  # fmt: skip
+    lora_dora: bool = option(
+        False,
+        "Train DoRA: the adapter has a magnitude of each output row too.",
+        needs=("--lora-rank", None),
+        fixed=True,
+    )
     lora_quantize: str | None = accelerate_option(
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
         fixed=True,

@@ -43,6 +43,7 @@ class LoraRun:
     seed: int
     fingerprint: str | None  # of the base's weights
     start: LoraAdapter | None  # of `--adapter`
+    dora: bool
 
     @classmethod
     def of(cls, config: TrainConfig, source: MegatronSource, checkpoint: Path | None = None) -> LoraRun | None:
@@ -58,19 +59,20 @@ class LoraRun:
             check_base(Path(config.model.adapter), found, config.model.path)
             start = open_adapter(Path(config.model.adapter), base)
             facts = start.facts
-            return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, found, start)
+            return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, found, start, facts.dora)
         rank, alpha = config.model.lora_rank, config.model.lora_alpha
         assert alpha is not None, "with_lora has set it"
         modules = _modules(base, source.model, comma_separated(config.model.lora_targets))
-        return cls(base, modules, rank, alpha, alpha / rank, seed, found, None)
+        return cls(base, modules, rank, alpha, alpha / rank, seed, found, None, config.model.lora_dora)
 
     def add(self, chunks: list[Any]) -> list[list[LiveFactor]]:
         """The adapter in this rank's chunks, which are frozen; its factors, by chunk. Raises DlmBridgeError."""
-        return add_adapters(chunks, self.base, list(self.modules), self.rank, self.scale, self._initial)
+        return add_adapters(chunks, self.base, list(self.modules), self.rank, self.scale, self._initial, self.dora)
 
     def write_manifest(self, root: Path, dtype: torch.dtype) -> None:
         """Make a run's folder of checkpoints that of an adapter. One process calls it, when a run starts."""
-        config = plain_config(self.rank, self.alpha, self.modules.values(), self.base.hub.source.get("name"))
+        name = self.base.hub.source.get("name")
+        config = plain_config(self.rank, self.alpha, self.modules.values(), name, self.dora)
         if self.start is not None:
             config = dict(self.start.facts.config)
         manifest = adapter_manifest(
@@ -92,16 +94,19 @@ class LoraRun:
         """One line about what is trained."""
         modules = (module.removesuffix(".base_layer") for module in self.modules.values())
         kinds = sorted({module.rpartition(".")[2] for module in modules})
-        numbers = factor_parameters(self.base, self.modules, self.rank)
+        numbers = factor_parameters(self.base, self.modules, self.rank, self.dora)
         return (
-            f"LoRA of rank {self.rank}, alpha {self.alpha:g}, in {len(set(self.modules.values()))} linear layers "
+            f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}, in "
+            f"{len(set(self.modules.values()))} linear layers "
             f"({', '.join(kinds)}): {numbers:,} parameters are trained"
         )
 
-    def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor:
-        """Of a new adapter: A with the variance of PEFT's, from (seed, name) alone, and B zero."""
+    def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor | None:
+        """Of a new adapter: A with the variance of PEFT's, from (seed, name) alone, B zero, magnitudes the base's."""
         if self.start is not None:
             return self.start.tensor(weight, part)
+        if part == "magnitude":
+            return None
         rows, columns = self.base.spec(weight)[1]
         if part == "B":
             return torch.zeros(rows, self.rank)
