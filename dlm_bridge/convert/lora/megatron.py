@@ -362,7 +362,7 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
         if not isinstance(peft, dict) or not isinstance(alpha, int | float):
             raise DlmBridgeError(f"{file}: has no peft.alpha, so the adapter's scale is not known")
         if "DoRA" in str(peft.get("_target_", "")):
-            raise DlmBridgeError(f"{file}: {peft['_target_']} cannot be converted, only plain LoRA")
+            raise DlmBridgeError(f"{file}: {peft['_target_']} cannot be converted, only its LoRA")
         return float(alpha)
     raise DlmBridgeError(
         f"{path}: has neither a {ADAPTER_MANIFEST} nor a {RUN_CONFIG}, so the adapter's scale is not known"
