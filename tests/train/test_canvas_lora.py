@@ -57,14 +57,15 @@ def answer(folder: Path, tokenizer: Path) -> tuple[tuple[int, ...], ...]:
     return write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False).token_ids
 
 
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_adapter_changes_both_towers(
-    run: Run, base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dora: bool, run: Run, base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, folder = tune(run, tmp_path / "out", base, chats, steps=3, save_interval=2)
+    rows, folder = tune(run, tmp_path / "out", base, chats, steps=3, save_interval=2, lora_dora=dora)
     assert rows[-1]["loss"] < rows[0]["loss"]
     factors = shared(folder)
     # q, k and o of two layers, v of the sliding one, the dense MLP of both: the recipe's, without self-conditioning.
-    assert len(factors) == 2 * (2 * 3 + 1 + 2 * 3)
+    assert len(factors) == (2 + dora) * (2 * 3 + 1 + 2 * 3)
     assert all(tensor.abs().max() > 0 for tensor in factors.values())
     code, _, err = run_cli(capsys, "adapter", "export", folder, tmp_path / "merged", "--merge")
     assert code == 0, err
@@ -76,11 +77,14 @@ def test_one_adapter_changes_both_towers(
         change: torch.Tensor | float = 0.0
         if (down := factors.get(f"{module}.lora_A.weight")) is not None:
             change = scale * factors[f"{module}.lora_B.weight"] @ down
-        torch.testing.assert_close(merged[name], weight + change)
+        changed = weight + change
+        if (magnitude := factors.get(f"{module}.lora_magnitude_vector")) is not None:
+            changed = changed * (magnitude / changed.norm(dim=1))[:, None]
+        torch.testing.assert_close(merged[name], changed)
     found = answer(folder, base)
     assert found == answer(tmp_path / "merged", base) != answer(base, base)
     folder.rename(tmp_path / "first")
-    again, folder = tune(run, tmp_path / "out", base, chats, steps=3, save_interval=2, resume=True)
+    again, folder = tune(run, tmp_path / "out", base, chats, steps=3, save_interval=2, resume=True, lora_dora=dora)
     assert without_speed(again) == without_speed(rows)
     assert all(torch.equal(factors[name], tensor) for name, tensor in shared(folder).items())
 
