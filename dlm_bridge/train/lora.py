@@ -28,7 +28,7 @@ from dlm_bridge.train.loading import decoder_layers, model_family
 BASE = "base.json"  # beside an adapter: the base that it was trained on
 EXPERTS = "experts"  # a target: the routed experts, whose weights are one stack a layer
 STEP = 0  # of the seed of a new adapter's weights: before the first step
-_NO_SHARDED_DORA = "its norms are of whole rows, which FSDP2 shards: use data parallelism, or --engine megatron"
+_MAGNITUDE = ".lora_magnitude_vector."  # in the name of a magnitude of DoRA's
 SAMPLED = 64  # rows of the embedding, and elements of each, in a base's fingerprint
 
 
@@ -37,8 +37,6 @@ def with_lora(config: Config, model: Any) -> Config:
     layers of the model nor its experts, and for an adapter that is not plain LoRA or names another base."""
     if config.model.adapter is not None:
         check_adapter(Path(config.model.adapter), config.model.path)
-        if config.parallel.shards and read_config(Path(config.model.adapter) / ADAPTER_CONFIG).get("use_dora"):
-            raise DlmBridgeError(f"--adapter {config.model.adapter}: use_dora: {_NO_SHARDED_DORA}")
     if not config.model.lora_rank:
         return config
     family = model_family(model)
@@ -52,8 +50,6 @@ def with_lora(config: Config, model: Any) -> Config:
         raise DlmBridgeError(f"--lora-targets {EXPERTS}: FSDP2 would shard their stacks: use data parallelism")
     if EXPERTS in targets and config.model.lora_dora:
         raise DlmBridgeError(f"--lora-dora: there is no DoRA of stacked {EXPERTS}: leave one of them out")
-    if config.model.lora_dora and config.parallel.shards:
-        raise DlmBridgeError(f"--lora-dora: {_NO_SHARDED_DORA}")
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
@@ -126,6 +122,10 @@ def add_adapter(
         with contextlib.nullcontext() if weights is None else _stand_ins(model):
             peft = get_peft_model(model, settings)
         peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
+        if folder is None and weights is not None:
+            for name, weight in model.named_parameters():
+                if _MAGNITUDE in name:
+                    weight.is_new = True  # the norms of stand-ins
         if folder is not None and not on_meta:
             result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
@@ -134,6 +134,12 @@ def add_adapter(
     if has_canvas(model):
         _share_between_towers(model)
     return Adapter(peft, _base_name(config.model.path), found)
+
+
+def magnitude_of(name: str, parameter: torch.Tensor) -> str | None:
+    """The name of the weight whose rows' norms a new magnitude has to become, as `add_adapter` had no weights; None of
+    any other parameter."""
+    return f"{name.partition(_MAGNITUDE)[0]}.base_layer.weight" if getattr(parameter, "is_new", False) else None
 
 
 @contextlib.contextmanager

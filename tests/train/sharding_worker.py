@@ -71,6 +71,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         for subject in SUBJECTS:
             yield subject, partial(train, root, f"{subject}-1", subject)
         yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
+        yield "DoRA", partial(train, root, "dora-1", "masked", **_adapter(root), lora_dora=True)
         yield "muon", partial(train, root, "muon-1", "masked", optimizer="muon")
         yield "averaged", partial(train, root, "averaged-1", "masked", ema_decay=0.5)
         yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
@@ -90,7 +91,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         more = {"sharding": "fsdp", "gradient_checkpointing": True, "cpu_offload": True}
         yield "recomputed and offloaded", partial(equals, root, "block", "more-2", **more)
         yield "data parallel", partial(equals, root, "masked", "ddp-2")
-        yield "an adapter", partial(adapter_equals, root)
+        yield "an adapter", partial(adapter_equals, root, "adapter")
+        yield "DoRA", partial(adapter_equals, root, "dora", lora_dora=True)
+        dora = {**_adapter(root), "lora_dora": True}
+        yield "DoRA goes on from one process", partial(goes_on, root, "dora-1", sharding="fsdp", **dora)
         yield "muon", partial(equals, root, "masked", "muon-2", "muon-1", sharding="fsdp", optimizer="muon")
         yield "muon goes on from one process", partial(goes_on, root, "muon-1", sharding="fsdp", optimizer="muon")
         yield "averaged", partial(averages_equal, root)
@@ -159,17 +163,17 @@ def is_saved(root: Path, subject: str, name: str) -> None:
         assert torch.allclose(found[key], tensor, atol=2e-4), key  # Adam's first steps go by signs
 
 
-def adapter_equals(root: Path) -> None:
-    equals(root, "masked", "adapter-2", "adapter-1", sharding="fsdp", **_adapter(root))
+def adapter_equals(root: Path, kind: str, **changes: Any) -> None:
+    equals(root, "masked", f"{kind}-2", f"{kind}-1", sharding="fsdp", **_adapter(root), **changes)
     found, wanted = (
         load_file(root / name / f"checkpoints/step-{STEPS:07d}/adapter_model.safetensors")
-        for name in ("adapter-2", "adapter-1")
+        for name in (f"{kind}-2", f"{kind}-1")
     )
     assert found.keys() == wanted.keys()
     assert all(torch.allclose(found[key], tensor, atol=2e-4) for key, tensor in wanted.items())
     settings = [
         json.loads((root / name / f"checkpoints/step-{STEPS:07d}/adapter_config.json").read_text())
-        for name in ("adapter-2", "adapter-1")
+        for name in (f"{kind}-2", f"{kind}-1")
     ]
     assert {**settings[0], "target_modules": 0} == {**settings[1], "target_modules": 0}
 

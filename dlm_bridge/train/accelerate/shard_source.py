@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.lazy_weights import LazyWeights
+from dlm_bridge.train.lora import magnitude_of
 
 
 def shard_source(model: nn.Module, weights: LazyWeights | None, device: torch.device) -> ShardSource:
@@ -89,7 +90,8 @@ class FirstProcess(ShardSource):
 
 class OwnSlices(ShardSource):
     """A checkpoint, of which each process reads the elements of its shards and nothing else. What is not there (an
-    adapter, buffers that are computed) every process has whole."""
+    adapter, buffers that are computed) every process has whole, but for DoRA's new magnitudes: they are the norms of
+    the rows of its shards."""
 
     def __init__(self, model: nn.Module, weights: LazyWeights, device: torch.device) -> None:
         super().__init__(model, device)
@@ -101,10 +103,18 @@ class OwnSlices(ShardSource):
 
     def shard(self, name: str, weight: DTensor) -> torch.Tensor:
         first, shape = _first_row(weight), weight.to_local().shape
+        own = self.tensors[name]
+        if (base := magnitude_of(name, own)) is not None:
+            rows = self._rows(base, first, torch.Size([*shape, *self.tensors[base].shape[1:]]))
+            return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).to(weight.dtype)
         if name not in self.weights:
-            return self.tensors[name].detach()[first : first + shape[0]].to(self.device)
-        local = torch.empty(shape, dtype=weight.dtype, device=self.device)
-        start = first * prod(weight.shape[1:])
+            return own.detach()[first : first + shape[0]].to(self.device)
+        return self._rows(name, first, shape)
+
+    def _rows(self, name: str, first: int, shape: torch.Size) -> torch.Tensor:
+        """Those of the checkpoint's tensor `name` from `first` on, in `shape`."""
+        local = torch.empty(shape, dtype=self.tensors[name].dtype, device=self.device)
+        start = first * prod(shape[1:])
         for place, values in self.weights.read(name, start, start + local.numel()):
             local.view(-1)[place : place + len(values)].copy_(values)
         return local
