@@ -3,7 +3,7 @@ autoregressive twin, fine-tuned on the same rows, and the same adaptation by dLL
 
     git clone https://github.com/openai/grade-school-math
     git clone https://github.com/ZHZisZZ/dllm
-    python -m venv dllm-env && dllm-env/bin/pip install -e dllm trl==0.24.0 lm-eval==0.4.9.1
+    python -m venv dllm-env && dllm-env/bin/pip install -e dllm trl==0.24.0 lm-eval==0.4.9.2
     python scripts/adapt_smollm2.py --data grade-school-math/grade_school_math/data \\
         --dllm dllm --dllm-python dllm-env/bin/python --output adapted
 
@@ -14,8 +14,8 @@ optimizer settings are the same, all else is each program's default. Then each m
     nats      a token of the held-out answers: exact for the twin, for a diffusion model a bound by Monte Carlo
     correct   greedy answers to held-out problems whose number after #### is right
 
-A row is printed as soon as it is known. What is finished is in --output and is not done again: a run that was cut off
-goes on where it was. Without --dllm its row is left out.
+A row is printed as soon as it is known. What is finished is in --output and is not done again, and a training that was
+cut off goes on from its last checkpoint; dLLM's begins anew. Without --dllm its row is left out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Preset:
 
 
 PRESETS = {
-    "gpu": Preset(20, 64, 320, 3e-4, "bf16", 1319, 512, 64, 192, 64),
+    "gpu": Preset(5, 64, 320, 3e-4, "bf16", 256, 256, 32, 192, 128),
     "cpu": Preset(1, 4, 192, 1e-4, "fp32", 4, 4, 4, 32, 4, rows=16),
 }
 SCHEDULE = {"lr-schedule": "cosine", "min-lr": 0, "weight-decay": 0, "beta1": 0.9, "beta2": 0.999, "clip-grad": 1}
@@ -208,9 +208,11 @@ class Adaptation:
             "warmup-steps": self.steps // 10,
             "precision": preset.precision,
             "split": "1,0,0",
-            "save-interval": 0,
+            "save-interval": max(1, self.steps // 5),
+            "keep-last": 1,
         }
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        words += ["--resume"] * run.exists()
         rows = self.root / "rows" / "train.jsonl"
         dlm_bridge(self.console, "sft", "--model", self.start, "--data", rows, "--output", run, *words)
         seconds, before, curve = 0.0, 0, []
@@ -219,6 +221,8 @@ class Adaptation:
                 seconds += (logged["tokens"] - before) / logged["tokens_per_s"]
                 before = logged["tokens"]
                 curve.append((logged["step"], logged["loss"]))
+        if logged["step"] < self.steps:
+            raise SystemExit(f"stopped at step {logged['step']}: start again to go on")
         return {"seconds": seconds, "curve": curve}
 
     def _train_with_dllm(self, checkout: Path, python: Path) -> dict[str, Any]:

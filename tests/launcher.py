@@ -112,10 +112,12 @@ def share_gloo_device() -> None:
     make = Gloo.__init__
 
     def __init__(  # noqa: N807
-        group: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+        group: Any, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30), **more: Any
     ) -> None:
         options = Gloo._Options()
         options._timeout, options._devices = timeout, [made(os.getpid())]
+        for name, value in more.items():  # torch 2.15: enable_reconfigure
+            setattr(options, name, value)
         make(group, store, rank, size, options)
 
     Gloo.__init__ = __init__

@@ -161,7 +161,9 @@ def test_auto_classes_know_the_families_in_either_order(order: str, told: dict[s
 
 
 def test_model_from_an_unpickled_config(told: dict[str, tuple[int, str]]) -> None:
-    assert told["unpickle"] == (0, "LLaDAModelLM\n")
+    code, said = told["unpickle"]
+    assert code == 0, said
+    assert said.splitlines()[-1:] == ["LLaDAModelLM"]  # behind a warning where a version is untested
 
 
 def test_every_package_is_installed() -> None:
