@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
-from dlm_bridge.convert.lora import open_adapter
+from dlm_bridge.convert.lora import export_adapter, open_adapter
 from dlm_bridge.convert.lora.tensors import adapter_tensors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.lora import EXPERTS
@@ -152,6 +152,34 @@ def test_a_new_adapter_changes_nothing_yet(
     found = factors(tmp_path / "run/checkpoints", files.hub("masked"))
     assert all(bool(tensor.abs().max() > 0) for tensor in found.values())
     assert any(part == "magnitude" for _, part in found) == dora
+
+
+@pytest.mark.slow
+def test_magnitudes_of_a_model_in_half_precision_are_fp32(
+    tmp_path: Path, run: Run, on_megatron: Run, files: Files, options: dict[str, Any]
+) -> None:
+    """They multiply whole outputs. A resume changes nothing; a PEFT folder keeps both dtypes, and goes on."""
+    base = files.hub("masked")
+    options |= {"lora_rank": RANK, "lora_dora": True, "steps": 4, "save_interval": 2, "eval_interval": 4}
+    exact = on_megatron(tmp_path / "exact", **options)
+    rows = on_megatron(tmp_path / "whole", **options, precision="bf16")
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in exact], rel=0.02)
+    on_megatron(tmp_path / "resumed", **{**options, "steps": 2}, precision="bf16")
+    on_megatron(tmp_path / "resumed", resume=True, **options, precision="bf16")
+    found, wanted = (factors(tmp_path / name / "checkpoints", base) for name in ("resumed", "whole"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert {(part, tensor.dtype) for (_, part), tensor in found.items()} == {
+        ("A", torch.bfloat16),
+        ("B", torch.bfloat16),
+        ("magnitude", torch.float32),
+    }
+    opened = Bridge.from_hf(base).checkpoint
+    export_adapter(open_adapter(tmp_path / "whole/checkpoints", opened), opened, tmp_path / "peft")
+    back = factors(tmp_path / "peft", base)
+    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
+    more = {**options, "lora_rank": 0, "lora_dora": False, "adapter": str(tmp_path / "peft"), "steps": 1}
+    (row,), (theirs,) = on_megatron(tmp_path / "more", **more), run(tmp_path / "accelerate", **more)
+    assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
 def test_another_base_of_the_same_shape_is_refused(
