@@ -15,6 +15,7 @@ from dlm_bridge.attention_mask import block_causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.runtime.varlen import Packing
 
 # A GPU multiplies so many tokens in the time in which it reads the weights: as many are launched speculatively.
 SPECULATIVE_TOKENS = 256
@@ -115,8 +116,10 @@ class Predictor:
         if not self.canvas.padded:  # without a mask attention runs the faster kernel
             return CanvasView(tokens, None, None, columns.start, end)
         positions, real = self._positions(rows, end)
-        lengths = self.canvas.lengths(rows, end) if columns == slice(0, end) else None
-        return CanvasView(tokens, real, positions[:, columns], columns.start, end, lengths=lengths)
+        lengths = self.canvas.lengths(rows, min(columns.stop, end), columns.start)
+        attended = None if columns == slice(0, end) else self.canvas.lengths(rows, end)
+        packing = Packing(real[:, columns], lengths, attended)
+        return CanvasView(tokens, real, positions[:, columns], columns.start, end, packing=packing)
 
     def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
@@ -136,11 +139,14 @@ class Predictor:
         source_AQ = own_AQ.clamp(max=canvas.width - 1)
         place_AQ = own_AQ - origin_A1
         length_A1 = canvas.real(rows)[:, :end].sum(dim=1, keepdim=True)
+        real_AQ = (place_AQ >= 0) & (place_AQ < length_A1)
+        whole = run == slice(0, end)
+        packing = Packing(real_AQ, lengths if whole else canvas.lengths(rows, min(run.stop, end), run.start))
+        packing = packing if whole else replace(packing, attended=lengths)
         attended_AK = torch.arange(length, device=own_AQ.device) < length_A1
         cached_AQ = None
         if self.cache.stores:  # padding where nothing attends to it
-            padding_AQ = (place_AQ < 0) | (place_AQ >= length_A1)
-            cached_AQ = place_AQ.masked_fill(padding_AQ, canvas.cache_width - 1)
+            cached_AQ = place_AQ.masked_fill(~real_AQ, canvas.cache_width - 1)
         tokens_AQ = canvas.take(rows, source_AQ)
         # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own.
         from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), origin_A1) - own_AQ[:, :1]
@@ -150,14 +156,9 @@ class Predictor:
             tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, canvas.mask_token_id)])
             attended_AK, place_AQ, from_AN = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1), from_AN.repeat(2, 1)
             cached_AQ = None if cached_AQ is None else cached_AQ.repeat(2, 1)
-            lengths = lengths * 2
+            packing = packing.repeat(2)
         view = CanvasView(
-            tokens_AQ,
-            attended_AK,
-            place_AQ.clamp(min=0),
-            end=length,
-            columns=cached_AQ,
-            lengths=lengths if run == slice(0, end) else None,
+            tokens_AQ, attended_AK, place_AQ.clamp(min=0), end=length, columns=cached_AQ, packing=packing
         )
         self.cache.write(columns.stop)
         logits = self._runner.logits_at(view, from_AN)
@@ -186,7 +187,7 @@ class Predictor:
             tokens=torch.cat([view.tokens, unconditional]),
             attention_mask=mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
             position_ids=positions if positions is None else positions.repeat(2, 1),
-            lengths=None if view.lengths is None else view.lengths * 2,
+            packing=None if view.packing is None else view.packing.repeat(2),
         )
 
     def _condition(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
@@ -288,7 +289,8 @@ class BlockCachePredictor(Predictor):
         assert whole.attention_mask is not None
         assert whole.position_ids is not None
         mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
-        view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end)
+        packing = None if whole.packing is None else whole.packing.from_column(begin)  # the rest is padding
+        view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end, packing=packing)
         if self.cfg_scale:
             view = self._with_unconditional_rows(view, self._condition(rows, self._block))
         return self._runner.hidden(view, once=True)[:, -1:].clone()
@@ -354,7 +356,8 @@ class BlockCachePredictor(Predictor):
         assert whole.attention_mask is not None
         assert whole.position_ids is not None
         mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
-        return CanvasView(whole.tokens[:, begin:], mask, positions, begin, block.stop)
+        packing = None if begin else whole.packing
+        return CanvasView(whole.tokens[:, begin:], mask, positions, begin, block.stop, packing=packing)
 
 
 class BlockCausalPredictor(BlockCachePredictor):
@@ -389,7 +392,11 @@ class BlockCausalPredictor(BlockCachePredictor):
         positions, real = self._positions(rows, block.stop)
         index = torch.arange(block.stop, device=positions.device).expand_as(positions) + self._offset
         mask = block_causal_mask(index, self._block_length, real)
-        return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions)
+        packing = None
+        if self.canvas.padded:
+            lengths = self.canvas.lengths(rows, block.stop)
+            packing = Packing(real, lengths, columns=index, block=self._block_length)
+        return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions, packing=packing)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:
         # Whole blocks from `begin` on need no mask, unless a row begins in them. The first columns of a prompt may be
@@ -397,4 +404,5 @@ class BlockCausalPredictor(BlockCachePredictor):
         if not begin or max(self.canvas.origins) > begin or (begin + self._offset) % self._block_length:
             return super()._cached_view(begin, block)
         view = self._bidirectional_view(None, slice(begin, block.stop), block.stop)
-        return view if block.stop - begin <= self._block_length else replace(view, block=self._block_length)
+        one = block.stop - begin <= self._block_length
+        return view if one else replace(view, block=self._block_length, packing=None)

@@ -13,26 +13,30 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.batching import ContinuousBatch
-from dlm_bridge.generation.runtime import graphs, runner
+from dlm_bridge.generation.runtime import graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
     PackedRows,
     attend_packed,
+    attend_packed_cached,
     attend_padded,
     packed_shape,
     padded_cu_seqlens,
+    slot_count,
     supports_packing,
     write_packed,
 )
+from tests.families.case import FamilyCase, some_slow
 from tests.generation.conftest import EOS, prompts
 from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount, ragged
 from tests.generation.test_batching import alone, ended, requests, run
-from tests.generation.test_caches import load_case
+from tests.generation.test_caches import SDAR, load_case, logits_of
 from tests.generation.test_families import DIFFUSION
 
 LENGTHS = (5, 1, 0, 8)
 # Shifted logits, experts, guidance.
 FAMILIES = ("dream", "llada_moe", "a2d_qwen3")
+BLOCK_CAUSAL = [case for case in DIFFUSION if case.spec.attention_pattern == "block_causal"]
 
 
 @pytest.fixture
@@ -75,6 +79,122 @@ def test_attention_stays_within_each_row(window: int | None) -> None:
         torch.testing.assert_close(output[:, own], expected.transpose(1, 2))
         begin += length
     assert output.isfinite().all()  # of added tokens, too
+
+
+def kernel_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen: int,
+    max_seqlen_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int] = (-1, -1),
+    return_aux: Any = None,
+) -> Any:
+    """What PyTorch documents of `varlen_attn`, row by row. Windows are of rows whose queries are their keys."""
+    output, mass = torch.zeros_like(query), query.new_full((query.shape[1], len(query)), -torch.inf)
+    for row in range(len(cu_seqlens) - 1):
+        own, keys = slice(*cu_seqlens[row : row + 2]), slice(*cu_seqlens_k[row : row + 2])
+        assert own.stop - own.start <= max_seqlen
+        assert keys.stop - keys.start <= max_seqlen_k
+        q, k, v = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (query, key, value))
+        scores = torch.einsum("qhd,khd->hqk", q[own], k[keys]) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        ahead = torch.arange(scores.shape[2]) - torch.arange(scores.shape[1])[:, None]
+        left, right = (size if size >= 0 else 10**6 for size in window_size)
+        scores = scores.masked_fill((ahead > right) | (-ahead > left), -torch.inf)
+        output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+        mass[:, own] = scores.logsumexp(-1)
+    return output if return_aux is None else (output, mass)
+
+
+def packed_blocks(cu_seqlens: torch.Tensor, begins: tuple[int, ...], block: int) -> torch.Tensor:
+    """The slots of rows that begin in these columns."""
+    lengths = cu_seqlens.diff().tolist()
+    width = max(lengths)
+    real = torch.arange(width) < torch.tensor(lengths)[:, None]
+    rows = PackedRows.of(real, lengths)
+    columns = torch.arange(width) + torch.tensor([*begins, *[0] * len(lengths)])[: len(lengths), None]
+    slots = rows.block_slots(columns, block)
+    assert len(slots.unique()) == slots.shape[1]
+    assert slots.amax() < slot_count(slots.shape[1], len(lengths), block)
+    assert torch.equal(slots[0] % block, rows.pack(columns)[0] % block)
+    return slots
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_blocks_attend_to_themselves_and_those_before(
+    window: int | None, on_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By causal attention and each block's later keys, where a kernel runs."""
+    (query, key, value), cu_seqlens, longest = packed_heads(LENGTHS, dtype=torch.float64)
+    begins, block = (3, 0, 0, 1), 4
+    slots = packed_blocks(cu_seqlens, begins, block)
+    if on_kernel:
+        monkeypatch.setattr(varlen, "_kernel_for", lambda query: kernel_on_cpu)
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window, slots, block)
+    begin = 0
+    for first, length in zip(begins, LENGTHS, strict=True):
+        own = slice(begin, begin + length)
+        q, k, v = (heads[:, :, own].repeat_interleave(4 // heads.shape[1], dim=1) for heads in (query, key, value))
+        place = torch.arange(length)
+        allowed = (place + first) // block <= (place[:, None] + first) // block
+        if window is not None:
+            allowed &= (place[:, None] - place).abs() < window
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=0.3)
+        torch.testing.assert_close(output[:, own], expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        begin += length
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+def test_rows_attend_to_their_own_cached_columns(on_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_kernel:
+        monkeypatch.setattr(varlen, "_kernel_for", lambda query: kernel_on_cpu)
+    output, expected = cached_attention(torch.float64, "cpu")
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.gpu
+def test_the_kernel_attends_to_cached_columns() -> None:
+    output, expected = cached_attention(torch.bfloat16, "cuda")
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def cached_attention(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_packed_cached` of three rows, and each row's attention to its own columns of the cache in float64."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 6, 8, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    caches = torch.randn(2, 3, 2, 10, 8, generator=generator).to(device, dtype)
+    counts, firsts, attended = (3, 1, 2), (2, 9, 4), (range(5), range(3, 10), range(1, 6))
+    columns = [row * 10 + first + one for row, first in enumerate(firsts) for one in range(counts[row])]
+    keys = [row * 10 + column for row, own in enumerate(attended) for column in own]
+    ends, ends_k = (torch.tensor([0, *sizes]).cumsum(0).int().to(device) for sizes in (counts, map(len, attended)))
+    places = (torch.tensor([columns], device=device), torch.tensor([keys], device=device))
+    output = attend_packed_cached(query, key, value, *caches, *places, ends, 3, ends_k, 7, 0.3)
+    parts, begin = [], 0
+    for row, (count, first, own) in enumerate(zip(counts, firsts, attended, strict=True)):
+        new = slice(begin, begin + count)
+        for cache, heads in zip(caches, (key, value), strict=True):
+            assert torch.equal(cache[row, :, first : first + count], heads[0, :, new])
+        k, v = (cache[row, :, list(own)].double().repeat_interleave(2, dim=0)[None] for cache in caches)
+        parts.append(scaled_dot_product_attention(query[:, :, new].double(), k, v, scale=0.3))
+        begin += count
+    return output, torch.cat(parts, dim=2).transpose(1, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [4, 32])
+def test_the_kernel_and_later_keys_compute_what_padded_attention_does(block: int) -> None:
+    (query, key, value), cu_seqlens, longest = packed_heads((50, 1, 0, 200), dtype=torch.bfloat16, device="cuda")
+    slots = packed_blocks(cu_seqlens.cpu(), (3, 0, 0, 1), block).cuda()
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, None, slots, block)
+    whole = (heads.double() for heads in (query, key, value))
+    expected = attend_padded(*whole, cu_seqlens, longest, 0.3, None, slots, block)
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -179,16 +299,91 @@ def test_windows_and_guidance(
     assert not torch.equal(sample(None, packs=True), output)
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_packed_rows_enter_and_leave(model: Any, cache: str, packed_calls: list[graphs.BodyInputs]) -> None:
-    settings = {"cache": cache, "block_length": 4, "threshold": 0.01, "eos_token_id": list(range(0, 128, 16))}
+@pytest.mark.parametrize("execution", ["eager", "compiled"])
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_packed_rows_enter_and_leave(
+    model: Any,
+    cache: str,
+    execution: str,
+    packed_calls: list[graphs.BodyInputs],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a cache, later steps of a block attend to each row's own cached columns."""
+    stand_in(monkeypatch)
+    settings = {"cache": cache, "block_length": 4, "threshold": 0.9, "eos_token_id": list(range(0, 128, 16))}
     settings["pad_token_id"] = 0
     rows = requests(6, [4, 8, 12])
-    events = run(ContinuousBatch(model, settings, max_rows=3, max_length=40), rows)
-    assert {len(inputs.cu_seqlens) for inputs in packed_calls} > {2}
+    events = run(ContinuousBatch(model, settings | {"execution": execution}, max_rows=3, max_length=40), rows)
+    runner.release(model)
+    assert {len(inputs.cu_seqlens) for inputs in packed_calls} > ({2} if execution == "eager" else set())
+    assert any(inputs.attended is not None for inputs in packed_calls) == (cache != "none")
+    assert any(inputs.attended is None for inputs in packed_calls)
     for row in rows:
         end = ended(events[row.name])
         assert list(end.tokens) == alone(model, row, settings)[: len(end.tokens)]
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_packed_rows_enter_beside_cached_blocks(
+    guided: bool, packed_calls: list[graphs.BodyInputs], tmp_path: Path
+) -> None:
+    """Their prompts are packed, and each row then attends to its own cached blocks."""
+    case = next(case for case in DIFFUSION if case.spec.name == "a2d_qwen3") if guided else SDAR
+    model, mask = load_case(case, tmp_path)
+    settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.0, "cache": "block"}
+    settings |= {"algorithm": "bd3lm", "block_size": 4, "cfg_scale": 0.7} if guided else {}
+    rows = requests(8, [6, 8, 12])
+    events = run(ContinuousBatch(model, settings, max_rows=3, max_length=40), rows)
+    for kind in ("slots", "attended"):
+        assert any(getattr(inputs, kind) is not None for inputs in packed_calls)
+    for row in rows:
+        assert list(ended(events[row.name]).tokens) == alone(model, row, settings)
+
+
+@pytest.mark.parametrize("case", some_slow(BLOCK_CAUSAL, *(case.id for case in BLOCK_CAUSAL if case != SDAR)))
+@pytest.mark.parametrize("cache", ["none", "block"])
+def test_packed_block_causal_rows(
+    case: FamilyCase,
+    cache: str,
+    packed_calls: list[graphs.BodyInputs],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every step's logits are those with masked padding: prompts of different lengths, and blocks behind them."""
+    model, mask = load_case(case, tmp_path)
+    block = model.config.block_size
+    lengths = (1, block + 3, 2 * block)
+    tokens = torch.randint(4, 60, (3, max(lengths)), generator=torch.Generator().manual_seed(5))
+    real = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    settings = {"input_ids": tokens, "attention_mask": real.long(), "gen_length": 2 * block, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "cache": cache}
+    found, packed = logits_of(model, monkeypatch, **settings)
+    assert all(inputs.slots is not None for inputs in packed_calls) == (cache == "none")
+    assert packed_calls[0].slots is not None
+    assert packed_calls[0].tokens.shape[1] < packed_calls[0].cu_seqlens.diff().amax() * 3
+    packed_calls.clear()
+    monkeypatch.setattr(runner, "supports_packing", lambda model: False)
+    expected, masked = logits_of(model, monkeypatch, **settings)
+    assert not packed_calls
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(packed, masked, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_recorded_block_causal_rows(
+    packed_calls: list[graphs.BodyInputs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With tokens added behind the last row, so that forward passes share a graph."""
+    stand_in(monkeypatch)
+    model, mask = load_case(SDAR, tmp_path)
+    _, ids, real = ragged("left")
+    settings = {"attention_mask": real, "gen_length": 8, "mask_token_id": mask, "pad_token_id": 0, "cache": "none"}
+    settings |= {"eos_token_id": None, "temperature": 0.0}
+    expected = model.generate(ids % 40 + 4, execution="eager", **settings)
+    packed_calls.clear()
+    assert torch.equal(model.generate(ids % 40 + 4, execution="compiled", **settings), expected)
+    assert {inputs.tokens.shape[1] for inputs in packed_calls} == {64, 128}
+    assert all(inputs.slots.shape == inputs.tokens.shape for inputs in packed_calls)
 
 
 def test_batches_share_a_graph(
@@ -208,19 +403,43 @@ def test_batches_share_a_graph(
     runner.release(model)
 
 
-def test_a_packed_steps_operators_do_not_grow_with_the_rows(model: Any, packed_calls: list[graphs.BodyInputs]) -> None:
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_a_packed_steps_operators_do_not_grow_with_the_rows(
+    model: Any, cache: str, packed_calls: list[graphs.BodyInputs]
+) -> None:
     def operators(batch: int, steps: int) -> int:
         ids, real = torch.full((batch, 7), EOS), torch.zeros((batch, 7), dtype=torch.long)
         for row in range(batch):
             real[row, -(3 + 2 * (row % 3)) :] = 1
         with OperatorCount() as counted:
-            settings = {"gen_length": 16, "block_length": 16, "steps": steps, "eos_token_id": None}
+            settings = {"gen_length": 16, "block_length": 16, "steps": steps, "eos_token_id": None, "cache": cache}
             model.generate(ids, attention_mask=real, **settings)
         return counted.count
 
     few, many = ([operators(batch, steps) for steps in (4, 8)] for batch in (3, 9))
     assert many[1] - many[0] == few[1] - few[0]
-    assert packed_calls
+    assert (packed_calls[-1].attended is not None) == (cache != "none")
+
+
+def test_the_operators_of_packed_prompts_do_not_grow_with_the_rows(
+    packed_calls: list[graphs.BodyInputs], tmp_path: Path
+) -> None:
+    model, mask = load_case(SDAR, tmp_path)
+
+    def operators(batch: int, gen_length: int) -> int:
+        ids, real = torch.full((batch, 7), 5), torch.zeros((batch, 7), dtype=torch.long)
+        for row in range(batch):
+            real[row, -(3 + 2 * (row % 3)) :] = 1
+        settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.0}
+        settings |= {"remasking_strategy": "low_confidence_static", "cache": "none"}
+        with OperatorCount() as counted:
+            model.generate(ids, attention_mask=real, gen_length=gen_length, **settings)
+        return counted.count
+
+    block = model.config.block_size
+    few, many = ([operators(batch, blocks * block) for blocks in (2, 3)] for batch in (3, 9))
+    assert many[1] - many[0] == few[1] - few[0]
+    assert packed_calls[-1].slots is not None
 
 
 def test_nothing_is_packed_where_the_kernel_does_not_run(model: Any) -> None:

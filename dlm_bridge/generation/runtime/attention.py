@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.runtime.varlen import attend_packed, write_packed
+from dlm_bridge.generation.runtime.varlen import attend_packed, attend_packed_cached, write_packed
 
 NAME = "dlm_bridge_cached"
 
@@ -41,6 +41,10 @@ def attend(
     kv_block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    slots: torch.Tensor | None = None,
+    kv_attended: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
@@ -52,7 +56,10 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
-        cu_seqlens, max_seqlen: rows are packed, see `varlen.attend_packed`; `kv_columns` is that of `write_packed`.
+        cu_seqlens, max_seqlen, slots: rows are packed, see `varlen.attend_packed`, whose `block` is `kv_block`;
+            `kv_columns` is that of `write_packed`.
+        kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
+            `varlen.attend_packed_cached`.
         sliding_window: a query attends only to keys less than so many columns away, on either side.
         softcap: scores are softly capped at so much, positive or negative.
 
@@ -62,9 +69,18 @@ def attend(
     if cu_seqlens is not None:
         assert max_seqlen is not None
         assert softcap is None
+        if kv_attended is not None:
+            assert kv_columns is not None
+            assert cu_seqlens_k is not None
+            assert max_seqlen_k is not None
+            assert sliding_window is None
+            rows = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+            caches = (module.kv_keys, module.kv_values)
+            return attend_packed_cached(query, key, value, *caches, kv_columns, kv_attended, *rows, scaling), None
         if kv_columns is not None:
             write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
-        return attend_packed(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window), None
+        rows = (cu_seqlens, max_seqlen)
+        return attend_packed(query, key, value, *rows, scaling, sliding_window, slots, kv_block), None
     if sliding_window is not None or softcap is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
         return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.runtime import attention, fused_linear
-from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
+from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens, slot_count
 
 logger = logging.get_logger(__name__)
 
@@ -43,6 +43,16 @@ class BodyInputs:
     variant: str = ""  # distinguishes forward passes of one shape
     cu_seqlens: torch.Tensor | None = None  # of packed rows
     max_seqlen: int | None = None
+    slots: torch.Tensor | None = None  # [1, T], of packed rows with block-causal attention, in blocks of `block`
+    # Of packed rows: the cached columns that they attend to, see `varlen.attend_packed_cached`.
+    attended: torch.Tensor | None = None  # [1, K]
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_k: int | None = None
+
+
+_TENSORS = (
+    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "slots", "attended", "cu_seqlens_k",
+)  # fmt: skip
 
 
 @dataclass
@@ -139,8 +149,10 @@ class GraphedBody:
         else:
             batch, inputs = 1, self._with_shared_shape(inputs)
         width = inputs.tokens.shape[1]
-        shapes = (None if one is None else tuple(one.shape[1:]) for one in (inputs.mask, inputs.columns))
-        kind = (inputs.end, inputs.length is None, inputs.block, inputs.variant, inputs.max_seqlen)
+        sized = (inputs.mask, inputs.columns, inputs.attended)
+        shapes = (None if one is None else tuple(one.shape[1:]) for one in sized)
+        longest = (inputs.max_seqlen, inputs.max_seqlen_k)
+        kind = (inputs.end, inputs.length is None, inputs.block, inputs.variant, *longest)
         key = (batch, width, *kind, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -153,7 +165,7 @@ class GraphedBody:
                 self._seen.add(key)
                 return run_body(self._model, self.buffers, filled)[:rows]
         self._recorded.move_to_end(key)
-        for name in ("tokens", "mask", "positions", "columns", "length", "cu_seqlens"):
+        for name in _TENSORS:
             static, new = getattr(recorded.inputs, name), getattr(inputs, name)
             if new is not None:
                 static[: len(new)].copy_(new)
@@ -177,11 +189,21 @@ class GraphedBody:
         """Packed rows with tokens added behind them, in a row of their own, so that batches share a graph."""
         assert inputs.cu_seqlens is not None
         assert inputs.max_seqlen is not None
-        tokens, longest = packed_shape(inputs.tokens.shape[1], inputs.max_seqlen)
-        added = tokens - inputs.tokens.shape[1]
-        columns = inputs.columns
+        packed = inputs.tokens.shape[1]
+        tokens, longest = packed_shape(packed, inputs.max_seqlen)
+        added = tokens - packed
+        columns, slots, attended, cu_seqlens_k = inputs.columns, inputs.slots, inputs.attended, inputs.cu_seqlens_k
+        longest_k = inputs.max_seqlen_k
         if columns is not None:  # keys and values of added tokens go to a column that no canvas has
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
+        if slots is not None:
+            assert inputs.block is not None
+            behind = slot_count(packed, len(inputs.cu_seqlens) - 1, inputs.block)
+            slots = torch.cat([slots, torch.arange(behind, behind + added, device=slots.device)[None]], dim=1)
+        if attended is not None and cu_seqlens_k is not None and longest_k is not None:
+            keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # what is added attends to something
+            attended = torch.nn.functional.pad(attended, (0, keys - attended.shape[1]), value=self._width - 1)
+            cu_seqlens_k = padded_cu_seqlens(cu_seqlens_k, self._rows, keys)
         return replace(
             inputs,
             tokens=torch.nn.functional.pad(inputs.tokens, (0, added)),
@@ -189,6 +211,10 @@ class GraphedBody:
             columns=columns,
             cu_seqlens=padded_cu_seqlens(inputs.cu_seqlens, self._rows, tokens),
             max_seqlen=longest,
+            slots=slots,
+            attended=attended,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_k=longest_k,
         )
 
     def _batch_for(self, rows: int) -> int:
@@ -253,24 +279,24 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         kv_block=inputs.block,
         cu_seqlens=inputs.cu_seqlens,
         max_seqlen=inputs.max_seqlen,
+        slots=inputs.slots,
+        kv_attended=inputs.attended,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        max_seqlen_k=inputs.max_seqlen_k,
     )
     return output.last_hidden_state
 
 
 def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
     """A copy of the inputs with so many rows."""
-    columns, length, cu_seqlens = inputs.columns, inputs.length, inputs.cu_seqlens
-    if columns is not None:
-        columns = columns.clone() if columns.dim() == 1 else _pad_rows(columns, batch)
-    return replace(
-        inputs,
-        tokens=_pad_rows(inputs.tokens, batch),
-        mask=None if inputs.mask is None else _pad_rows(inputs.mask, batch),
-        positions=_pad_rows(inputs.positions, batch),
-        columns=columns,
-        length=None if length is None else length.clone(),
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.clone(),
-    )
+    tensors = {name: getattr(inputs, name) for name in _TENSORS}
+    whole = ("length", "cu_seqlens", "cu_seqlens_k")
+    copies = {
+        name: tensor.clone() if name in whole or tensor.dim() == 1 else _pad_rows(tensor, batch)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    return replace(inputs, **copies)
 
 
 def _pad_rows(tensor: torch.Tensor, batch: int) -> torch.Tensor:

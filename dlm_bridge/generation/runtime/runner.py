@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.kv_cache import KVCache, is_attention
+from dlm_bridge.generation.kv_cache import KVCache, attention_layers, is_attention
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
-from dlm_bridge.generation.runtime.varlen import PackedRows, supports_packing
+from dlm_bridge.generation.runtime.varlen import PackedRows, Packing, supports_packing
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
@@ -38,8 +38,7 @@ class CanvasView:
     # The mask alone says which cached columns before the view are attended to.
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
-    # Tokens of each row, where the mask is [A, Q] and Q all columns that are attended to: such rows can be packed.
-    lengths: tuple[int, ...] | None = None
+    packing: Packing | None = None  # for rows that can run without their padding
 
 
 class ModelRunner:
@@ -51,6 +50,8 @@ class ModelRunner:
         self._body = body
         self._cache = cache
         self._packs = packs  # rows of different lengths run without their padding
+        # Variable-length attention has no windows over a KV cache.
+        self._windows = packs and any(getattr(layer, "sliding_window", None) for layer in attention_layers(model))
 
     @classmethod
     @contextmanager
@@ -131,15 +132,16 @@ class ModelRunner:
 
     def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
         """[A, N, V] logits of canvas columns of the view, in the model's dtype."""
-        if self._packs and view.lengths is not None:
-            return self._packed_logits(view, columns)
+        places = slice(columns.start - view.first, columns.stop - view.first)
+        if self._runs_packed(view):
+            return self._packed_logits(view, places)
         if self.plain:
             return self._own_forward(view, columns)
-        return self.head(self.hidden(view), slice(columns.start - view.first, columns.stop - view.first))
+        return self.head(self.hidden(view), places)
 
     def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
         """[A, N, V] logits at [A, N] places of the view, counted from its first column."""
-        if self._packs and view.lengths is not None:
+        if self._runs_packed(view):
             return self._packed_logits(view, places)
         if self.plain:
             return self._own_forward(view, places)
@@ -148,6 +150,9 @@ class ModelRunner:
     def hidden(self, view: CanvasView, *, once: bool = False) -> torch.Tensor:
         """[A, Q, H], the body's last hidden states; writes the KV cache, if there is one. `once`: the shape will not
         come again, so that nothing is recorded. The next forward pass may overwrite the result."""
+        if self._runs_packed(view):
+            hidden_1TH, rows = self._packed_hidden(view, once=once)
+            return hidden_1TH[0, rows.place]
         self.forwards += 1
         positions_AQ = view.position_ids
         if positions_AQ is None:
@@ -176,42 +181,68 @@ class ModelRunner:
         indices = places_AN[..., None].expand(-1, -1, hidden_AQH.shape[-1])
         return self.head(hidden_AQH.gather(1, indices), slice(None))
 
+    def _runs_packed(self, view: CanvasView) -> bool:
+        """Whether a forward pass leaves the view's padding out. Few columns of all rows need none of it: their
+        attention reads the KV cache in place."""
+        packing, buffers = view.packing, self._cache.buffers
+        if not self._packs or packing is None or not any(packing.lengths):
+            return False
+        if packing.attended is None:
+            return True
+        assert buffers is not None
+        assert view.attention_mask is not None
+        columns, mask = view.columns, view.attention_mask[:, None, None, :]
+        columns = torch.empty(view.tokens.shape[1], device=view.tokens.device) if columns is None else columns
+        return not self._windows and not attention.uses_kernel(buffers.shapes, self._model.dtype, columns, mask.bool())
+
     def _packed_logits(self, view: CanvasView, places: slice | torch.Tensor) -> torch.Tensor:
         """[A, N, V] logits at the view's places, by a forward pass without its padding, where logits are arbitrary."""
+        hidden_1TH, rows = self._packed_hidden(view)
+        place_AN = rows.place[:, places] if isinstance(places, slice) else rows.place.gather(1, places)
+        logits: torch.Tensor = unwrapped(self._model).lm_head(hidden_1TH[0, place_AN])
+        return logits
+
+    def _packed_hidden(self, view: CanvasView, *, once: bool = False) -> tuple[torch.Tensor, PackedRows]:
+        """[1, T, H], the last hidden states of the view's real tokens, and where they are."""
         self.forwards += 1
-        model = unwrapped(self._model)
-        assert view.attention_mask is not None
+        model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
+        assert packing is not None
         assert view.position_ids is not None
-        assert view.lengths is not None
-        rows = PackedRows.of(view.attention_mask, view.lengths)
+        rows = PackedRows.of(packing.real, packing.lengths)
+        columns = attended = keys = None
+        if buffers is not None:
+            count, width = view.tokens.shape
+            columns_AQ = view.columns
+            if columns_AQ is None:
+                columns_AQ = torch.arange(view.first, view.first + width, device=view.tokens.device)
+            first_A1 = torch.arange(count, device=view.tokens.device)[:, None] * buffers.width
+            columns = rows.pack(first_A1 + columns_AQ)
+            if packing.attended is not None:
+                assert view.attention_mask is not None
+                keys = PackedRows.of(view.attention_mask, packing.attended)
+                columns_K = torch.arange(view.attention_mask.shape[1], device=view.tokens.device)
+                attended = keys.pack(first_A1 + columns_K)
+        slots = None
+        if packing.columns is not None and packing.block is not None:
+            slots = rows.block_slots(packing.columns, packing.block)
         inputs = BodyInputs(
             rows.pack(view.tokens),
             None,
             rows.pack(view.position_ids),
-            self._packed_columns(view, rows),
+            columns,
+            block=packing.block,
+            variant=view.variant,
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
+            slots=slots,
+            attended=attended,
+            cu_seqlens_k=None if keys is None else keys.cu_seqlens,
+            max_seqlen_k=None if keys is None else keys.max_seqlen,
         )
         if self._body is not None:
-            hidden = self._body(inputs, record=True)
-        else:
-            with _cached_attention(model):
-                hidden = run_body(model, self._cache.buffers, inputs)
-        place_AN = rows.place[:, places] if isinstance(places, slice) else rows.place.gather(1, places)
-        logits: torch.Tensor = model.lm_head(hidden[0, place_AN])
-        return logits
-
-    def _packed_columns(self, view: CanvasView, rows: PackedRows) -> torch.Tensor | None:
-        """Where keys and values of packed tokens are cached, as in `varlen.write_packed`."""
-        buffers = self._cache.buffers
-        if buffers is None:
-            return None
-        count, width = view.tokens.shape
-        columns_AQ = view.columns
-        if columns_AQ is None:
-            columns_AQ = torch.arange(width, device=view.tokens.device).expand(count, -1)
-        first_A1 = torch.arange(count, device=view.tokens.device)[:, None] * buffers.width
-        return rows.pack(first_A1 + columns_AQ)
+            return self._body(inputs, record=not once), rows
+        with _cached_attention(model):
+            return run_body(model, buffers, inputs), rows
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         self.forwards += 1

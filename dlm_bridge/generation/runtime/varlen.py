@@ -1,7 +1,8 @@
 """Variable-length attention: rows of different lengths without their padding.
 
 The real tokens of a padded batch [A, Q] stand side by side in one row [1, T]. Linear layers, norms and experts treat
-each token by itself, so that they skip the padding as well; attention is told where a row's tokens begin.
+each token by itself, so that they skip the padding as well; attention is told where a row's tokens begin. With a KV
+cache a row's queries attend to as many of its cached columns as it has.
 
 Attention runs `torch.nn.attention.varlen` where it can, on a CUDA device in half precision. Elsewhere rows are padded
 for the attention itself: by default nothing is packed there (`supports_packing`).
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,34 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from dlm_bridge.generation.kv_cache import attention_layers, head_sizes
 
 MAX_HEAD_SIZE = 256  # of the kernel
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the rows of a view [A, Q] run without their padding."""
+
+    real: torch.Tensor  # [A, Q], False at padding
+    lengths: tuple[int, ...]  # real columns of each row
+    # With a KV cache: how many columns each row attends to, by the view's mask [A, K]; None: its own of the view.
+    attended: tuple[int, ...] | None = None
+    # Block-causal attention: columns [A, Q] that are counted from the beginning of a block, in blocks of this length.
+    columns: torch.Tensor | None = None
+    block: int | None = None
+
+    def repeat(self, copies: int) -> Packing:
+        """Of so many copies of the rows, one after the other."""
+        return Packing(
+            self.real.repeat(copies, 1),
+            self.lengths * copies,
+            None if self.attended is None else self.attended * copies,
+            None if self.columns is None else self.columns.repeat(copies, 1),
+            self.block,
+        )
+
+    def from_column(self, first: int) -> Packing:
+        """Without the columns before the `first`, which are padding in all rows."""
+        columns = None if self.columns is None else self.columns[:, first:]
+        return replace(self, real=self.real[:, first:], columns=columns)
 
 
 @dataclass(frozen=True)
@@ -48,6 +77,18 @@ class PackedRows:
     def pack(self, values_AQ: torch.Tensor) -> torch.Tensor:
         """[1, T]"""
         return values_AQ.flatten()[self.source][None]
+
+    def block_slots(self, columns_AQ: torch.Tensor, block: int) -> torch.Tensor:
+        """[1, T], the place of each token where every row is padded to whole blocks: equal numbers // block are of one
+        block, and later blocks of a row have higher ones. `columns_AQ` are counted from the beginning of a block."""
+        columns_T = self.pack(columns_AQ)[0]
+        tokens = len(columns_T)
+        token_T = torch.arange(tokens, dtype=torch.int32, device=columns_T.device)
+        row_T = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token_T, right=True)
+        before_A = ((self.cu_seqlens.diff() // block + 2) * block).cumsum(0)
+        first_T = columns_T[self.cu_seqlens[:-1].clamp(max=tokens - 1)][row_T]
+        begin_T = pad(before_A, (1, 0))[row_T]
+        return (begin_T + columns_T - first_T // block * block)[None]
 
 
 def packed_shape(tokens: int, longest: int) -> tuple[int, int]:
@@ -93,6 +134,11 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return varlen_attn
 
 
+def slot_count(tokens: int, rows: int, block: int) -> int:
+    """A number that all of `PackedRows.block_slots` are below, in whole blocks."""
+    return (tokens // block + 2 * rows + 1) * block
+
+
 @torch.library.custom_op("dlm_bridge::attend_packed", mutates_args=())
 def attend_packed(
     query: torch.Tensor,
@@ -102,6 +148,8 @@ def attend_packed(
     max_seqlen: int,
     scaling: float | None,
     window: int | None,
+    slots: torch.Tensor | None = None,
+    block: int | None = None,
 ) -> torch.Tensor:
     """Attention within each packed row. [1, T, heads, D].
 
@@ -111,16 +159,21 @@ def attend_packed(
         query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
         cu_seqlens, max_seqlen: as in `PackedRows`; the last row may be padding.
         window: a query attends only to keys less than so many places away, on either side.
+        slots, block: block-causal attention in blocks of this length, with the `PackedRows.block_slots` [1, T].
     """
-    kernel = _varlen_attn() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    kernel = _kernel_for(query)
     if kernel is None:
-        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window)
+        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window, slots, block)
     near = -1 if window is None else window - 1
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output: torch.Tensor = kernel(
-        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(near, near)
-    )
-    return output[None].contiguous()
+    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if block is None:
+        output: torch.Tensor = kernel(*packed, *lengths, scale=scaling, window_size=(near, near))
+        return output[None].contiguous()
+    assert slots is not None
+    before, mass = kernel(*packed, *lengths, scale=scaling, window_size=(near, 0), return_aux=_log_sum_exp())
+    count = slot_count(query.shape[2], len(cu_seqlens) - 1, block)
+    return merge_later_keys(before, mass, *packed, slots[0], count, block, scaling, window)[None]
 
 
 @attend_packed.register_fake
@@ -137,25 +190,143 @@ def attend_padded(
     max_seqlen: int,
     scaling: float | None,
     window: int | None,
+    slots: torch.Tensor | None = None,
+    block: int | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> torch.Tensor:
-    """`attend_packed` with PyTorch's attention, over rows padded on the right."""
-    places_L = torch.arange(max_seqlen, device=query.device)
-    source_AL = cu_seqlens[:-1, None] + places_L
-    real_AL = source_AL < cu_seqlens[1:, None]
-    source_AL = source_AL.clamp(max=query.shape[2] - 1)
+    """`attend_packed` with PyTorch's attention, over rows padded on the right; with `cu_seqlens_k` and `max_seqlen_k`
+    each row's keys are others than its queries, and without window and blocks."""
+    source_AQ, _ = _padded_rows(cu_seqlens, max_seqlen, query.shape[2])
+    if cu_seqlens_k is None or max_seqlen_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+    source_AK, real_AK = _padded_rows(cu_seqlens_k, max_seqlen_k, key.shape[2])
     shared = query.shape[1] // key.shape[1]
-    query_AHLD, key_AHLD, value_AHLD = (
-        tensor[0].repeat_interleave(copies, dim=0)[:, source_AL].transpose(0, 1)
-        for tensor, copies in ((query, 1), (key, shared), (value, shared))
+    query_AHQD, key_AHKD, value_AHKD = (
+        tensor[0].repeat_interleave(copies, dim=0)[:, source].transpose(0, 1)
+        for tensor, copies, source in ((query, 1, source_AQ), (key, shared, source_AK), (value, shared, source_AK))
     )
-    mask = (real_AL | (places_L == 0))[:, None, None, :]  # an empty row attends to something
+    places_K = torch.arange(max_seqlen_k, device=query.device)
+    mask = (real_AK | (places_K == 0))[:, None, None, :]  # an empty row attends to something
     if window is not None:
-        mask = mask & ((places_L[:, None] - places_L).abs() < window)
-    output_AHLD = scaled_dot_product_attention(query_AHLD, key_AHLD, value_AHLD, attn_mask=mask, scale=scaling)
+        mask = mask & ((places_K[:, None] - places_K).abs() < window)
+    if slots is not None and block is not None:
+        block_AK = slots[0, source_AK] // block
+        mask = mask & (block_AK[:, None, None, :] <= block_AK[:, None, :, None])
+    output_AHLD = scaled_dot_product_attention(query_AHQD, key_AHKD, value_AHKD, attn_mask=mask, scale=scaling)
     token_T = torch.arange(query.shape[2], device=query.device)
     row_T = torch.searchsorted(cu_seqlens[1:].contiguous(), token_T.int(), right=True)
     output: torch.Tensor = output_AHLD[row_T, :, token_T - cu_seqlens[row_T]]
     return output[None].contiguous()
+
+
+def _padded_rows(cu_seqlens: torch.Tensor, longest: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[A, L], the packed tokens of each row, and False where it has none."""
+    source_AL = cu_seqlens[:-1, None] + torch.arange(longest, device=cu_seqlens.device)
+    return source_AL.clamp(max=tokens - 1), source_AL < cu_seqlens[1:, None]
+
+
+def merge_later_keys(
+    before_THD: torch.Tensor,
+    mass_HT: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    slots_T: torch.Tensor,
+    slot_count: int,
+    block: int,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """[T, H, D], block-causal attention from causal attention: each block's later keys are added to its queries.
+
+    Args:
+        before_THD, mass_HT: causal attention and the log of the sum of its exponentiated scores.
+        slots_T, slot_count: as in `attend_packed`.
+    """
+    heads, size = query_THD.shape[1:]
+    groups = key_TGD.shape[1]
+    real = torch.zeros(slot_count, dtype=torch.bool, device=slots_T.device).index_fill_(0, slots_T, True)
+    query_NGHBD, key_NGBD, value_NGBD = (
+        tensor.new_zeros(slot_count, *tensor.shape[1:], dtype=torch.float32)
+        .index_copy_(0, slots_T, tensor.float())
+        .view(-1, block, groups, tensor.shape[1] // groups, size)
+        .permute(0, 2, 3, 1, 4)
+        for tensor in (query_THD, key_TGD, value_TGD)
+    )
+    place = torch.arange(block, device=slots_T.device)
+    ahead = place - place[:, None]
+    later = (ahead > 0) if window is None else (ahead > 0) & (ahead < window)
+    attended = later & real.view(-1, 1, 1, 1, block)
+    scores = query_NGHBD @ key_NGBD.transpose(3, 4) * (size**-0.5 if scaling is None else scaling)
+    scores = scores.masked_fill(~attended, -torch.inf)
+    later_mass = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - later_mass.clamp(min=torch.finfo(torch.float32).min)).exp()
+
+    def by_token(values: torch.Tensor) -> torch.Tensor:
+        return values.permute(0, 3, 1, 2, 4).reshape(slot_count, heads, -1)[slots_T]
+
+    fraction = (mass_HT.t()[..., None] - by_token(later_mass)).sigmoid()
+    after = by_token(weights @ value_NGBD)
+    return (before_THD * fraction + after * (1 - fraction)).to(before_THD.dtype)
+
+
+@torch.library.custom_op("dlm_bridge::attend_packed_cached", mutates_args=("key_cache", "value_cache"))
+def attend_packed_cached(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    columns: torch.Tensor,
+    attended: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_k: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Store packed keys and values as `write_packed`, then let each row attend to its cached columns.
+
+    Args:
+        attended: [1, K], the cached columns that rows attend to, one row after the other, as row * width + column.
+        cu_seqlens, max_seqlen: of the queries, as in `PackedRows`.
+        cu_seqlens_k, max_seqlen_k: of the attended columns.
+
+    Returns:
+        [1, T, heads, D].
+    """
+    write_packed(key, value, key_cache, value_cache, columns)
+    width = key_cache.shape[2]
+    rows_K, columns_K = attended[0] // width, attended[0] % width
+    keys_KGD, values_KGD = (cache.transpose(1, 2)[rows_K, columns_K] for cache in (key_cache, value_cache))
+    kernel = _kernel_for(query)
+    if kernel is None:
+        keys, values = keys_KGD.transpose(0, 1)[None], values_KGD.transpose(0, 1)[None]
+        return attend_padded(
+            query, keys, values, cu_seqlens, max_seqlen, scaling, None, None, None, cu_seqlens_k, max_seqlen_k
+        )
+    query_THD = query[0].transpose(0, 1)
+    lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    output: torch.Tensor = kernel(query_THD, keys_KGD, values_KGD, *lengths, scale=scaling)
+    return output[None].contiguous()
+
+
+@attend_packed_cached.register_fake
+def _(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    batch, heads, width, _size = query.shape
+    return query.new_empty(batch, width, heads, value.shape[-1])
+
+
+def _kernel_for(query: torch.Tensor) -> Callable[..., Any] | None:
+    return _varlen_attn() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _log_sum_exp() -> Any:
+    """What asks the kernel for the log of the sum of exponentiated scores, too."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 @torch.library.custom_op("dlm_bridge::write_packed", mutates_args=("key_cache", "value_cache"))
