@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
 from dlm_bridge.generation.runtime import triton_kernels  # noqa: E402
+from dlm_bridge.generation.runtime.attention import attend_torch  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3} | ({} if INTERPRETED else {torch.bfloat16: 8e-3})
@@ -116,6 +117,32 @@ def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
     ends = torch.tensor([end], dtype=torch.int32, device=DEVICE)
     output = triton_kernels.attend(**arguments | {"end": columns}, length=ends, splits=splits)
     assert (output.double() - expected).norm() / expected.norm() < ERRORS[torch.float32]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_columns_of_each_row(splits: int) -> None:
+    """Padding before and behind a row's new columns goes to the last one of the buffers; repeated ones count once."""
+    generator = torch.Generator().manual_seed(0)
+    heads, groups, width, size, end, columns = 4, 2, 4, 16, 90, 96
+    query, key, value = (
+        torch.randn(4, count, width, size, generator=generator).to(DEVICE) for count in (heads, groups, groups)
+    )
+    key[3, :, 2:], value[3, :, 2:] = key[3, :, :2], value[3, :, :2]
+    caches = torch.randn(2, 4, groups, columns, size, generator=generator).to(DEVICE)
+    spare = columns - 1
+    own = [[70, 71, 72, 73], [spare, spare, 5, 6], [88, 89, spare, spare], [8, 9, 8, 9]]
+    own_BQ = torch.tensor(own, device=DEVICE)
+    mask = torch.arange(columns, device=DEVICE) < torch.tensor([80, 70, 90, 20], device=DEVICE)[:, None, None, None]
+    expected_caches = caches.clone()
+    given = (own_BQ, end, mask[..., :end], None, None, None)
+    expected = attend_torch(query, key, value, *expected_caches, *given)
+    for length in (None, torch.tensor([end], dtype=torch.int32, device=DEVICE)):
+        found_caches = caches.clone()
+        seen = end if length is None else columns
+        arguments = (own_BQ, seen, mask[..., :seen], None, length)
+        output = triton_kernels.attend(query, key, value, *found_caches, *arguments, splits=splits)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found_caches[..., :spare, :], expected_caches[..., :spare, :])
 
 
 def test_a_row_that_may_look_at_nothing_gets_zero() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.batching import ContinuousBatch
-from dlm_bridge.generation.runtime import graphs, runner, varlen
+from dlm_bridge.generation.runtime import attention, graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
     PackedRows,
     attend_packed,
@@ -21,7 +21,6 @@ from dlm_bridge.generation.runtime.varlen import (
     attend_padded,
     packed_shape,
     padded_cu_seqlens,
-    slot_count,
     supports_packing,
     write_packed,
 )
@@ -51,6 +50,7 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[graphs.BodyInputs]:
         return run_body(model, buffers, inputs)
 
     monkeypatch.setattr(runner, "supports_packing", lambda model: True)
+    monkeypatch.setattr(runner, "MOST_TOKENS_OVER_CACHE", 1.0)
     monkeypatch.setattr(runner, "run_body", recording)
     monkeypatch.setattr(graphs, "run_body", recording)
     return calls
@@ -111,17 +111,17 @@ def kernel_on_cpu(
 
 
 def packed_blocks(cu_seqlens: torch.Tensor, begins: tuple[int, ...], block: int) -> torch.Tensor:
-    """The slots of rows that begin in these columns."""
+    """Where blocks begin of rows that begin in these columns."""
     lengths = cu_seqlens.diff().tolist()
     width = max(lengths)
     real = torch.arange(width) < torch.tensor(lengths)[:, None]
     rows = PackedRows.of(real, lengths)
     columns = torch.arange(width) + torch.tensor([*begins, *[0] * len(lengths)])[: len(lengths), None]
-    slots = rows.block_slots(columns, block)
-    assert len(slots.unique()) == slots.shape[1]
-    assert slots.amax() < slot_count(slots.shape[1], len(lengths), block)
-    assert torch.equal(slots[0] % block, rows.pack(columns)[0] % block)
-    return slots
+    cu_blocks = rows.cu_blocks(columns, block)
+    assert cu_blocks.diff().amax() <= block
+    assert cu_blocks[-1] == sum(lengths)
+    assert set(cu_seqlens.tolist()) <= set(cu_blocks.tolist())
+    return cu_blocks
 
 
 @pytest.mark.parametrize("on_kernel", [False, True])
@@ -129,13 +129,13 @@ def packed_blocks(cu_seqlens: torch.Tensor, begins: tuple[int, ...], block: int)
 def test_blocks_attend_to_themselves_and_those_before(
     window: int | None, on_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By causal attention and each block's later keys, where a kernel runs."""
+    """By causal attention and attention within the blocks, where a kernel runs."""
     (query, key, value), cu_seqlens, longest = packed_heads(LENGTHS, dtype=torch.float64)
     begins, block = (3, 0, 0, 1), 4
-    slots = packed_blocks(cu_seqlens, begins, block)
+    cu_blocks = packed_blocks(cu_seqlens, begins, block)
     if on_kernel:
         monkeypatch.setattr(varlen, "_kernel_for", lambda query: kernel_on_cpu)
-    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window, slots, block)
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window, cu_blocks, block)
     begin = 0
     for first, length in zip(begins, LENGTHS, strict=True):
         own = slice(begin, begin + length)
@@ -188,12 +188,12 @@ def cached_attention(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [4, 32])
-def test_the_kernel_and_later_keys_compute_what_padded_attention_does(block: int) -> None:
+def test_the_kernel_computes_block_causal_attention(block: int) -> None:
     (query, key, value), cu_seqlens, longest = packed_heads((50, 1, 0, 200), dtype=torch.bfloat16, device="cuda")
-    slots = packed_blocks(cu_seqlens.cpu(), (3, 0, 0, 1), block).cuda()
-    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, None, slots, block)
+    cu_blocks = packed_blocks(cu_seqlens.cpu(), (3, 0, 0, 1), block).cuda()
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, None, cu_blocks, block)
     whole = (heads.double() for heads in (query, key, value))
-    expected = attend_padded(*whole, cu_seqlens, longest, 0.3, None, slots, block)
+    expected = attend_padded(*whole, cu_seqlens, longest, 0.3, None, cu_blocks)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -216,6 +216,15 @@ def test_tokens_are_packed_in_the_order_of_rows() -> None:
     assert rows.max_seqlen == 2
     assert rows.place[real.bool()].tolist() == [0, 1, 2, 3]
     assert rows.place.amin() >= 0
+
+
+def test_blocks_begin_anew_in_each_row() -> None:
+    """Counted from a column that each row has its own of; a row without tokens begins none."""
+    real = torch.arange(6) < torch.tensor([5, 6, 0])[:, None]
+    rows = PackedRows.of(real, (5, 6, 0))
+    cu_blocks = rows.cu_blocks(torch.arange(6) + torch.tensor([[0], [3], [0]]), 4)
+    assert cu_blocks.tolist() == [0, 4, 5, 6, 10, *[11] * 4]
+    assert cu_blocks.dtype == torch.int32
 
 
 def test_few_shapes_serve_all_numbers_of_tokens() -> None:
@@ -310,6 +319,7 @@ def test_packed_rows_enter_and_leave(
 ) -> None:
     """With a cache, later steps of a block attend to each row's own cached columns."""
     stand_in(monkeypatch)
+    monkeypatch.setattr(attention, "uses_kernel", lambda *_: False)
     settings = {"cache": cache, "block_length": 4, "threshold": 0.9, "eos_token_id": list(range(0, 128, 16))}
     settings["pad_token_id"] = 0
     rows = requests(6, [4, 8, 12])
@@ -334,7 +344,7 @@ def test_packed_rows_enter_beside_cached_blocks(
     settings |= {"algorithm": "bd3lm", "block_size": 4, "cfg_scale": 0.7} if guided else {}
     rows = requests(8, [6, 8, 12])
     events = run(ContinuousBatch(model, settings, max_rows=3, max_length=40), rows)
-    for kind in ("slots", "attended"):
+    for kind in ("cu_blocks", "attended"):
         assert any(getattr(inputs, kind) is not None for inputs in packed_calls)
     for row in rows:
         assert list(ended(events[row.name]).tokens) == alone(model, row, settings)
@@ -358,8 +368,8 @@ def test_packed_block_causal_rows(
     settings = {"input_ids": tokens, "attention_mask": real.long(), "gen_length": 2 * block, "temperature": 0.0}
     settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "cache": cache}
     found, packed = logits_of(model, monkeypatch, **settings)
-    assert all(inputs.slots is not None for inputs in packed_calls) == (cache == "none")
-    assert packed_calls[0].slots is not None
+    assert all(inputs.cu_blocks is not None for inputs in packed_calls) == (cache == "none")
+    assert packed_calls[0].cu_blocks is not None
     assert packed_calls[0].tokens.shape[1] < packed_calls[0].cu_seqlens.diff().amax() * 3
     packed_calls.clear()
     monkeypatch.setattr(runner, "supports_packing", lambda model: False)
@@ -383,7 +393,7 @@ def test_recorded_block_causal_rows(
     packed_calls.clear()
     assert torch.equal(model.generate(ids % 40 + 4, execution="compiled", **settings), expected)
     assert {inputs.tokens.shape[1] for inputs in packed_calls} == {64, 128}
-    assert all(inputs.slots.shape == inputs.tokens.shape for inputs in packed_calls)
+    assert all(inputs.cu_blocks[-1] == inputs.tokens.shape[1] for inputs in packed_calls)
 
 
 def test_batches_share_a_graph(
@@ -439,7 +449,7 @@ def test_the_operators_of_packed_prompts_do_not_grow_with_the_rows(
     block = model.config.block_size
     few, many = ([operators(batch, blocks * block) for blocks in (2, 3)] for batch in (3, 9))
     assert many[1] - many[0] == few[1] - few[0]
-    assert packed_calls[-1].slots is not None
+    assert packed_calls[-1].cu_blocks is not None
 
 
 def test_nothing_is_packed_where_the_kernel_does_not_run(model: Any) -> None:

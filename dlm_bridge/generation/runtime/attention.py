@@ -41,7 +41,7 @@ def attend(
     kv_block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    slots: torch.Tensor | None = None,
+    cu_blocks: torch.Tensor | None = None,
     kv_attended: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
@@ -56,7 +56,7 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
-        cu_seqlens, max_seqlen, slots: rows are packed, see `varlen.attend_packed`, whose `block` is `kv_block`;
+        cu_seqlens, max_seqlen, cu_blocks: rows are packed, see `varlen.attend_packed`, whose `block` is `kv_block`;
             `kv_columns` is that of `write_packed`.
         kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
             `varlen.attend_packed_cached`.
@@ -74,13 +74,13 @@ def attend(
             assert cu_seqlens_k is not None
             assert max_seqlen_k is not None
             assert sliding_window is None
-            rows = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
             caches = (module.kv_keys, module.kv_values)
-            return attend_packed_cached(query, key, value, *caches, kv_columns, kv_attended, *rows, scaling), None
+            lengths = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+            return attend_packed_cached(query, key, value, *caches, kv_columns, kv_attended, *lengths, scaling), None
         if kv_columns is not None:
             write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
         rows = (cu_seqlens, max_seqlen)
-        return attend_packed(query, key, value, *rows, scaling, sliding_window, slots, kv_block), None
+        return attend_packed(query, key, value, *rows, scaling, sliding_window, cu_blocks, kv_block), None
     if sliding_window is not None or softcap is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
         return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None
@@ -97,9 +97,9 @@ def uses_kernel(
     shapes: Iterable[tuple[int, int]], dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
     """Whether layers of these shapes (query heads per KV head, head size) run the Triton kernel."""
-    kernel = _kernel(columns.device.type) if columns.dim() == 1 else None
+    kernel = _kernel(columns.device.type)
     return kernel is not None and all(
-        kernel.supports_attention(dtype, len(columns), shared, size, mask) for shared, size in shapes
+        kernel.supports_attention(dtype, columns.shape[-1], shared, size, mask) for shared, size in shapes
     )
 
 
@@ -170,7 +170,7 @@ def attend_cached(
         block: attention among the new columns, which are then the last ones, is block-causal in blocks of this length,
             as if the blocks were run one after the other. None: the new columns all attend to each other.
     """
-    kernel = _kernel(query.device.type) if columns.dim() == 1 else None
+    kernel = _kernel(query.device.type)
     shared, width, size = query.shape[1] // key.shape[1], query.shape[2], query.shape[3]
     attend = attend_torch
     same = value.shape[-1] == size  # latent attention has narrower values

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.runtime import attention, fused_linear
-from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens, slot_count
+from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_blocks, padded_cu_seqlens
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +43,7 @@ class BodyInputs:
     variant: str = ""  # distinguishes forward passes of one shape
     cu_seqlens: torch.Tensor | None = None  # of packed rows
     max_seqlen: int | None = None
-    slots: torch.Tensor | None = None  # [1, T], of packed rows with block-causal attention, in blocks of `block`
+    cu_blocks: torch.Tensor | None = None  # of packed rows with block-causal attention in blocks of `block`
     # Of packed rows: the cached columns that they attend to, see `varlen.attend_packed_cached`.
     attended: torch.Tensor | None = None  # [1, K]
     cu_seqlens_k: torch.Tensor | None = None
@@ -51,7 +51,7 @@ class BodyInputs:
 
 
 _TENSORS = (
-    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "slots", "attended", "cu_seqlens_k",
+    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "cu_blocks", "attended", "cu_seqlens_k",
 )  # fmt: skip
 
 
@@ -192,14 +192,18 @@ class GraphedBody:
         packed = inputs.tokens.shape[1]
         tokens, longest = packed_shape(packed, inputs.max_seqlen)
         added = tokens - packed
-        columns, slots, attended, cu_seqlens_k = inputs.columns, inputs.slots, inputs.attended, inputs.cu_seqlens_k
+        columns, cu_blocks, attended, cu_seqlens_k = (
+            inputs.columns,
+            inputs.cu_blocks,
+            inputs.attended,
+            inputs.cu_seqlens_k,
+        )
         longest_k = inputs.max_seqlen_k
         if columns is not None:  # keys and values of added tokens go to a column that no canvas has
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
-        if slots is not None:
+        if cu_blocks is not None:
             assert inputs.block is not None
-            behind = slot_count(packed, len(inputs.cu_seqlens) - 1, inputs.block)
-            slots = torch.cat([slots, torch.arange(behind, behind + added, device=slots.device)[None]], dim=1)
+            cu_blocks = padded_cu_blocks(cu_blocks, packed, tokens, self._rows, inputs.block)
         if attended is not None and cu_seqlens_k is not None and longest_k is not None:
             keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # what is added attends to something
             attended = torch.nn.functional.pad(attended, (0, keys - attended.shape[1]), value=self._width - 1)
@@ -211,7 +215,7 @@ class GraphedBody:
             columns=columns,
             cu_seqlens=padded_cu_seqlens(inputs.cu_seqlens, self._rows, tokens),
             max_seqlen=longest,
-            slots=slots,
+            cu_blocks=cu_blocks,
             attended=attended,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_k=longest_k,
@@ -279,7 +283,7 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         kv_block=inputs.block,
         cu_seqlens=inputs.cu_seqlens,
         max_seqlen=inputs.max_seqlen,
-        slots=inputs.slots,
+        cu_blocks=inputs.cu_blocks,
         kv_attended=inputs.attended,
         cu_seqlens_k=inputs.cu_seqlens_k,
         max_seqlen_k=inputs.max_seqlen_k,
@@ -290,9 +294,8 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
 def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
     """A copy of the inputs with so many rows."""
     tensors = {name: getattr(inputs, name) for name in _TENSORS}
-    whole = ("length", "cu_seqlens", "cu_seqlens_k")
-    copies = {
-        name: tensor.clone() if name in whole or tensor.dim() == 1 else _pad_rows(tensor, batch)
+    copies: dict[str, Any] = {
+        name: tensor.clone() if tensor.dim() == 1 else _pad_rows(tensor, batch)
         for name, tensor in tensors.items()
         if tensor is not None
     }

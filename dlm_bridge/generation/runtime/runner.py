@@ -20,6 +20,10 @@ from dlm_bridge.generation.runtime.varlen import PackedRows, Packing, supports_p
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
 
+# The largest fraction of a view's columns that is run without the others over a KV cache: attention takes two or three
+# times as long there (H100, 64 rows with 100 to 300 cached columns), since keys and values are copied.
+MOST_TOKENS_OVER_CACHE = 0.75
+
 # The graphs of each model's last call, which hold its KV cache buffers; see `release`.
 _graphed_bodies: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.WeakKeyDictionary()
 
@@ -182,13 +186,15 @@ class ModelRunner:
         return self.head(hidden_AQH.gather(1, indices), slice(None))
 
     def _runs_packed(self, view: CanvasView) -> bool:
-        """Whether a forward pass leaves the view's padding out. Few columns of all rows need none of it: their
-        attention reads the KV cache in place."""
+        """Whether a forward pass leaves the view's padding out: over a KV cache where there is much of it, since the
+        cached columns are copied, and where no kernel reads them in place."""
         packing, buffers = view.packing, self._cache.buffers
         if not self._packs or packing is None or not any(packing.lengths):
             return False
         if packing.attended is None:
             return True
+        if sum(packing.lengths) > MOST_TOKENS_OVER_CACHE * view.tokens.numel():
+            return False
         assert buffers is not None
         assert view.attention_mask is not None
         columns, mask = view.columns, view.attention_mask[:, None, None, :]
@@ -222,9 +228,9 @@ class ModelRunner:
                 keys = PackedRows.of(view.attention_mask, packing.attended)
                 columns_K = torch.arange(view.attention_mask.shape[1], device=view.tokens.device)
                 attended = keys.pack(first_A1 + columns_K)
-        slots = None
+        cu_blocks = None
         if packing.columns is not None and packing.block is not None:
-            slots = rows.block_slots(packing.columns, packing.block)
+            cu_blocks = rows.cu_blocks(packing.columns, packing.block)
         inputs = BodyInputs(
             rows.pack(view.tokens),
             None,
@@ -234,7 +240,7 @@ class ModelRunner:
             variant=view.variant,
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
-            slots=slots,
+            cu_blocks=cu_blocks,
             attended=attended,
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,

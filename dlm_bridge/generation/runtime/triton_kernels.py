@@ -59,7 +59,8 @@ def attend(
     Args:
         query, key, value: [B, heads, Q, D], [B, groups, Q, D] twice, of any strides with D's elements side by side.
         key_cache, value_cache: [B, groups, K or more, D]; changed in place.
-        columns: [Q], one after the other, the last of them before `end`.
+        columns: [Q], or [B, Q] by row: one after the other. Those from `end` on and, behind the others, repeated ones
+            are written, and not attended to a second time.
         mask: [B or 1, 1, 1, K] boolean, True: attended to; None: all are. A row that attends to nothing gets zero.
         scaling: what scores are multiplied with, by default 1 / sqrt(D).
         length: [1], the number of those columns as a tensor on the device: a recorded launch then serves every length.
@@ -108,6 +109,8 @@ def attend(
             *value_cache.stride()[:3],
             0 if mask is None or len(mask) == 1 else mask.stride(0),
             0 if mask is None else mask.stride(3),
+            0 if columns.dim() == 1 else columns.stride(0),
+            columns.stride(-1),
             groups,
             width,
             rows,
@@ -191,6 +194,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     query, key, value, key_cache, value_cache, mask, columns, length, output, sums, marks, end, block, scale,
     query_b, query_h, query_q, key_b, key_g, key_q, value_b, value_g, value_q,
     key_cache_b, key_cache_g, key_cache_c, value_cache_b, value_cache_g, value_cache_c, mask_b, mask_c,
+    columns_b, columns_q,
     groups, width, rows,
     SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr,
     MASKED: tl.constexpr, HAS_LENGTH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -200,8 +204,15 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         end = tl.minimum(end, tl.load(length).to(tl.int32))
     per_split = tl.cdiv(tl.cdiv(end, KEYS), tl.num_programs(2)) * KEYS
     b, g = (pair // groups).to(tl.int64), pair % groups
-    first = tl.load(columns).to(tl.int32)
-    last = first + width
+    n = tl.arange(0, NEW)
+    written = n < width
+    column = tl.load(columns + b * columns_b + n * columns_q, mask=written, other=0).to(tl.int32)
+    # The new columns that are attended to: one run, wherever it begins among the written ones.
+    is_new = written & (column < end)
+    shift = tl.max(tl.where(is_new, column - n, -NEW), 0)
+    is_new = is_new & (column - n == shift)
+    first = tl.min(tl.where(is_new, column, end), 0)
+    last = tl.max(tl.where(is_new, column + 1, 0), 0)
     shared = rows // width  # heads of a group
     d = tl.arange(0, SIZE)
 
@@ -230,24 +241,23 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         total, peak, mass = _accumulate(total, peak, mass, scores, attended[None, :], value_tile, PRECISION)
 
     if split == 0:
-        n = tl.arange(0, NEW)
-        is_new = n < width
         attended = is_new
         if MASKED:
-            attended = attended & (tl.load(mask + b * mask_b + (first + n) * mask_c, mask=is_new, other=0) != 0)
+            attended = attended & (tl.load(mask + b * mask_b + column * mask_c, mask=is_new, other=0) != 0)
         key_tile = tl.load(
-            key + b * key_b + g * key_g + n[:, None] * key_q + d[None, :], mask=is_new[:, None], other=0.0
+            key + b * key_b + g * key_g + n[:, None] * key_q + d[None, :], mask=written[:, None], other=0.0
         )
         value_tile = tl.load(
-            value + b * value_b + g * value_g + n[:, None] * value_q + d[None, :], mask=is_new[:, None], other=0.0
+            value + b * value_b + g * value_g + n[:, None] * value_q + d[None, :], mask=written[:, None], other=0.0
         )
         attended_new = attended[None, :] & (n[None, :] // block <= at[:, None] // block)
         scores = _scores(query_tile, key_tile, attended_new, scale, PRECISION)
         total, peak, mass = _accumulate(total, peak, mass, scores, attended_new, value_tile, PRECISION)
         if tile == 0:
-            c = first + n
-            tl.store(keys_of_group + c[:, None] * key_cache_c + d[None, :], key_tile, mask=is_new[:, None])
-            tl.store(values_of_group + c[:, None] * value_cache_c + d[None, :], value_tile, mask=is_new[:, None])
+            keys_written = keys_of_group + column[:, None] * key_cache_c + d[None, :]
+            values_written = values_of_group + column[:, None] * value_cache_c + d[None, :]
+            tl.store(keys_written, key_tile, mask=written[:, None])
+            tl.store(values_written, value_tile, mask=written[:, None])
 
     if SPLIT:
         place = (pair.to(tl.int64) * tl.num_programs(2) + split) * rows + r

@@ -78,17 +78,15 @@ class PackedRows:
         """[1, T]"""
         return values_AQ.flatten()[self.source][None]
 
-    def block_slots(self, columns_AQ: torch.Tensor, block: int) -> torch.Tensor:
-        """[1, T], the place of each token where every row is padded to whole blocks: equal numbers // block are of one
-        block, and later blocks of a row have higher ones. `columns_AQ` are counted from the beginning of a block."""
+    def cu_blocks(self, columns_AQ: torch.Tensor, block: int) -> torch.Tensor:
+        """[N + 1] int32: the i-th block has the packed tokens from entry i up to entry i + 1, the last ones none.
+        `columns_AQ` are counted from the beginning of a block."""
         columns_T = self.pack(columns_AQ)[0]
-        tokens = len(columns_T)
+        tokens, count = len(columns_T), block_count(len(columns_T), len(self.cu_seqlens) - 1, block)
         token_T = torch.arange(tokens, dtype=torch.int32, device=columns_T.device)
-        row_T = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token_T, right=True)
-        before_A = ((self.cu_seqlens.diff() // block + 2) * block).cumsum(0)
-        first_T = columns_T[self.cu_seqlens[:-1].clamp(max=tokens - 1)][row_T]
-        begin_T = pad(before_A, (1, 0))[row_T]
-        return (begin_T + columns_T - first_T // block * block)[None]
+        begins = pad(columns_T % block == 0, (0, 1)).index_fill_(0, self.cu_seqlens.long(), True)[:tokens]
+        place_T = torch.where(begins, begins.long().cumsum(0) - 1, count + 1)
+        return token_T.new_full((count + 2,), tokens).scatter_(0, place_T, token_T)[: count + 1]
 
 
 def packed_shape(tokens: int, longest: int) -> tuple[int, int]:
@@ -134,9 +132,16 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return varlen_attn
 
 
-def slot_count(tokens: int, rows: int, block: int) -> int:
-    """A number that all of `PackedRows.block_slots` are below, in whole blocks."""
-    return (tokens // block + 2 * rows + 1) * block
+def block_count(tokens: int, rows: int, block: int) -> int:
+    """No fewer blocks than so many packed rows have."""
+    return tokens // block + 2 * rows
+
+
+def padded_cu_blocks(cu_blocks: torch.Tensor, packed: int, tokens: int, rows: int, block: int) -> torch.Tensor:
+    """With blocks of what is added to make so many tokens."""
+    more = block_count(tokens, rows + 1, block) + 1 - len(cu_blocks)
+    added = torch.arange(1, more + 1, dtype=cu_blocks.dtype, device=cu_blocks.device) * block + packed
+    return torch.cat([cu_blocks, added.clamp(max=tokens)])
 
 
 @torch.library.custom_op("dlm_bridge::attend_packed", mutates_args=())
@@ -148,7 +153,7 @@ def attend_packed(
     max_seqlen: int,
     scaling: float | None,
     window: int | None,
-    slots: torch.Tensor | None = None,
+    cu_blocks: torch.Tensor | None = None,
     block: int | None = None,
 ) -> torch.Tensor:
     """Attention within each packed row. [1, T, heads, D].
@@ -159,21 +164,22 @@ def attend_packed(
         query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
         cu_seqlens, max_seqlen: as in `PackedRows`; the last row may be padding.
         window: a query attends only to keys less than so many places away, on either side.
-        slots, block: block-causal attention in blocks of this length, with the `PackedRows.block_slots` [1, T].
+        cu_blocks, block: block-causal attention in blocks of at most this length; see `PackedRows.cu_blocks`.
     """
     kernel = _kernel_for(query)
     if kernel is None:
-        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window, slots, block)
+        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window, cu_blocks)
     near = -1 if window is None else window - 1
-    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    if block is None:
-        output: torch.Tensor = kernel(*packed, *lengths, scale=scaling, window_size=(near, near))
+    heads = tuple(tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    rows = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    if cu_blocks is None or block is None:
+        output: torch.Tensor = kernel(*heads, *rows, scale=scaling, window_size=(near, near))
         return output[None].contiguous()
-    assert slots is not None
-    before, mass = kernel(*packed, *lengths, scale=scaling, window_size=(near, 0), return_aux=_log_sum_exp())
-    count = slot_count(query.shape[2], len(cu_seqlens) - 1, block)
-    return merge_later_keys(before, mass, *packed, slots[0], count, block, scaling, window)[None]
+    # Causal attention, and of each block what that leaves out: attention within it, without its causal part.
+    blocks = (cu_blocks, cu_blocks, block, block)
+    with_mass = functools.partial(kernel, *heads, scale=scaling, return_aux=_log_sum_exp())
+    causal, inner = with_mass(*rows, window_size=(near, 0)), with_mass(*blocks, window_size=(near, near))
+    return _sum_of_parts(causal, inner, with_mass(*blocks, window_size=(near, 0)))[None]
 
 
 @attend_packed.register_fake
@@ -190,8 +196,7 @@ def attend_padded(
     max_seqlen: int,
     scaling: float | None,
     window: int | None,
-    slots: torch.Tensor | None = None,
-    block: int | None = None,
+    cu_blocks: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> torch.Tensor:
@@ -210,8 +215,8 @@ def attend_padded(
     mask = (real_AK | (places_K == 0))[:, None, None, :]  # an empty row attends to something
     if window is not None:
         mask = mask & ((places_K[:, None] - places_K).abs() < window)
-    if slots is not None and block is not None:
-        block_AK = slots[0, source_AK] // block
+    if cu_blocks is not None:
+        block_AK = torch.searchsorted(cu_blocks[1:].contiguous(), source_AK.int(), right=True)
         mask = mask & (block_AK[:, None, None, :] <= block_AK[:, None, :, None])
     output_AHLD = scaled_dot_product_attention(query_AHQD, key_AHKD, value_AHKD, attn_mask=mask, scale=scaling)
     token_T = torch.arange(query.shape[2], device=query.device)
@@ -226,49 +231,20 @@ def _padded_rows(cu_seqlens: torch.Tensor, longest: int, tokens: int) -> tuple[t
     return source_AL.clamp(max=tokens - 1), source_AL < cu_seqlens[1:, None]
 
 
-def merge_later_keys(
-    before_THD: torch.Tensor,
-    mass_HT: torch.Tensor,
-    query_THD: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    slots_T: torch.Tensor,
-    slot_count: int,
-    block: int,
-    scaling: float | None,
-    window: int | None,
+def _sum_of_parts(
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    common: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """[T, H, D], block-causal attention from causal attention: each block's later keys are added to its queries.
-
-    Args:
-        before_THD, mass_HT: causal attention and the log of the sum of its exponentiated scores.
-        slots_T, slot_count: as in `attend_packed`.
-    """
-    heads, size = query_THD.shape[1:]
-    groups = key_TGD.shape[1]
-    real = torch.zeros(slot_count, dtype=torch.bool, device=slots_T.device).index_fill_(0, slots_T, True)
-    query_NGHBD, key_NGBD, value_NGBD = (
-        tensor.new_zeros(slot_count, *tensor.shape[1:], dtype=torch.float32)
-        .index_copy_(0, slots_T, tensor.float())
-        .view(-1, block, groups, tensor.shape[1] // groups, size)
-        .permute(0, 2, 3, 1, 4)
-        for tensor in (query_THD, key_TGD, value_TGD)
-    )
-    place = torch.arange(block, device=slots_T.device)
-    ahead = place - place[:, None]
-    later = (ahead > 0) if window is None else (ahead > 0) & (ahead < window)
-    attended = later & real.view(-1, 1, 1, 1, block)
-    scores = query_NGHBD @ key_NGBD.transpose(3, 4) * (size**-0.5 if scaling is None else scaling)
-    scores = scores.masked_fill(~attended, -torch.inf)
-    later_mass = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - later_mass.clamp(min=torch.finfo(torch.float32).min)).exp()
-
-    def by_token(values: torch.Tensor) -> torch.Tensor:
-        return values.permute(0, 3, 1, 2, 4).reshape(slot_count, heads, -1)[slots_T]
-
-    fraction = (mass_HT.t()[..., None] - by_token(later_mass)).sigmoid()
-    after = by_token(weights @ value_NGBD)
-    return (before_THD * fraction + after * (1 - fraction)).to(before_THD.dtype)
+    """[T, heads, D], attention to the keys of two parts, whose common ones count once. Each is the attention to its
+    keys and [heads, T], the log of the sum of their exponentiated scores."""
+    largest_HT = torch.maximum(first[1], second[1])
+    mass_HT = [(one - largest_HT).exp() for _, one in (first, second, common)]
+    mass_HT[2] = -mass_HT[2]
+    total_HT = mass_HT[0] + mass_HT[1] + mass_HT[2]  # no less than the larger of the first two
+    fractions = [(mass / total_HT).t()[..., None] for mass in mass_HT]
+    total_THD = first[0] * fractions[0] + second[0] * fractions[1] + common[0] * fractions[2]
+    return total_THD.to(first[0].dtype)
 
 
 @torch.library.custom_op("dlm_bridge::attend_packed_cached", mutates_args=("key_cache", "value_cache"))
@@ -304,7 +280,7 @@ def attend_packed_cached(
     if kernel is None:
         keys, values = keys_KGD.transpose(0, 1)[None], values_KGD.transpose(0, 1)[None]
         return attend_padded(
-            query, keys, values, cu_seqlens, max_seqlen, scaling, None, None, None, cu_seqlens_k, max_seqlen_k
+            query, keys, values, cu_seqlens, max_seqlen, scaling, None, None, cu_seqlens_k, max_seqlen_k
         )
     query_THD = query[0].transpose(0, 1)
     lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)
