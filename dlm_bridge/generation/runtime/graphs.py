@@ -192,13 +192,8 @@ class GraphedBody:
         packed = inputs.tokens.shape[1]
         tokens, longest = packed_shape(packed, inputs.max_seqlen)
         added = tokens - packed
-        columns, cu_blocks, attended, cu_seqlens_k = (
-            inputs.columns,
-            inputs.cu_blocks,
-            inputs.attended,
-            inputs.cu_seqlens_k,
-        )
-        longest_k = inputs.max_seqlen_k
+        columns, cu_blocks = inputs.columns, inputs.cu_blocks
+        attended, cu_seqlens_k, longest_k = inputs.attended, inputs.cu_seqlens_k, inputs.max_seqlen_k
         if columns is not None:  # keys and values of added tokens go to a column that no canvas has
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
         if cu_blocks is not None:
