@@ -395,7 +395,7 @@ class BlockCausalPredictor(BlockCachePredictor):
         packing = None
         if self.canvas.padded:
             lengths = self.canvas.lengths(rows, block.stop)
-            packing = Packing(real, lengths, columns=index, block=self._block_length)
+            packing = Packing(real, lengths, blocks=index // self._block_length)
         return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions, packing=packing)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:

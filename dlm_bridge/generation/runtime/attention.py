@@ -41,7 +41,7 @@ def attend(
     kv_block: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    cu_blocks: torch.Tensor | None = None,
+    packed_blocks: torch.Tensor | None = None,
     kv_attended: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
@@ -56,8 +56,8 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
-        cu_seqlens, max_seqlen, cu_blocks: rows are packed, see `varlen.attend_packed`, whose `block` is `kv_block`;
-            `kv_columns` is that of `write_packed`.
+        cu_seqlens, max_seqlen, packed_blocks: rows are packed, see `varlen.attend_packed`; `kv_columns` is that of
+            `write_packed`.
         kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
             `varlen.attend_packed_cached`.
         sliding_window: a query attends only to keys less than so many columns away, on either side.
@@ -80,7 +80,7 @@ def attend(
         if kv_columns is not None:
             write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
         rows = (cu_seqlens, max_seqlen)
-        return attend_packed(query, key, value, *rows, scaling, sliding_window, cu_blocks, kv_block), None
+        return attend_packed(query, key, value, *rows, scaling, sliding_window, packed_blocks), None
     if sliding_window is not None or softcap is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
         return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.runtime import attention, fused_linear
-from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_blocks, padded_cu_seqlens
+from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +43,7 @@ class BodyInputs:
     variant: str = ""  # distinguishes forward passes of one shape
     cu_seqlens: torch.Tensor | None = None  # of packed rows
     max_seqlen: int | None = None
-    cu_blocks: torch.Tensor | None = None  # of packed rows with block-causal attention in blocks of `block`
+    blocks: torch.Tensor | None = None  # [1, T], of packed rows whose attention is block-causal, see `varlen.Packing`
     # Of packed rows: the cached columns that they attend to, see `varlen.attend_packed_cached`.
     attended: torch.Tensor | None = None  # [1, K]
     cu_seqlens_k: torch.Tensor | None = None
@@ -51,7 +51,7 @@ class BodyInputs:
 
 
 _TENSORS = (
-    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "cu_blocks", "attended", "cu_seqlens_k",
+    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "blocks", "attended", "cu_seqlens_k",
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ class GraphedBody:
         else:
             batch, inputs = 1, self._with_shared_shape(inputs)
         width = inputs.tokens.shape[1]
-        sized = (inputs.mask, inputs.columns, inputs.attended)
+        sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in sized)
         longest = (inputs.max_seqlen, inputs.max_seqlen_k)
         kind = (inputs.end, inputs.length is None, inputs.block, inputs.variant, *longest)
@@ -189,16 +189,14 @@ class GraphedBody:
         """Packed rows with tokens added behind them, in a row of their own, so that batches share a graph."""
         assert inputs.cu_seqlens is not None
         assert inputs.max_seqlen is not None
-        packed = inputs.tokens.shape[1]
-        tokens, longest = packed_shape(packed, inputs.max_seqlen)
-        added = tokens - packed
-        columns, cu_blocks = inputs.columns, inputs.cu_blocks
+        tokens, longest = packed_shape(inputs.tokens.shape[1], inputs.max_seqlen)
+        added = tokens - inputs.tokens.shape[1]
+        columns, blocks = inputs.columns, inputs.blocks
         attended, cu_seqlens_k, longest_k = inputs.attended, inputs.cu_seqlens_k, inputs.max_seqlen_k
         if columns is not None:  # keys and values of added tokens go to a column that no canvas has
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
-        if cu_blocks is not None:
-            assert inputs.block is not None
-            cu_blocks = padded_cu_blocks(cu_blocks, packed, tokens, self._rows, inputs.block)
+        if blocks is not None:
+            blocks = torch.nn.functional.pad(blocks, (0, added))
         if attended is not None and cu_seqlens_k is not None and longest_k is not None:
             keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # what is added attends to something
             attended = torch.nn.functional.pad(attended, (0, keys - attended.shape[1]), value=self._width - 1)
@@ -210,7 +208,7 @@ class GraphedBody:
             columns=columns,
             cu_seqlens=padded_cu_seqlens(inputs.cu_seqlens, self._rows, tokens),
             max_seqlen=longest,
-            cu_blocks=cu_blocks,
+            blocks=blocks,
             attended=attended,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_k=longest_k,
@@ -278,7 +276,7 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         kv_block=inputs.block,
         cu_seqlens=inputs.cu_seqlens,
         max_seqlen=inputs.max_seqlen,
-        cu_blocks=inputs.cu_blocks,
+        packed_blocks=inputs.blocks,
         kv_attended=inputs.attended,
         cu_seqlens_k=inputs.cu_seqlens_k,
         max_seqlen_k=inputs.max_seqlen_k,

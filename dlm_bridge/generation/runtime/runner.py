@@ -228,19 +228,15 @@ class ModelRunner:
                 keys = PackedRows.of(view.attention_mask, packing.attended)
                 columns_K = torch.arange(view.attention_mask.shape[1], device=view.tokens.device)
                 attended = keys.pack(first_A1 + columns_K)
-        cu_blocks = None
-        if packing.columns is not None and packing.block is not None:
-            cu_blocks = rows.cu_blocks(packing.columns, packing.block)
         inputs = BodyInputs(
             rows.pack(view.tokens),
             None,
             rows.pack(view.position_ids),
             columns,
-            block=packing.block,
             variant=view.variant,
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
-            cu_blocks=cu_blocks,
+            blocks=None if packing.blocks is None else rows.pack(packing.blocks),
             attended=attended,
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
+
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, even_schedule, low_confidence
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
 
@@ -63,4 +66,8 @@ class CausalContextPredictor(BlockCachePredictor):
 
     def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
         positions, real = self._positions(rows, block.stop)
-        return CanvasView(self.canvas.take(rows, slice(0, block.stop)), causal_mask(real, block.start), positions)
+        tokens, mask, packing = self.canvas.take(rows, slice(0, block.stop)), causal_mask(real, block.start), None
+        if self.canvas.padded:
+            order = torch.arange(block.stop, device=real.device).clamp(max=block.start).expand_as(real)
+            packing = Packing(real, self.canvas.lengths(rows, block.stop), blocks=order)
+        return CanvasView(tokens, mask, positions, packing=packing)
