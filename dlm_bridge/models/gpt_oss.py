@@ -2,7 +2,8 @@
 
 The Hub holds the experts of a layer in one tensor, transposed, with the rows of gate and up by turns. The published
 checkpoints hold them as MXFP4 blocks and scales, which `--dequantize-mxfp4` reads as the bfloat16 ones of that layout.
-Megatron's names are megatron-core's own: attention sinks are the offsets of its learnable softmax.
+Megatron's names are megatron-core's own: attention sinks are the offsets of its learnable softmax, and the clamped
+SwiGLU is its quick GELU with an offset.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.fused import stacked
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping
 from dlm_bridge.models.autoregressive import autoregressive_spec
@@ -20,10 +22,11 @@ from dlm_bridge.models.decoder_mapping import (
     TIED_HEAD,
     attention_rules,
     decoder_dims,
+    decoder_settings,
     outer_rules,
     require_values,
 )
-from dlm_bridge.models.moe import routed_experts
+from dlm_bridge.models.moe import moe_settings, routed_experts
 
 if TYPE_CHECKING:
     import torch
@@ -94,19 +97,54 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
 }
-NO_MEGATRON_ENGINE = (
-    "--engine megatron has no attention with gpt-oss' sinks and does not hand over experts that the Hub holds in one "
-    "tensor: it trains with --engine accelerate, and its torch_dist checkpoints are for megatron-core's own GPTModel"
-)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+FACTS = frozenset({"qkv_bias"})
 
 
 def dims(config: dict[str, Any]) -> Dims:
     """Sizes. Raises DlmBridgeError for a config that the class does not accept."""
     config = {**DEFAULTS, **config}
     require_values(config, {"hidden_act": "silu", "attention_bias": True})
-    facts = frozenset({"qkv_bias"})
-    return decoder_dims(config, facts, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
+    return decoder_dims(config, FACTS, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
+
+
+def transformer(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's settings. Raises DlmBridgeError for a gate that it cannot compute."""
+    config = {**DEFAULTS, **config}
+    if config["swiglu_alpha"] != DEFAULTS["swiglu_alpha"]:
+        raise DlmBridgeError(
+            f"config.json: swiglu_alpha {config['swiglu_alpha']}: megatron-core's quick GELU has "
+            f"{DEFAULTS['swiglu_alpha']} only, so it cannot run this model"
+        )
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config["rope_scaling"] = YARN
+    if not config.get("layer_types"):
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(int(config["num_hidden_layers"]))]
+    return {
+        **decoder_settings(config, FACTS, sliding_window=True),
+        **moe_settings(dims(config), config["num_experts_per_tok"]),
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": float(config["swiglu_limit"]),
+        "glu_linear_offset": 1.0,
+    }
 
 
 EXPERTS = HUB + "mlp.experts."
@@ -136,9 +174,8 @@ SPEC = autoregressive_spec(
             stacked(Direct(EXPERT + "linear_fc2.bias", name=EXPERTS + "down_proj_bias", shape="hidden")),
         ),
         dims=dims,
+        transformer=transformer,
         passthrough=TIED_HEAD,
-        engine_lacks=NO_MEGATRON_ENGINE,
     ),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    training=("accelerate",),
 )

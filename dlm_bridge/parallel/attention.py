@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.attention_mask import MaskDescriptor, can_attend, can_attend_by_columns, document_ids
+from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, can_attend, can_attend_by_columns, document_ids
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.context_parallel import rank_positions
@@ -88,29 +88,61 @@ class MaskCache:
         return len(self._entries)
 
 
-def dense_mask(mask: torch.Tensor, rank: int, queries: int) -> torch.Tensor:
+def dense_mask(mask: torch.Tensor, rank: int, queries: int, window: int | None = None) -> torch.Tensor:
     """[B or 1, 1, Q, K] bool, True where a query attends: the `queries` of one context parallel rank over all keys,
-    from a descriptor [B or 1, K, 5] or a dense mask [B or 1, 1, K, K] in rank order."""
+    from a descriptor [B or 1, K, 5] or a dense mask [B or 1, 1, K, K] in rank order. `window`: how far back a query
+    attends, as of `block_mask`."""
     mine = slice(rank * queries, (rank + 1) * queries)
     if mask.dim() == 4:
+        if window is not None:
+            raise DlmBridgeError(WINDOW_IGNORED)
         return mask[:, :, mine]
-    return can_attend(mask[:, mine, None], mask[:, None])[:, None]
+    seen = can_attend(mask[:, mine, None], mask[:, None])
+    if window is not None:
+        check_windowed(mask)
+        order = mask[..., MaskColumn.ORDER]
+        seen &= order[:, mine, None] - order[:, None] <= window
+    return seen[:, None]
 
 
-def block_mask(descriptor: torch.Tensor, rank: int, queries: int) -> Any:
-    """FlexAttention's `BlockMask` of the queries of one context parallel rank over all keys."""
+WINDOW_IGNORED = "attention under an attention_mask would ignore the sliding window: pass None, or a causal descriptor"
+
+
+def check_windowed(descriptor: torch.Tensor) -> None:
+    """Raise DlmBridgeError where a descriptor's order is not that of positions in causal documents, by which a sliding
+    window counts."""
+    order = descriptor[..., MaskColumn.ORDER]
+    causal = (descriptor[..., MaskColumn.NOISY_BLOCK] < 0) & (descriptor[..., MaskColumn.CLEAN_LIMIT] == order + 1)
+    if not bool(causal.all() & (order.sort(dim=-1).values.diff(dim=-1) == 1).all()):
+        raise DlmBridgeError(WINDOW_IGNORED)
+
+
+def block_mask(descriptor: torch.Tensor, rank: int, queries: int, window: int | None = None) -> Any:
+    """FlexAttention's `BlockMask` of the queries of one context parallel rank over all keys. `window`: how far back a
+    query attends; None for all the way. Raises DlmBridgeError for a window where the descriptor is not causal."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    if window is not None:
+        check_windowed(descriptor)
     rows, keys, _ = descriptor.shape
     batch = None if rows == 1 else rows
     # Eagerly it would write out the dense mask and every term of the rule.
     make = _compiled_create_block_mask() if descriptor.is_cuda else create_block_mask
-    return make(mask_mod(descriptor, rank * queries), batch, None, queries, keys, device=descriptor.device)
+    return make(mask_mod(descriptor, rank * queries, window), batch, None, queries, keys, device=descriptor.device)
 
 
-def mask_mod(descriptor: torch.Tensor, first_query: int) -> Callable[..., torch.Tensor]:
-    """The rule as FlexAttention asks it: (batch, head, query, key) -> bool, where query 0 is at `first_query`."""
+def mask_mod(descriptor: torch.Tensor, first_query: int, window: int | None = None) -> Callable[..., torch.Tensor]:
+    """The rule as FlexAttention asks it: (batch, head, query, key) -> bool, where query 0 is at `first_query` and
+    attends to at most `window` positions before it."""
     columns = descriptor.permute(2, 0, 1).contiguous().unbind(0)  # a kernel reads single numbers
+    if window is not None:
+        seen, order, shared_row = mask_mod(descriptor, first_query), columns[MaskColumn.ORDER], len(descriptor) == 1
+
+        def of_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            row = order[0] if shared_row else order[b]
+            return seen(b, h, q, k) & (row[q + first_query] - row[k] <= window)
+
+        return of_window
     if descriptor.shape[0] == 1:
         shared = tuple(column[0] for column in columns)
 
@@ -139,6 +171,14 @@ def plain_mask(
     if window is not None:
         seen &= (back <= window[0]) & (back >= -window[1])
     return seen[None, None]
+
+
+@lru_cache(maxsize=8)
+def causal_descriptor(length: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """[1, S, 5] causal attention over a whole row, in the order in which Transformer Engine deals positions to context
+    parallel ranks."""
+    descriptor = MaskDescriptor.causal(torch.zeros(1, length, dtype=torch.int32)).codes
+    return descriptor[:, rank_positions(length, ranks).flatten()].to(device)
 
 
 @cache

@@ -12,7 +12,7 @@ from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
 from dlm_bridge.parallel import self_attention
 from dlm_bridge.parallel.context_parallel import CP_COMMUNICATION, ContextParallelConfig
-from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals
+from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals, quick_gelu
 
 # Keys of `Mapping.transformer` that are arguments of GPTModel, not fields of TransformerConfig.
 MODEL_ARGUMENTS = (
@@ -24,6 +24,7 @@ MODEL_ARGUMENTS = (
     "rope_scaling_factor",
     "seq_len_interpolation_factor",
 )
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}  # by their names in a mapping
 # Prefixes of attributes that are set on a TransformerConfig, which has no such fields: GPTModel reads the first ones.
 YARN, BLOCK_ROUTING = "yarn_", "block_routing_"
 ROTARY_ATTRIBUTES = (YARN, self_attention.PREFIX)
@@ -73,7 +74,7 @@ def model_config(
         "num_attention_heads": dims.heads,
         "num_query_groups": dims.groups,
         "kv_channels": dims.head_dim,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": ACTIVATIONS[described.pop("activation_func", "silu")],
         # megatron-core's default is 0.1; none of the public models was trained with dropout.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -130,6 +131,11 @@ def _check_attention(transformer: TransformerConfig, parallel: ContextParallelCo
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
     if transformer.multi_latent_attention:
         _check_latent_attention(transformer)
+    if transformer.add_bias_linear and transformer.num_moe_experts and transformer.expert_tensor_parallel_size > 1:
+        raise DlmBridgeError(
+            f"--etp {transformer.expert_tensor_parallel_size}: this model's experts have biases, which megatron-core "
+            "does not split: use --etp 1"
+        )
     if transformer.fused_single_qkv_rope and self_attention.scales_queries(transformer):
         raise DlmBridgeError(
             "the fused kernel of query, key and value rotates queries that this model scales by their position: "

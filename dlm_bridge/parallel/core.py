@@ -52,6 +52,7 @@ try:
             finalize_model_grads,
         )
         from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
         from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
             _yarn_get_concentration_factor_from_config as concentration_factor,
         )
@@ -68,7 +69,11 @@ try:
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, param_is_not_tensor_parallel_duplicate
+        from megatron.core.tensor_parallel.layers import (
+            ColumnParallelLinear,
+            param_is_not_tensor_parallel_duplicate,
+            set_tensor_model_parallel_attributes,
+        )
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             gather_from_sequence_parallel_region,
@@ -95,7 +100,7 @@ try:
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
         from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-        from megatron.core.transformer.utils import is_layer_window_attention
+        from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
         from megatron.core.utils import (
             make_sharded_tensor_for_checkpoint,
             make_tp_sharded_tensor_for_checkpoint,

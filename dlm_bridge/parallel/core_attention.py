@@ -1,5 +1,5 @@
 """Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each takes every
-mask that a call may have, or refuses it.
+mask that a call may have, or refuses it. Attention with sinks (gpt-oss) is FlexAttention, on CPU a dense softmax.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.attention import sdpa_kernel
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.attention import MaskCache, block_mask, dense_mask, plain_mask
+from dlm_bridge.parallel.attention import MaskCache, block_mask, causal_descriptor, dense_mask, plain_mask
 from dlm_bridge.parallel.core import (
     AttnBackend,
     AttnMaskType,
@@ -23,6 +23,8 @@ from dlm_bridge.parallel.core import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
     is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+    set_tensor_model_parallel_attributes,
 )
 from dlm_bridge.parallel.fused import flash_attention
 from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
@@ -36,7 +38,13 @@ class LocalAttention(MegatronModule):
 
     Context parallel ranks gather keys and values; without a mask, causal attention takes the positions to be dealt to
     the ranks as Transformer Engine does (`batch.rank_positions`).
+
+    With `softmax_type` learnable each head has a sink, one more logit in its softmax that no value belongs to:
+    `softmax_offset` [H] of this tensor parallel rank's heads, under megatron-core's name. Such layers have this class
+    also where Transformer Engine is used.
     """
+
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -56,6 +64,8 @@ class LocalAttention(MegatronModule):
         self.window = _window(config, layer_number)
         self.cp_group = pg_collection.cp
         self.flash = uses_flash(config, attn_mask_type, self.window, None, self.cp_group.size())
+        self.tp_group = pg_collection.tp
+        self.register_parameter("softmax_offset", _sinks(config, self.tp_group.size()) if has_sinks(config) else None)
 
     def forward(
         self,
@@ -74,9 +84,13 @@ class LocalAttention(MegatronModule):
         if attention_bias is not None:
             raise DlmBridgeError("the engine's attention would ignore an attention_bias: leave it out")
         check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
+        ranks = self.cp_group.size()
+        if attention_mask is None and self.softmax_offset is not None:
+            attention_mask = causal_descriptor(len(query) * ranks, ranks, query.device)
         if attention_mask is not None:
-            check_settings(self.config, self.window)
-            return masked_attention(query, key, value, attention_mask, self.scale, self.cp_group)
+            return masked_attention(
+                query, key, value, attention_mask, self.scale, self.cp_group, self.window, self.softmax_offset
+            )
         causal = self.attn_mask_type == AttnMaskType.causal
         if self.flash:
             return flash_rows(query, key, value, self.scale, causal)
@@ -85,6 +99,24 @@ class LocalAttention(MegatronModule):
         if causal and (self.cp_group.size() > 1 or self.window is not None):
             mask = plain_mask(len(query), self.cp_group.rank(), self.cp_group.size(), self.window, query.device)
         return _torch_attention(query, key, value, mask, causal and mask is None, self.scale)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sinks, cut over tensor parallel ranks; nothing without."""
+        group = (metadata or {}).get("dp_cp_group")
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=group,
+        )
+        return found
 
 
 @cache
@@ -123,8 +155,8 @@ def transformer_engine_attention() -> type:
                     return flash_rows(query, key, value, self._scale, causal, packed_seq_params)
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
-            check_settings(self.config, self._window)
-            return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group)
+            check_settings(self.config)
+            return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group, self._window)
 
     return MaskedTEDotProductAttention
 
@@ -136,22 +168,56 @@ def masked_attention(
     mask: torch.Tensor,
     scale: float,
     cp_group: torch.distributed.ProcessGroup,
+    window: tuple[int, int] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
-    order: FlexAttention for a mask descriptor on a GPU, else a dense mask."""
+    order: FlexAttention for a mask descriptor on a GPU, else a dense mask. `window`: how far back and ahead a query
+    attends; `sinks` [H]. Raises DlmBridgeError where the mask cannot be combined with the window."""
     key, value = gather_keys_values(key, value, cp_group)
-    rank, queries = cp_group.rank(), len(query)
+    rank, queries, back = cp_group.rank(), len(query), None if window is None else window[0]
+    kind = (rank, queries, back)
     if mask.is_cuda and mask.dim() == 3:
-        blocks = MASKS.get(mask, ("blocks", rank, queries), lambda descriptor: block_mask(descriptor, rank, queries))
+        blocks = MASKS.get(mask, ("blocks", *kind), lambda descriptor: block_mask(descriptor, *kind))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        grouped, options = q.shape[1] != k.shape[1], tile_options(q, v)
+        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "kernel_options": tile_options(q, v)}
         flex = _compiled_flex_attention()
-        return _heads_last(flex(q, k, v, block_mask=blocks, scale=scale, enable_gqa=grouped, kernel_options=options))
+        if sinks is None:
+            return _heads_last(flex(q, k, v, block_mask=blocks, **options))
+        output_BHSD, log_sum_BHS = flex(q, k, v, block_mask=blocks, return_lse=True, **options)
+        return _heads_last(output_BHSD * kept_by_sinks(log_sum_BHS, sinks).to(output_BHSD.dtype))
     if mask.dim() == 4:
-        dense = dense_mask(mask, rank, queries)
+        dense = dense_mask(mask, *kind)
     else:
-        dense = MASKS.get(mask, ("dense", rank, queries), lambda descriptor: dense_mask(descriptor, rank, queries))
+        dense = MASKS.get(mask, ("dense", *kind), lambda descriptor: dense_mask(descriptor, *kind))
+    if sinks is not None:
+        return _sink_attention(query, key, value, dense, scale, sinks)
     return _torch_attention(query, key, value, dense, False, scale)
+
+
+def kept_by_sinks(log_sum_BHS: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, 1] the part of each softmax that a head's sink leaves to the keys, of which `log_sum_BHS` is the
+    logarithm of the sum of exponentials."""
+    return torch.sigmoid(log_sum_BHS.float() - sinks_H.float()[:, None])[..., None]
+
+
+def _sink_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """The definition: a softmax over the keys' logits and the sink, whose share is then dropped."""
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    if q.shape[1] != k.shape[1]:
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    logits_BHQK = (q @ k.transpose(-1, -2)).float() * scale
+    logits_BHQK = logits_BHQK.masked_fill(~mask, -torch.inf)
+    sink_BHQ1 = sinks.float()[:, None, None].expand(*logits_BHQK.shape[:-1], 1)
+    probabilities = torch.cat((logits_BHQK, sink_BHQ1), dim=-1).softmax(dim=-1)[..., :-1]
+    return _heads_last(probabilities.to(v.dtype) @ v)
 
 
 def tile_options(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any] | None:
@@ -199,10 +265,22 @@ def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.
         )
 
 
-def check_settings(config: TransformerConfig, window: tuple[int, int] | None) -> None:
+def _sinks(config: TransformerConfig, ranks: int) -> torch.nn.Parameter:
+    """[H] of one of so many tensor parallel ranks, with the attributes that megatron-core's gradient norm goes by."""
+    heads, device = config.num_attention_heads // ranks, platform.current().device()
+    sinks = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    config.init_method(sinks)
+    return sinks
+
+
+def has_sinks(config: TransformerConfig) -> bool:
+    """Whether attention heads have sinks, which `LocalAttention` computes."""
+    return bool(config.softmax_type == "learnable")
+
+
+def check_settings(config: TransformerConfig) -> None:
     """Raise DlmBridgeError where a layer's attention under a mask would ignore a setting."""
-    if window is not None:
-        raise DlmBridgeError("attention under an attention_mask would ignore the sliding window: pass None")
     if reason := unsupported(config):
         raise DlmBridgeError(f"attention under an attention_mask would ignore {reason}: leave it out")
 
@@ -211,7 +289,7 @@ def unsupported(config: TransformerConfig) -> str | None:
     """The first setting that Transformer Engine has and torch's kernels lack; None where there is none."""
     settings = {
         "attention_dropout": config.attention_dropout > 0,
-        f"softmax_type {config.softmax_type}": config.softmax_type != "vanilla",
+        f"softmax_type {config.softmax_type}": config.softmax_type not in ("vanilla", "learnable"),
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         "qk_clip": config.qk_clip,
         "log_max_attention_logit": config.log_max_attention_logit,
@@ -308,6 +386,7 @@ def _flash_unsupported(
         "block-causal attention is FlexAttention's": mask_type == AttnMaskType.arbitrary,
         "FlashAttention 4 is not used under context parallelism (--cp)": ranks > 1,
         "FlashAttention 4 is not used with a sliding window, which this model has": window is not None,
+        "FlashAttention 4 has no attention sinks, which this model has": has_sinks(config),
         "FlashAttention 4 is not used for multi-head latent attention": config.multi_latent_attention,
         f"FlashAttention 4 would ignore {setting}": setting is not None,
         "FlashAttention 4's gradients are not deterministic": config.deterministic_mode,

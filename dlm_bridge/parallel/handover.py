@@ -64,7 +64,8 @@ def stream_live_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator
     copies = {copy: entry.copy_of for copy, entry in _passthrough(checkpoint).items() if entry.copy_of}
     copies |= checkpoint.shared if any(param.is_mtp for param in params) else {}
     for param in params:
-        for name, tensor in zip(param.hub_names, param.to_hub(gather(param)), strict=True):
+        whole = gather(param) if param.pieces == (param,) else torch.cat([gather(piece) for piece in param.pieces])
+        for name, tensor in zip(param.hub_names, param.to_hub(whole), strict=True):
             yield name, tensor.contiguous()
             for copy, of in copies.items():
                 if of == name:
@@ -146,6 +147,7 @@ class _Gather:
                 f"the live Megatron model's output layer is {'' if self.tied else 'not '}tied to its embedding, but "
                 f"the Hub config's is{'' if tied else ' not'}"
             )
+        params = [piece for param in params for piece in param.pieces]
         names = {param.megatron_name for param in params}
         if missing := sorted(names - self.owners.keys()):
             raise DlmBridgeError(f"{missing[0]}: the live Megatron model does not have this parameter")

@@ -21,7 +21,7 @@ from dlm_bridge.parallel.core import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
-from dlm_bridge.parallel.core_attention import LocalAttention, transformer_engine_attention
+from dlm_bridge.parallel.core_attention import LocalAttention, has_sinks, transformer_engine_attention
 from dlm_bridge.parallel.mcore_patches.modules import (
     BLOCK_ROUTING_CAPACITY,
     BlockRouter,
@@ -95,6 +95,12 @@ def _check(config: TransformerConfig, attention_pattern: str) -> None:
         raise DlmBridgeError(
             f"--cp-comm-type {config.cp_comm_type}: block-causal attention gathers keys and values: leave it out"
         )
+    if has_sinks(config) and config.cp_comm_type in ("a2a", "a2a+p2p"):
+        raise DlmBridgeError(
+            f"--cp-comm-type {config.cp_comm_type}: attention with sinks gathers keys and values: use allgather"
+        )
+    if has_sinks(config) and attention_pattern != "causal":
+        raise DlmBridgeError(f"the engine's attention with sinks is causal, this model's is {attention_pattern}")
     if config.normalization != "RMSNorm":
         raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
     if config.window_size is not None and attention_pattern != "causal":
@@ -138,7 +144,8 @@ def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, expe
     if config.multi_latent_attention:
         attention.module = LatentAttention
     attention.params["attn_mask_type"] = MASK_TYPES[attention_pattern]
-    attention.submodules.core_attention = transformer_engine_attention() if engine else LocalAttention
+    local = not engine or has_sinks(config)
+    attention.submodules.core_attention = LocalAttention if local else transformer_engine_attention()
     return layer
 
 

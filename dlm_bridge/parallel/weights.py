@@ -124,7 +124,7 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> 
     unset = set(live)
     tasks = []
     for param in checkpoint.params:
-        targets = {name: live[name] for name in places(param) if name in live}
+        targets = {name: (piece, live[name]) for piece, name in pieces_at(param) if name in live}
         for name in targets:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
@@ -132,7 +132,7 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> 
         if targets and (values or param.rule.own_dtype):
             tasks.append((param_bytes(checkpoint, param), partial(_load_param, checkpoint, param, targets)))
         else:
-            for target in targets.values():
+            for _, target in targets.values():
                 target.data.zero_()
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
@@ -140,12 +140,19 @@ def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> 
 
 
 @torch.no_grad()
-def _load_param(checkpoint: Checkpoint, param: ParamMapping, targets: dict[str, torch.Tensor]) -> None:
-    whole = param.to_megatron(checkpoint.read_param(param))
-    for name, target in targets.items():
-        shard = shard_of(param, whole, target)
+def _load_param(
+    checkpoint: Checkpoint, param: ParamMapping, targets: dict[str, tuple[ParamMapping, torch.Tensor]]
+) -> None:
+    stored = checkpoint.read_param(param)
+    for name, (piece, target) in targets.items():
+        shard = shard_of(piece, _unsharded(piece, param, stored), target)
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
-            _fill(name, target, shard, param)
+            _fill(name, target, shard, piece)
+
+
+def _unsharded(piece: ParamMapping, param: ParamMapping, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One piece of a parameter whose Hub tensors are `stored`."""
+    return piece.to_megatron(stored if piece is param else [tensor[piece.expert] for tensor in stored])
 
 
 def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -203,6 +210,11 @@ def places(param: ParamMapping) -> tuple[str, ...]:
     if param.dims.tied and param.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)
     return (param.megatron_name,)
+
+
+def pieces_at(param: ParamMapping) -> Iterator[tuple[ParamMapping, str]]:
+    """What a model holds of a parameter, each expert apart, and under which names."""
+    return ((piece, name) for piece in param.pieces for name in places(piece))
 
 
 def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapping) -> None:
@@ -264,12 +276,15 @@ def load_main_params(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoi
         return
     tasks = []
     for param in checkpoint.params:
-        targets = [live[name] for name in places(param) if name in live and live[name] in main_params]
+        targets = [(piece, live[name]) for piece, name in pieces_at(param) if name in live]
         stored = {checkpoint.spec(name)[0] for name in param.hub_names}
-        targets = [target for target in targets if stored != {original(target).dtype} and main_params[target].size]
-        if targets:
-            pairs = [(original(target), main_params[target]) for target in targets]
-            tasks.append((param_bytes(checkpoint, param), partial(_load_main_param, checkpoint, param, pairs)))
+        parts = [
+            (piece, original(target), main_params[target])
+            for piece, target in targets
+            if target in main_params and stored != {original(target).dtype} and main_params[target].size
+        ]
+        if parts:
+            tasks.append((param_bytes(checkpoint, param), partial(_load_main_param, checkpoint, param, parts)))
     run_tasks(tasks, worker_count(None))
 
 
@@ -308,11 +323,11 @@ def _fsdp_main_params(
 
 @torch.no_grad()
 def _load_main_param(
-    checkpoint: Checkpoint, param: ParamMapping, pairs: Sequence[tuple[torch.Tensor, MainParamShard]]
+    checkpoint: Checkpoint, param: ParamMapping, parts: Sequence[tuple[ParamMapping, torch.Tensor, MainParamShard]]
 ) -> None:
-    whole = param.to_megatron(checkpoint.read_param(param))
-    for target, main_param in pairs:
-        flat = shard_of(param, whole, target).reshape(-1)
+    stored = checkpoint.read_param(param)
+    for piece, target, main_param in parts:
+        flat = shard_of(piece, _unsharded(piece, param, stored), target).reshape(-1)
         values = flat[main_param.start : main_param.start + main_param.size]
         values = torch.nn.functional.pad(values, (0, main_param.size - len(values)))  # rows of a padded vocabulary
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
