@@ -62,6 +62,11 @@ def model_config(
     if mapping.hub_only:
         raise DlmBridgeError(f"megatron-core cannot hold this model: {mapping.hub_only}")
     described = mapping.settings(config)
+    if described.get("add_bias_linear") and dims.experts and layout.expert_tp > 1:
+        raise DlmBridgeError(
+            f"--etp {layout.expert_tp}: this model's experts have biases, which megatron-core does not split: use "
+            "--etp 1"
+        )
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     known = {field.name for field in fields(kind)}
     # A configuration of latent attention has some of them itself.
@@ -131,11 +136,6 @@ def _check_attention(transformer: TransformerConfig, parallel: ContextParallelCo
         raise DlmBridgeError("the fused rotary kernel ignores YaRN's scale: set apply_rope_fusion to false")
     if transformer.multi_latent_attention:
         _check_latent_attention(transformer)
-    if transformer.add_bias_linear and transformer.num_moe_experts and transformer.expert_tensor_parallel_size > 1:
-        raise DlmBridgeError(
-            f"--etp {transformer.expert_tensor_parallel_size}: this model's experts have biases, which megatron-core "
-            "does not split: use --etp 1"
-        )
     if transformer.fused_single_qkv_rope and self_attention.scales_queries(transformer):
         raise DlmBridgeError(
             "the fused kernel of query, key and value rotates queries that this model scales by their position: "

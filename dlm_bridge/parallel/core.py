@@ -71,6 +71,7 @@ try:
         from megatron.core.tensor_parallel import layers as tensor_parallel_layers
         from megatron.core.tensor_parallel.layers import (
             ColumnParallelLinear,
+            RowParallelLinear,
             param_is_not_tensor_parallel_duplicate,
             set_tensor_model_parallel_attributes,
         )

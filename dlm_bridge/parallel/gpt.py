@@ -13,6 +13,7 @@ from dlm_bridge.parallel.batch import MicroBatch, Prediction
 from dlm_bridge.parallel.core import GPTModel
 from dlm_bridge.parallel.mcore_patches.modules import (
     LossPositionsLayer,
+    patch_expert_biases,
     patch_last_layer,
     patch_output_layer,
     patch_token_dispatchers,
@@ -79,6 +80,7 @@ class BridgeGPTModel(GPTModel):
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
         patch_token_dispatchers(self)
+        patch_expert_biases(self)
         show_blocks_to_routers(self.decoder.layers)
         if self.post_process:
             patch_output_layer(self.output_layer, vocab)

@@ -77,8 +77,7 @@ def build_megatron_model(
 
 def _mark_expert_params(model: BridgeGPTModel) -> None:
     """Tell megatron-core which parameters are experts', which it knows only where --ep is above 1: their gradients
-    would be summed over the data parallel ranks of the others, which hold other shards. Nor are those of their biases
-    summed over tensor parallel ranks, which are data parallel ones here."""
+    would be summed over the data parallel ranks of the others, which hold other shards."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = parameter.sequence_parallel = False
+            parameter.allreduce = False

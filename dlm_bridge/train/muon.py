@@ -39,8 +39,8 @@ def muon_parameters(model: nn.Module) -> set[str]:
 
 
 def takes_muon(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter of a layer: a matrix, but for routers."""
-    return len(shape) == 2 and _ROUTER.search(name) is None
+    """Whether Muon updates a parameter of a layer: a matrix, but for routers, and not the biases of all experts."""
+    return len(shape) == 2 and not name.endswith("bias") and _ROUTER.search(name) is None
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:

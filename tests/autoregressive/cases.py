@@ -336,7 +336,6 @@ CASES = (
             "pad_token_id": 0,
         },
         gpt_oss,
-        live=False,
     ),
     Case("seed-oss", "seed_oss", SEED_OSS, {**GROUPED, "head_dim": 24, **NO_DROPOUT}, dense(bias=True)),
     Case(

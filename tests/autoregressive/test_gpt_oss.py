@@ -16,6 +16,7 @@ from dlm_bridge.convert.checkpoints.dequantised import dequantise_mxfp4
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.autoregressive.cases import CASES
+from tests.autoregressive.published import GPT_OSS
 from tests.autoregressive.test_families import assert_same_bits, tensors_of
 from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import run_cli, tree
@@ -118,8 +119,8 @@ def test_nothing_to_dequantise(tmp_path: Path) -> None:
 
 
 def test_megatron_cores_own_model_has_the_keys_and_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks, windows by turns, YaRN, clamped gates, biases of router and experts: with megatron-core's own layers,
-    which `--engine megatron` does not use."""
+    """Sinks, windows by turns, YaRN, clamped gates, biases of router and experts: with megatron-core's own layers, of
+    which `--engine megatron` replaces attention, norms and router."""
     pytest.importorskip("megatron.core")
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -195,5 +196,25 @@ def test_what_it_does_not_become_is_refused(tmp_path: Path) -> None:
     source = CASE.write(tmp_path / "hub")
     with pytest.raises(DlmBridgeError, match="no diffusion family has the tensors of gpt_oss"):
         convert_to_dlm(source, tmp_path / "dlm")
-    with pytest.raises(DlmBridgeError, match=r"sinks.*--engine accelerate"):
-        CASE.spec.mapping.settings(CASE.config)
+
+
+def test_defaults_of_the_config_class_are_the_published_settings() -> None:
+    """Of keys that a config.json leaves out."""
+    of_120b = {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128}
+    of_120b["layer_types"] = ["sliding_attention", "full_attention"] * 18
+    mapping, named = CASE.spec.mapping, {"architectures", "model_type", "vocab_size"}
+    wanted = mapping.settings(of_120b)
+    assert mapping.settings({key: value for key, value in of_120b.items() if key in named}) == wanted
+    assert wanted["window_size"] == (127, 0)
+    assert wanted["rotary_base"] == 150_000.0
+    assert wanted["yarn_rotary_scaling_factor"] == 32.0
+
+
+def test_experts_with_biases_are_not_split() -> None:
+    pytest.importorskip("megatron.core")
+    from dlm_bridge.parallel.config import model_config
+
+    mapping = CASE.spec.mapping
+    arguments = (mapping, CASE.config, mapping.dims(CASE.config), Layout(tp=2), torch.float32)
+    with pytest.raises(DlmBridgeError, match="--etp 2: this model's experts have biases"):
+        model_config(*arguments)

@@ -12,12 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
 from tests.autoregressive.cases import CASES, Case
 from tests.autoregressive.published import (
     DEEPSEEK_V3,
     GLM_45,
+    GPT_OSS,
     GRANITE_3,
     LLAMA_31,
     LLAMA_32,
@@ -59,6 +61,7 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
 
 
 def transformer_config(case: Case, described: dict[str, Any]) -> Any:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     dims = case.spec.mapping.dims(case.config)
@@ -66,8 +69,10 @@ def transformer_config(case: Case, described: dict[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}
     others = {
         "max_sequence_length", "rotary_base", "rotary_percent", "rope_scaling", "rope_scaling_factor",
+        "position_embedding_type",
     }  # fmt: skip
-    assert described.keys() - known <= others
+    assert {name for name in described.keys() - known if not name.startswith("yarn_")} <= others
+    activation = {"quick_gelu": quick_gelu}.get(described.get("activation_func"), torch.nn.functional.silu)
     return kind(
         num_layers=dims.layers,
         hidden_size=dims.hidden,
@@ -75,10 +80,10 @@ def transformer_config(case: Case, described: dict[str, Any]) -> Any:
         num_attention_heads=dims.heads,
         num_query_groups=dims.groups,
         kv_channels=dims.head_dim,
-        activation_func=torch.nn.functional.silu,
+        activation_func=activation,
         use_cpu_initialization=True,
         mtp_num_layers=dims.mtp or None,
-        **{key: value for key, value in described.items() if key in known},
+        **{key: value for key, value in described.items() if key in known - {"activation_func"}},
     )
 
 
@@ -116,8 +121,9 @@ def test_keys_and_shapes_are_megatron_cores(case: Case, megatron: pytest.MonkeyP
             moe = any(name.startswith(p) for p in moe_prefixes(dims))
             found[stored_name(entry.key, moe, "multi_latent_attention" in described)] = tuple(entry.global_shape)
     wanted = {
-        param.megatron_key: (*(size for _, size in param.stack), *param.megatron_shape)
+        piece.megatron_key: (*(size for _, size in piece.stack), *piece.megatron_shape)
         for param in mapping.params(dims)
+        for piece in param.pieces
     }
     assert found == wanted
 
@@ -168,16 +174,19 @@ RUN = [
 def test_logits_are_transformers_own(
     case: Case, changed: dict[str, Any], megatron: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Beyond the window and YaRN's original context, too."""
+    """Beyond the window and YaRN's original context, too; without a mask and with one."""
     source = case.write(tmp_path / "hub", **changed)
     (model,) = Bridge.from_hf(source).build_megatron_model(Layout())
     ids = torch.randint(0, 130, (2, 40), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40).expand(2, -1)
-    mask = None if "sliding_window" in changed else torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    masks = [None, MaskDescriptor.causal(torch.zeros(1, 40, dtype=torch.int32)).codes]
+    if "sliding_window" not in {**case.config, **changed}:
+        masks.append(torch.ones(1, 1, 40, 40, dtype=torch.bool).tril())
     with torch.no_grad():
-        found = model.eval()(ids, positions, mask)[..., :130]
         expected = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()(ids).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        for mask in masks:
+            found = model.eval()(ids, positions, mask)[..., :130]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_latent_attention_without_sequence_parallelism_is_refused() -> None:
@@ -270,6 +279,7 @@ def test_published_settings() -> None:
         ("smollm3", SMOLLM_3, {"no_rope_layers": [1]}, "no_rope_layers"),
         ("deepseek_v3", DEEPSEEK_V3, {"num_experts_per_tok": 6}, "twice topk_group 4"),
         ("deepseek_v3", DEEPSEEK_V3, {"rope_interleave": False}, "interleaved"),
+        ("gpt_oss", GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
         ("deepseek_v3", DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear', only yarn"),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.family_spec import FamilySpec
-from tests.autoregressive.published import DEEPSEEK_V3
+from tests.autoregressive.published import DEEPSEEK_V3, GPT_OSS
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -143,6 +143,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "rope_theta": 10000.0,
+    },
+    "gpt_oss": {  # gpt-oss-20b; windows shorter than the tests' rows
+        **SIZES,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "experts_per_token": 2,
+        "head_dim": 16,
+        "initial_context_length": 4096,
+        "intermediate_size": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": GPT_OSS["rope_scaling"],
+        "rope_theta": 150000,
+        "sliding_window": 5,
+        "swiglu_limit": 1.0,  # so that some of the tests' values are clamped
     },
     "deepseek_v3": {  # DeepSeek-V3 without its multi-token prediction layer
         **SIZES,

@@ -136,8 +136,8 @@ EXPERTS = ("llada_moe", "llada2_moe", "mixtral")
 ALSO_ON_TWO_STAGES = ("sdar", "llada2_moe", "qwen3_moe")
 
 
-# One for each kind of parameter that a family adds: norms of queries and keys, biases, latent attention.
-SAVED = (*EXPERTS, "sdar", "qwen2", "deepseek_v3")
+# One for each kind of parameter that a family adds: norms of queries and keys, biases, latent attention, sinks.
+SAVED = (*EXPERTS, "sdar", "qwen2", "deepseek_v3", "gpt_oss")
 
 
 def saved(every: bool = False) -> list[tuple[str, str]]:
@@ -198,6 +198,11 @@ def _family_checks() -> Checks:
             case = {"model": model, "layout": layout, **overrides}
             checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
             checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
+    for layout in ("ep2", "pp2", "tp2_ep2"):
+        case = {"model": "gpt_oss", "layout": layout}
+        checks[f"logits[gpt_oss-{layout}]"] = ("built_logits_match", case)
+        checks[f"gradients[gpt_oss-{layout}]"] = ("gradients_match", case)
+        checks[f"stream[gpt_oss-{layout}]"] = ("streamed_weights_are_the_source", case)
     for layout in ("ep2", "pp2"):
         case = {"model": PREDICTING, "layout": layout}
         checks[f"logits[{PREDICTING}-{layout}]"] = ("built_logits_match", case)
@@ -211,7 +216,7 @@ def _family_checks() -> Checks:
             checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
             checks[f"stream[{model}-{layout}]"] = ("streamed_weights_are_the_source", case)
             checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
-    for model in (*EXPERTS, PREDICTING):
+    for model in (*EXPERTS, PREDICTING, "gpt_oss"):
         checks[f"refresh[{model}-ep2]"] = ("changed_weights_refresh_the_hub_model", {"model": model, "layout": "ep2"})
     for model in ALSO_ON_TWO_STAGES:
         case = {"model": model, "layout": "pp2"}

@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from dlm_bridge.attention_mask import MaskDescriptor, document_ids
-from dlm_bridge.parallel.attention import MaskCache, block_mask, dense_mask, mask_mod, plain_mask
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.parallel.attention import (
+    MaskCache,
+    block_mask,
+    causal_descriptor,
+    dense_mask,
+    mask_mod,
+    plain_mask,
+)
 from dlm_bridge.parallel.context_parallel import rank_positions
-from dlm_bridge.parallel.core_attention import masked_attention, tile_options
+from dlm_bridge.parallel.core_attention import kept_by_sinks, masked_attention, tile_options
 
 LENGTH = 24
 
@@ -46,6 +54,90 @@ def test_the_kernels_rule_is_the_dense_mask(kind: str, ranks: int) -> None:
         repeated = [tensor.repeat_interleave(2, dim=1) for tensor in (k, v)]
         wanted = torch.nn.functional.scaled_dot_product_attention(q, *repeated, attn_mask=dense, scale=0.3)
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["shared", "rows"])
+def test_a_window_counts_the_positions_of_causal_documents(kind: str) -> None:
+    """On each of two context parallel ranks, whose positions are dealt."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    codes, order = _codes(kind), rank_positions(LENGTH, 2)
+    near = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) <= 3
+    wanted = MaskDescriptor(codes).dense() & near
+    dealt, half = codes[:, order.flatten()], LENGTH // 2
+    for rank in range(2):
+        mine = wanted[:, :, order[rank]][..., order.flatten()]
+        assert torch.equal(dense_mask(dealt, rank, half, 3), mine)
+        asked = create_mask(mask_mod(dealt, rank * half, 3), len(codes), None, half, LENGTH, device="cpu")
+        assert torch.equal(asked, mine)
+    plain = MaskDescriptor.causal(torch.zeros(1, LENGTH, dtype=torch.int32)).codes
+    assert torch.equal(causal_descriptor(LENGTH, 2, torch.device("cpu")), plain[:, order.flatten()])
+
+
+def test_a_window_of_another_mask_is_refused() -> None:
+    documents, positions = torch.zeros(1, LENGTH, dtype=torch.int32), torch.arange(LENGTH)[None]
+    others = (
+        MaskDescriptor.bidirectional(documents).codes,
+        MaskDescriptor.block_causal(documents, positions, 4).codes,
+        _codes("two streams"),
+    )
+    for codes in others:
+        for make in (dense_mask, block_mask):
+            with pytest.raises(DlmBridgeError, match="would ignore the sliding window"):
+                make(codes, 0, codes.shape[1], 3)
+    with pytest.raises(DlmBridgeError, match="would ignore the sliding window"):
+        dense_mask(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 0, LENGTH, 3)
+
+
+def test_sinks_take_their_part_of_the_softmax() -> None:
+    """The definition, with one more logit for each head and no value, in fp64; and what FlexAttention's output is
+    multiplied by: values and gradients."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    generator = torch.Generator().manual_seed(0)
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    q, k, v = (torch.randn(LENGTH, 2, heads, 8, generator=generator, dtype=torch.double) for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator, dtype=torch.double)
+    codes = _codes("rows")
+    given = [tensor.requires_grad_() for tensor in (q, k, v, sinks)]
+    found = masked_attention(q, k, v, codes, 0.3, group, (5, 0), sinks)
+    (found * torch.arange(found.numel()).view_as(found)).sum().backward()
+    gradients = [tensor.grad.clone() for tensor in given]
+    for tensor in given:
+        tensor.grad = None
+    k_each, v_each = (tensor.repeat_interleave(2, dim=2) for tensor in (k, v))
+    logits = torch.einsum("sbhd,tbhd->bhst", q, k_each) * 0.3
+    logits = logits.masked_fill(~dense_mask(codes, 0, LENGTH, 5), -torch.inf)
+    plain = torch.einsum("bhst,tbhd->bhsd", logits.softmax(dim=-1), v_each)
+    wanted = (plain * kept_by_sinks(logits.logsumexp(dim=-1), sinks)).permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)  # a softmax in fp32
+    (wanted * torch.arange(wanted.numel()).view_as(wanted)).sum().backward()
+    for one, tensor in zip(gradients, given, strict=True):
+        torch.testing.assert_close(one, tensor.grad, atol=1e-5 * float(tensor.grad.abs().max()), rtol=0)
+    with torch.no_grad():
+        heads = [tensor.permute(1, 2, 0, 3).float() for tensor in (q, k, v)]
+        blocks = block_mask(codes, 0, LENGTH, 5)
+        flexed, sums = flex_attention(*heads, block_mask=blocks, scale=0.3, enable_gqa=True, return_lse=True)
+        flexed = (flexed * kept_by_sinks(sums, sinks)).permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(flexed.double(), wanted.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+def test_sinks_and_a_window_on_a_gpu() -> None:
+    """Forward and backward of FlexAttention, against the definition on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    length, group = 256, SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    rows = [torch.randn(length, 2, heads, 64, generator=generator) for heads in (8, 2, 2)]
+    rows.append(torch.randn(8, generator=generator))
+    codes = MaskDescriptor.causal((torch.arange(length) * 3 // length)[None].int()).codes
+    gradients = []
+    for device in ("cpu", "cuda"):
+        q, k, v, sinks = given = [row.detach().to(device).requires_grad_() for row in rows]
+        output = masked_attention(q, k, v, codes.to(device), 0.125, group, (40, 0), sinks)
+        output.square().sum().backward()
+        gradients.append([output.detach().cpu(), *(tensor.grad.cpu() for tensor in given)])
+    for one, other in zip(*gradients, strict=True):
+        assert float((one - other).abs().max() / one.abs().max()) < 5e-3  # products may be TF32
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ SUBJECTS = {
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
     ),
+    # The layers gather keys and values; experts with biases are not split.
+    "sinks": Subject("causal", "gpt_oss", options={"etp": 1, "cp_comm_type": "allgather"}),
     # Plain gradient descent on the bound would overflow: single weights are in the hundreds.
     "uniform": Subject("uniform", "odd_vocabulary", options={"loss_weighting": "clipped", "z_loss_coeff": 0.3}),
     "uniform-tied": Subject("uniform_hybrid", "tied"),

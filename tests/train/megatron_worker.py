@@ -24,6 +24,7 @@ WORLDS = (1, 2, 4)
 EXPERTS = {"subject": "masked-moe", "steps": 6, "adam_eps": 1e-3}
 PREDICTED = {"subject": "predicting", "from_scratch": False, "steps": 4, "adam_eps": 1e-3, "save_interval": 2}
 LATENT = {"subject": "latent", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
+SINKS = {"subject": "sinks", "steps": 4, "adam_eps": 1e-3, "save_interval": 2, "eval_interval": 2}
 IMPORTED = Cell("masked", False, "one")
 RECOMPUTED: tuple[tuple[Cell, str, str, dict[str, Any]], ...] = (
     (Cell("scaled-queries", True, "tp2-sp"), "layers", "full", {}),
@@ -77,6 +78,7 @@ def _alone() -> Plan:
         "causal": ("trains", ("causal",), {"subject": "causal", "steps": 6}),
         "experts": ("trains", ("experts",), EXPERTS),
         "latent attention": ("trains", ("latent",), LATENT),
+        "sinks": ("trains", ("sinks",), SINKS),
         "prediction": ("trains", ("predicted",), PREDICTED),
         "experts stop": ("trains", ("experts-alone",), {**EXPERTS, "steps": 3}),
         "experts stop, unsharded": (
@@ -136,6 +138,8 @@ def _two(files: Files) -> Plan:
         "prediction, ep2 then pp2": (resumed, ("predicted-cut", "predicted"), {**PREDICTED, "layout": "pp2"}),
         "latent attention stops": ("trains", ("latent-cut",), {**LATENT, "layout": "tp2-sp", "steps": 2}),
         "latent attention, tp2-sp then pp2": (resumed, ("latent-cut", "latent"), {**LATENT, "layout": "pp2"}),
+        "sinks stop": ("trains", ("sinks-cut",), {**SINKS, "layout": "tp2-sp", "steps": 2}),
+        "sinks, tp2-sp then ep2": (resumed, ("sinks-cut", "sinks"), {**SINKS, "layout": "ep2"}),
         "crashed in a save": ("crashes_while_a_save_is_written", (), crashed),
         "crashed, then tp2-sp": (resumed, ("crashed",), {"layout": "tp2-sp"}),
         "terminated": ("saves_when_terminated", (), {**terminated, "kept": (4, 6)}),

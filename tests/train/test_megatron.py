@@ -50,7 +50,9 @@ def said(files: Files) -> Said:
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
 
 
-@pytest.mark.parametrize(("name", "subject", "steps"), [("whole", "masked", 8), ("causal", "causal", 6)])
+@pytest.mark.parametrize(
+    ("name", "subject", "steps"), [("whole", "masked", 8), ("causal", "causal", 6), ("sinks", "sinks", 4)]
+)
 def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, said: Said) -> None:
     """The same options, weights from nothing."""
     options = files.run_options(f"accelerate-{name}", subject, engine="accelerate", steps=steps, optimizer="adamw")
@@ -72,7 +74,9 @@ def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, s
             assert one[figure] == pytest.approx(two[figure], rel=1e-4), (figure, one, two)
 
 
-@pytest.mark.parametrize(("run", "subject"), [("terminated", "masked"), ("latent-cut", "latent")])
+@pytest.mark.parametrize(
+    ("run", "subject"), [("terminated", "masked"), ("latent-cut", "latent"), ("sinks-cut", "sinks")]
+)
 def test_a_training_checkpoint_is_a_hub_model(
     run: str, subject: str, files: Files, said: Said, tmp_path: Path
 ) -> None:

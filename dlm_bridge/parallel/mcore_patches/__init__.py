@@ -243,6 +243,14 @@ MODULE_PATCHES = (
         code="modules:BlockRouter",
     ),
     Patch(
+        target="RowParallelLinear.explicit_expert_comm",
+        what="no reduction over the one rank of an expert with a bias; attributes of that bias",
+        why="MLP adds the bias in place to what the reduction returns, which autograd refuses",
+        source="transformer/mlp.py:247",
+        when=_anywhere("experts with biases (gpt-oss)"),
+        code="modules:patch_expert_biases",
+    ),
+    Patch(
         target="MultiTokenPredictionLayer._get_embeddings",
         what="the embeddings of given tokens",
         why="it would move each rank's part of a row, and across documents",

@@ -17,6 +17,7 @@ from dlm_bridge.parallel.core import (
     ColumnParallelLinear,
     MoEAllGatherTokenDispatcher,
     MultiTokenPredictionLayer,
+    RowParallelLinear,
     TopKRouter,
     TransformerConfig,
     TransformerLayer,
@@ -291,6 +292,22 @@ def patch_token_dispatchers(model: torch.nn.Module) -> None:
         dispatcher = getattr(module, "token_dispatcher", None)
         if type(dispatcher) is MoEAllGatherTokenDispatcher:
             dispatcher.__class__ = AllGatherDispatcher
+
+
+def patch_expert_biases(model: torch.nn.Module) -> None:
+    """Let experts with biases train, which are never split.
+
+    Each expert layer adds its bias in place to what a reduction over its one rank has returned, which autograd
+    refuses: the reduction is left out. Tensor parallel ranks are data or expert parallel ones of the experts: a bias'
+    gradient is not summed over them once more, and every rank's counts in the gradient norm, as a weight's does.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.explicit_expert_comm = True
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and ".bias" in name:
+            setattr(parameter, "sequence_parallel", False)  # noqa: B010 (unknown to torch)
+            setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
 
 
 class PredictionLayer(MultiTokenPredictionLayer):

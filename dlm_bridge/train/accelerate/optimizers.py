@@ -33,8 +33,9 @@ def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> l
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to biases and 1-D parameters (norms)."""
-    return parameter.dim() > 1 and not name.endswith(".bias")
+    """Whether weight decay applies: not to biases, those of all experts in one parameter among them, and 1-D
+    parameters (norms)."""
+    return parameter.dim() > 1 and not name.endswith("bias")
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
