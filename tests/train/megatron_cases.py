@@ -24,6 +24,7 @@ class Subject:
     model: str
     config: dict[str, Any] = field(default_factory=dict)  # of config.json, besides the model's
     options: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)  # options of a layout, besides the layout's
 
     @property
     def experts(self) -> bool:
@@ -59,7 +60,7 @@ SUBJECTS = {
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
     ),
     # The layers gather keys and values; experts with biases are not split.
-    "sinks": Subject("causal", "gpt_oss", options={"etp": 1, "cp_comm_type": "allgather"}),
+    "sinks": Subject("causal", "gpt_oss", parallel={"etp": 1, "cp_comm_type": "allgather"}),
     # Plain gradient descent on the bound would overflow: single weights are in the hundreds.
     "uniform": Subject("uniform", "odd_vocabulary", options={"loss_weighting": "clipped", "z_loss_coeff": 0.3}),
     "uniform-tied": Subject("uniform_hybrid", "tied"),
@@ -226,6 +227,7 @@ class Files:
     def options(self, cell: Cell, **changes: Any) -> dict[str, Any]:
         """One step of plain gradient descent, so that what moved is the gradient."""
         subject = SUBJECTS[cell.subject]
+        layout = (LAYOUTS | LARGE | {"one": {}})[cell.layout]
         return {
             "engine": "megatron",
             "model": str(self.hub(cell.subject)),
@@ -246,7 +248,8 @@ class Files:
             "clip_grad": 0.0,
             "weight_decay": 0.0,
             **subject.options,
-            **(LAYOUTS | LARGE | {"one": {}})[cell.layout],
+            **(subject.parallel if layout else {}),
+            **layout,
             **changes,
         }
 

@@ -27,7 +27,7 @@ from tests.convert.helpers import hub_tensors
 from tests.processes import assert_ok, forked, launch
 from tests.train.conftest import read_metrics
 from tests.train.megatron_cases import STEPS, Files
-from tests.train.megatron_worker import WORLDS, plan
+from tests.train.megatron_worker import SINKS, WORLDS, plan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -51,13 +51,13 @@ def said(files: Files) -> Said:
 
 
 @pytest.mark.parametrize(
-    ("name", "subject", "steps"), [("whole", "masked", 8), ("causal", "causal", 6), ("sinks", "sinks", 4)]
+    ("name", "run"),
+    [("whole", {"steps": 8}), ("causal", {"subject": "causal", "steps": 6}), ("sinks", SINKS)],
 )
-def test_both_engines_agree(name: str, subject: str, steps: int, files: Files, said: Said) -> None:
+def test_both_engines_agree(name: str, run: dict[str, Any], files: Files, said: Said) -> None:
     """The same options, weights from nothing."""
-    options = files.run_options(f"accelerate-{name}", subject, engine="accelerate", steps=steps, optimizer="adamw")
-    found = _train_with_accelerate(options)
-    wanted = read_metrics(files.run(name))[:steps]
+    found = _train_with_accelerate(files.run_options(f"accelerate-{name}", **{**run, "engine": "accelerate"}))
+    wanted = read_metrics(files.run(name))[: run["steps"]]
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
     for one, two in zip(found, wanted, strict=True):
         assert ("param_norm" in one) == ("param_norm" in two) == (one["step"] % 3 == 0)

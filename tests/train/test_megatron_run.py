@@ -33,6 +33,7 @@ CASES = {
     "nemotron": nemotron_labs_diffusion.CASES[1],  # whose queries are scaled from the ninth position on
     "autoregressive": AUTOREGRESSIVE[0],
     "latent": next(case for case in AUTOREGRESSIVE if case.label == "deepseek-v3"),
+    "sinks": next(case for case in AUTOREGRESSIVE if case.label == "gpt-oss"),  # and windows, under masks of documents
 }
 
 

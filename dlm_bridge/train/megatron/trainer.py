@@ -22,6 +22,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.core_attention import has_sinks
 from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.lora import LiveFactor
@@ -287,6 +288,7 @@ class MegatronTrainer(Trainer):
         whole_sequences = moe_loss.moe_aux_loss_coeff and moe_loss.moe_aux_loss == "seq_aux_loss"
         return (
             self.platform.uses_transformer_engine()
+            and not has_sinks(self.chunks[0].config)  # whose attention takes masks
             and config.parallel.cp == 1
             and self.attention_pattern != "block_causal"
             and self.objective.streams == 1
