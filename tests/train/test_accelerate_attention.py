@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.attention import (
     attention_kernels,
     flash_attention_forward,
+    layer_masks,
     replace_sdpa,
     uses_flash_attention,
 )
@@ -129,3 +131,22 @@ def test_a_run_with_it_is_the_run(tmp_path: Path, run: Run, calls: list[int], mo
     assert calls
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in plain], rel=1e-4)
+
+
+def test_masks_of_documents_keep_the_windows_of_layers() -> None:
+    """By layer type where only some slide, in the one mask where all do, and not where the config's window is off."""
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    mask[..., 3:, :3] = False
+    near = mask & ~torch.ones(6, 6, dtype=torch.bool).tril(-2)
+    kinds = ["sliding_attention", "full_attention"]
+    for settings, wanted in (
+        ({"sliding_window": 2, "layer_types": kinds}, dict(zip(kinds, (near, mask), strict=True))),
+        ({"sliding_window": 2, "layer_types": kinds[:1] * 2}, near),
+        ({"sliding_window": 2}, near),
+        ({"sliding_window": 2, "layer_types": kinds[1:] * 2}, mask),
+        ({"sliding_window": None}, mask),
+    ):
+        found = layer_masks(mask, SimpleNamespace(_attn_implementation="sdpa", **settings), torch.float32)
+        found, wanted = (masks if isinstance(masks, dict) else {"all": masks} for masks in (found, wanted))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[kind], wanted[kind]) for kind in wanted)

@@ -142,7 +142,7 @@ def _model(name: str, folder: Path, seed_folder: Path, tokenizer: Any) -> Path:
         config = json.loads((seed_folder / "config.json").read_text()) | {"max_sequence_length": 128}
     else:
         # transformers' own bodies give the embedding of a padding token no gradient, were it EOS too.
-        pad = None if name in ("autoregressive", "latent") else 0
+        pad = None if name in ("autoregressive", "latent", "sinks") else 0
         ids = {"vocab_size": VOCAB, "mask_token_id": chat.mask_token_id, "eos_token_id": 0, "pad_token_id": pad}
         config = {**case.config, **ids, "max_position_embeddings": 256}
     (folder / "config.json").write_text(json.dumps(config))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import sdpa_kernel
 
+from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.parallel.fused import flash_attention
 from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
@@ -47,6 +49,21 @@ def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
         (why for layer in layers if (why := flash_attention.unsupported_heads(layer.head_dim, dtype)) is not None),
         None,
     )
+
+
+def layer_masks(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+    """A 4-D bool mask [B, 1, S, S] for a class of transformers' own, whose sliding layers take such a mask as it is:
+    within their window; by layer type where only some slide."""
+    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    given = partial(mask_for_implementation, implementation=config._attn_implementation, dtype=dtype)
+    if window is None or (kinds and SLIDING not in kinds):
+        return given(mask)
+    order = torch.arange(mask.shape[-1], device=mask.device)
+    near = given(mask & (order[:, None] - order < window))
+    return {SLIDING: near, "full_attention": given(mask)} if len(kinds) > 1 else near
+
+
+SLIDING = "sliding_attention"  # in a config's `layer_types`
 
 
 @contextlib.contextmanager

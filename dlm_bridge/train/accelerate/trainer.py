@@ -16,14 +16,19 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
 
-from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
-from dlm_bridge.train.accelerate.attention import FLASH, attention_kernels, set_attention, uses_flash_attention
+from dlm_bridge.train.accelerate.attention import (
+    FLASH,
+    attention_kernels,
+    layer_masks,
+    set_attention,
+    uses_flash_attention,
+)
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.ema import AveragedModel, averaged_folder
@@ -246,7 +251,7 @@ class AccelerateTrainer(Trainer):
         batch = batch.to(self.device)
         mask = batch.model_mask()
         if not self.diffuses and mask is not None and mask.dim() == 4:  # of transformers' own classes
-            mask = mask_for_implementation(mask, self.computing.config._attn_implementation, self.computing.dtype)
+            mask = layer_masks(mask, self.computing.config, self.computing.dtype)
         more = {} if batch.self_conditioned is None else {"self_conditioned": batch.self_conditioned}
         return self.head.loss(
             model,
