@@ -47,7 +47,7 @@ def _layer(backend: str, mask: str, ranks: int = 1, **fields: Any) -> Any:
     from dlm_bridge.parallel.core_attention import LocalAttention
 
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    groups = SimpleNamespace(cp=group)
+    groups = SimpleNamespace(cp=group, tp=group)
     return LocalAttention(_config(backend, **fields), 1, MASK_TYPES[mask], "self", pg_collection=groups)
 
 

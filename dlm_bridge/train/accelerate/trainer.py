@@ -249,7 +249,7 @@ class AccelerateTrainer(Trainer):
         coeff = self.z_loss_coeff if len(divisors_K) > self.objective.terms else 0.0
         positions = transforms.normalised_positions(positions, divisors_K, self.device, coeff)
         batch = batch.to(self.device)
-        mask = batch.model_mask()
+        mask: Any = batch.model_mask()
         if not self.diffuses and mask is not None and mask.dim() == 4:  # of transformers' own classes
             mask = layer_masks(mask, self.computing.config, self.computing.dtype)
         more = {} if batch.self_conditioned is None else {"self_conditioned": batch.self_conditioned}
