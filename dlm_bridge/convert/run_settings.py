@@ -280,6 +280,9 @@ def _from_run_config(path: Path) -> dict[str, Any]:
     return values
 
 
+SILU, QUICK_GELU = "torch.nn.functional.silu", "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+
+
 def write_run_config(
     folder: Path, source: Checkpoint, params: Sequence[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]
 ) -> None:
@@ -288,12 +291,12 @@ def write_run_config(
     args = megatron_args(source, params, layout, dtype, "te")
     renamed = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
     left_out = {
-        "swiglu", "untie_embeddings_and_output_weights", "group_query_attention", "padded_vocab_size",
+        "swiglu", "quick_geglu", "untie_embeddings_and_output_weights", "group_query_attention", "padded_vocab_size",
         "max_position_embeddings", "add_position_embedding", "transformer_impl", "params_dtype", "iteration",
     }  # fmt: skip
     model: dict[str, Any] = {
         "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
-        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "activation_func": {"_target_": QUICK_GELU if args.get("quick_geglu") else SILU, "_call_": False},
         "gated_linear_unit": True,
         "share_embeddings_and_output_weights": source.dims.tied,
         "params_dtype": {"_target_": f"torch.{dtype_name(dtype)}", "_call_": False},
@@ -323,6 +326,8 @@ def megatron_args(
         "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     }
     length = described.get("max_sequence_length", 4096)
+    if described.pop("activation_func", "silu") == "quick_gelu":  # gpt-oss
+        described |= {"gated_linear_unit": False, "quick_geglu": True}
     return {
         "position_embedding_type": "rope",
         **{renamed.get(key, key): value for key, value in described.items()},

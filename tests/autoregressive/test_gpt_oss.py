@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -218,3 +219,17 @@ def test_experts_with_biases_are_not_split() -> None:
     arguments = (mapping, CASE.config, mapping.dims(CASE.config), Layout(tp=2), torch.float32)
     with pytest.raises(DlmBridgeError, match="--etp 2: this model's experts have biases"):
         model_config(*arguments)
+
+
+def test_run_config_names_the_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = CASE.write(tmp_path / "hub")
+    code, _, err = run_cli(capsys, "import", source, tmp_path / "m", "--run-config")
+    assert code == 0, err
+    model = yaml.safe_load(next((tmp_path / "m").rglob("run_config.yaml")).read_text())["model"]
+    assert model["activation_func"]["_target_"] == "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+    assert model["gated_linear_unit"] is True
+    assert (model["softmax_type"], model["glu_linear_offset"], model["window_size"]) == ("learnable", 1.0, [5, 0])
+    code, _, err = run_cli(capsys, "import", source, tmp_path / "legacy", "--format", "torch")
+    assert code == 0, err
+    args = torch.load(next((tmp_path / "legacy").rglob("*.pt")), weights_only=False)["args"]
+    assert (args.swiglu, args.quick_geglu, args.activation_func_clamp_value) == (False, True, 7.0)
