@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NEWEST = "newest"
 PYTHONS = ("3.11", "3.12", "3.13")
-TORCHES = ("2.11", "2.13", NEWEST)
+TORCHES = ("2.11", "2.13", "2.15", NEWEST)
 TRANSFORMERS = ("5.23", NEWEST)
 # What the suite needs beside the package: its own extra `dev` has linters, and libraries of other tests.
 NEEDS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.130", "setuptools>=77")
