@@ -289,6 +289,8 @@ class Adaptation:
             0,
             "--batch-size",
             preset.together,
+            "--dtype",
+            preset.precision,
         ]
         if self.kind != "autoregressive":
             options += ["--block-length", 32, "--steps", preset.new_tokens]

@@ -76,3 +76,11 @@ def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: 
     file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["ILLaDAForCausalLM"]}))
     with pytest.raises(DlmBridgeError, match="ILLaDAForCausalLM and model_type 'llama'"):
         loading.load_hub_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "said"),
+    [(torch.float32, "cuda", True), (torch.float32, "cpu", False), (torch.bfloat16, "cuda", False)],
+)
+def test_full_precision_on_a_gpu_is_said(dtype: torch.dtype, device: str, said: bool) -> None:
+    assert ("--dtype bf16" in (loading_module.precision_note("run-sft", dtype, device) or "")) == said
