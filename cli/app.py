@@ -106,7 +106,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        _fail(f"{error.filename}: {error.strerror}")
+        _fail(str(DlmBridgeError(f"{error.filename}: {error.strerror}")))  # which cuts what is far too long
     if code == 130:  # interrupted before the command began
         _fail("interrupted", code)
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
@@ -201,6 +204,23 @@ def test_its_options_are_no_others(command: Any, capsys: pytest.CaptureFixture[s
     assert command("--json") == 2
     assert command("--gpus", "2") == 2
     assert "--gpus needs --dry-run" in capsys.readouterr().err
+
+
+def test_a_shard_s_name_of_any_length_is_one_short_line(
+    seed_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(seed_folder, tmp_path / "model")
+    save_file({"lm_head.weight": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"lm_head.weight": "x" * 100_000}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    options = ["--model", str(model), "--data", "mock", "--output", str(tmp_path / "run"), "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *options])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "File name too long" in said
+    assert len(said) < 2000
 
 
 def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
