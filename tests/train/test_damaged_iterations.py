@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,10 +110,15 @@ def test_the_tracker_names_what_a_run_goes_on_from(finished: Path, train: Train)
     assert names(finished) == [FIRST, f"{LAST}.damaged"]
 
 
-@pytest.mark.parametrize("text", [None, "", "6", "release", "\0\0\0"])
+@pytest.mark.parametrize("text", [None, "", "6", "release", "\0\0\0", "a pipe"])
 def test_a_tracker_that_is_lost_or_damaged(text: str | None, finished: Path, train: Train) -> None:
     tracker = finished / "checkpoints" / TRACKER
-    tracker.unlink() if text is None else tracker.write_text(text)
+    if text in (None, "a pipe"):
+        tracker.unlink()
+    if text == "a pipe":
+        os.mkfifo(tracker)
+    elif text is not None:
+        tracker.write_text(text)
     said = train(finished, resume=True)
     assert f"{tracker} now names step 4" in said
     assert tracker.read_text() == "4"

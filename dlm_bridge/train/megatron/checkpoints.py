@@ -128,10 +128,10 @@ def resume_point(output: Path, main: bool, console: Console) -> ResumePoint:
 
 def _tracked_step(root: Path) -> int | None:
     """What the tracker names, -1 for anything but an iteration; None where there is no tracker."""
-    try:
-        text = (root / TRACKER).read_bytes().strip()
-    except FileNotFoundError:
-        return None
+    tracker = root / TRACKER
+    if not tracker.is_file():
+        return -1 if tracker.exists() else None  # a pipe or a device, whose end would be waited for
+    text = tracker.read_bytes().strip()
     return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else -1
 
 
