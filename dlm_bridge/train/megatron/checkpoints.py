@@ -136,6 +136,8 @@ def _tracked_step(root: Path) -> int | None:
 
 
 def _write_tracker(root: Path, step: int) -> None:
+    if (root / TRACKER).exists() and not (root / TRACKER).is_file():
+        (root / TRACKER).unlink()
     with atomic_file(root / TRACKER, overwrite=True) as tracker:
         tracker.write(str(step))
     sync(root)
