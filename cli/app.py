@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import warnings
@@ -29,7 +30,7 @@ from dlm_bridge.cli import (
     verify,
 )
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import DlmBridgeError, shortened
 
 
 class _InterruptedError(Exception):
@@ -89,6 +90,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
     warnings.formatwarning = _warning
+    logging.setLogRecordFactory(_ShortRecord)
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
     except DlmBridgeError as error:
@@ -106,15 +108,22 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        _fail(str(DlmBridgeError(f"{error.filename}: {error.strerror}")))  # which cuts what is far too long
+        _fail(shortened(f"{error.filename}: {error.strerror}"))
     if code == 130:  # interrupted before the command began
         _fail("interrupted", code)
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
 def _warning(*args: Any, **kwargs: Any) -> str:
-    """A library's warning, which may quote what a file holds, as Python prints it but `printable`."""
-    return printable(_AS_PYTHON_PRINTS(*args, **kwargs))
+    """A library's warning, which may quote what a file holds, as Python prints it but `shortened`."""
+    return shortened(_AS_PYTHON_PRINTS(*args, **kwargs))
+
+
+class _ShortRecord(logging.LogRecord):
+    """A library's log message, which may quote what a file holds."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        return shortened(super().getMessage())
 
 
 def _usage(error: Any) -> str:

@@ -15,8 +15,13 @@ class DlmBridgeError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        text = printable(message)
-        super().__init__(text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}")
+        super().__init__(shortened(message))
+
+
+def shortened(text: str) -> str:
+    """The text, `printable`, and where it is far too long without its middle."""
+    text = printable(text)
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_an_unreadable_file_is_one_line(
     err = capsys.readouterr().err
     assert str(tmp_path) in err
     assert err.count("\n") == 1
+
+
+def test_a_library_s_log_is_short_and_cannot_drive_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = logging.getLogRecordFactory()
+    try:
+        assert run(monkeypatch, "--version") == 0
+        logging.getLogger("library").warning("must be an integer, got %s\x1b[31m", 100_000 * "x")
+    finally:
+        logging.setLogRecordFactory(made)
+    (said,) = caplog.messages
+    assert said.startswith("must be an integer, got x")
+    assert len(said) < 2000
+    assert "\x1b" not in said
 
 
 def test_a_warning_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
