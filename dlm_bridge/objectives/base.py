@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
-from dlm_bridge.objectives.losses import Certainty, position_losses
+from dlm_bridge.objectives.losses import Certainty, balanced_weights, position_losses
 from dlm_bridge.objectives.noise import Uniforms
 
 Weighting = Literal["level", "fraction", "uniform", "linear", "cart", "bound", "clipped", "dynamic"]
@@ -136,9 +136,13 @@ class Objective(abc.ABC):
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
         """[K] the weighted losses summed over the positions, in fp32. Zero, with a graph, where M is 0."""
-        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty) * noisy.weights
+        losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty)
         if noisy.terms is None:
-            return losses_M.sum()[None]
+            return (losses_M * noisy.weights).sum()[None]
+        weights_M = noisy.weights
+        if noisy.rows is not None:
+            weights_M = balanced_weights(weights_M, losses_M, noisy.terms, noisy.rows, len(noisy.input_ids))
+        losses_M = losses_M * weights_M
         return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])
 
     def _truncate(self, uniforms: Uniforms, length: int, real: torch.Tensor | None) -> torch.Tensor | None:

@@ -160,6 +160,7 @@ class NoisyBatch:
     weights: torch.Tensor  # [M] fp32
     normaliser: torch.Tensor  # [K] float64: what this batch adds to the divisors of the global loss
     terms: torch.Tensor | None = None  # [M] int64, which of the K sums a position belongs to; None where K is 1
+    rows: torch.Tensor | None = None  # [M] int64, each position's row of B, where the sums are balanced; else None
     pairs: torch.Tensor | None = None  # [B, 1, S, S] bool, in place of `mask_descriptor` where no rule gives it
     self_conditioned: torch.Tensor | None = None  # [B] bool: canvases whose first prediction the decoder is given
     noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
@@ -200,6 +201,7 @@ class NoisyBatch:
             weights=self.weights[:0],
             normaliser=self.normaliser,
             terms=None if self.terms is None else self.terms[:0],
+            rows=None if self.rows is None else self.rows[:0],
         )
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisyBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
@@ -20,6 +21,31 @@ class Certainty:
 
     weight: float
     temperature: float = 1.0  # of the softmax whose entropy it is
+
+
+def balanced_weights(
+    weights_M: torch.Tensor,
+    losses_M: torch.Tensor,
+    terms_M: torch.Tensor,
+    rows_M: torch.Tensor,
+    rows: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """[M] the weights of an objective with two sums after its automatic balance: those of the second are scaled so
+    that in each row it is as large as the first, without a gradient of the factor.
+
+    Args:
+        losses_M: of each position before its weight.
+        rows_M: the row of each position, below `rows`.
+        group: processes that hold parts of the same rows.
+    """
+    row_RM = rows_M == torch.arange(rows, device=rows_M.device)[:, None]
+    weighted_RM = torch.where(row_RM, losses_M.detach() * weights_M, 0.0)
+    sums_2R = torch.stack([(weighted_RM * (terms_M == term)).sum(dim=1) for term in (0, 1)])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(sums_2R, group=group)
+    scale_R = sums_2R[0] / sums_2R[1].clamp(min=torch.finfo(sums_2R.dtype).tiny)
+    return torch.where(terms_M == 1, weights_M * scale_R[rows_M], weights_M)
 
 
 def position_losses(

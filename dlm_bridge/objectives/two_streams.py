@@ -248,6 +248,10 @@ class IDLMDiffusion(TwoStreamObjective):
     Every counted position of the noisy stream is masked; a mask attends to those before it in its block and to the
     clean blocks before, the clean stream is causal, and logits[i] predict token i + 1 in both. The loss is the mean
     over the counted tokens of CE by the noisy stream + clean_weight x CE by the clean one.
+
+    With `auto_balance`, which the authors and Automodel recommend for blocks of 3, the factor is the ratio of the two
+    sums of a row, without a gradient, in place of `clean_weight`: theirs is that of a micro-batch, which is one row in
+    both recipes.
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
@@ -266,6 +270,7 @@ class IDLMDiffusion(TwoStreamObjective):
     loss_weighting: Weighting = "uniform"
     loss_normalisation: Normalisation = "predicted"
     clean_weight: float = 0.2
+    auto_balance: bool = False
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         following = next_tokens(clean)
@@ -277,8 +282,9 @@ class IDLMDiffusion(TwoStreamObjective):
             mask=keep,
             counted=keep,
             targets=shift_left(clean.targets).repeat(1, 2)[keep],
-            weights=torch.where(is_clean, self.clean_weight, 1.0),
+            weights=torch.where(is_clean, 1.0 if self.auto_balance else self.clean_weight, 1.0),
             terms=is_clean.long(),
+            rows=keep.nonzero()[:, 0] if self.auto_balance else None,
             normaliser=total(following).repeat(2),
         )
 

@@ -76,6 +76,7 @@ class MicroBatch:
     certainty: Certainty | None = None  # as in `NoisyBatch`
     predictions: tuple[Prediction, ...] = ()  # of depth 1, 2, ...
     z_weights: torch.Tensor | None = None  # [M] fp32, as in `LossPositions`
+    rows: torch.Tensor | None = None  # [M] int64, as in `NoisyBatch`
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, copied without waiting where the memory is pinned."""
@@ -143,6 +144,8 @@ def micro_batch(
     shown = None if cp_size == 1 and torch.equal(positions, plain) else positions[:, mine]
     ids, predictions = noisy.input_ids[:, mine], _predictions(noisy, mine, depths)
     local = MicroBatch(ids, shown, attention, None, *_loss_positions(noisy, mine), predictions=predictions)
+    if noisy.rows is not None:
+        local = dataclasses.replace(local, rows=noisy.rows[_targets_at(noisy, mine)])
     return _padded(local, rows * len(mine))
 
 
@@ -266,7 +269,8 @@ def _from_later(values_BL: torch.Tensor, depth: int, beyond: int) -> torch.Tenso
 
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:
     """The batch with its loss positions, and those of each depth, padded to a bucket."""
-    names = ("loss_positions", "targets", "weights") + (() if batch.terms is None else ("terms",))
+    more = [name for name in ("terms", "rows") if getattr(batch, name) is not None]
+    names = ("loss_positions", "targets", "weights", *more)
     pad = _bucket_padding(batch.loss_positions, most)
     padded: dict[str, Any] = {name: pad(getattr(batch, name)) for name in names}
     if batch.noise is not None:

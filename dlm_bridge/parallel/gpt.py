@@ -10,7 +10,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.batch import MicroBatch, Prediction
-from dlm_bridge.parallel.core import GPTModel
+from dlm_bridge.parallel.core import GPTModel, parallel_state
 from dlm_bridge.parallel.mcore_patches.modules import (
     LossPositionsLayer,
     patch_expert_biases,
@@ -58,6 +58,9 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> 
             batch.certainty,
             batch.z_weights,
             summed,
+            batch.rows,
+            len(batch.input_ids),
+            None if batch.rows is None else parallel_state.get_context_parallel_group(),
         ),
         "predictions": batch.predictions,
     }

@@ -4,14 +4,14 @@ cross-entropy, with or without certainty-forcing, the divergences of noise of ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.objectives.losses import Certainty
+from dlm_bridge.objectives.losses import Certainty, balanced_weights
 from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
 
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
@@ -33,6 +33,16 @@ class LossPositions:
         None  # [M] fp32, of each squared log-sum-exp, zero where `weights` is; None: no z-loss
     )
     summed: bool = True  # False: `sums` are the weighted losses of the positions themselves
+    rows: torch.Tensor | None = None  # [M] int64, the row of each position where the two sums are balanced; else None
+    num_rows: int = 0
+    row_group: dist.ProcessGroup | None = None  # processes that hold parts of the same rows
+
+    def balanced(self, losses_M: torch.Tensor) -> LossPositions:
+        """The same with the weights that these losses give; see `balanced_weights`."""
+        if self.rows is None or self.terms is None:
+            return self
+        weights_M = balanced_weights(self.weights, losses_M, self.terms, self.rows, self.num_rows, self.row_group)
+        return replace(self, weights=weights_M, rows=None)
 
     def sums(self, losses_M: torch.Tensor, log_sums_M: torch.Tensor) -> torch.Tensor:
         """[num_terms] the weighted losses summed by term, and with z-loss one more, its own sum; [M] unless
@@ -90,11 +100,10 @@ def linear_cross_entropy(
             themselves where they are not `summed`.
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
-        loss, found_2M = _LinearCrossEntropy.apply(
-            hidden_MH, weight_VH, loss_positions.weights, loss_positions, shard, accumulates
-        )
-        return loss, loss_positions.sums(*found_2M)
-    sums = loss_positions.sums(*_losses(hidden_MH, weight_VH, loss_positions, slice(None), shard))
+        loss, sums = _LinearCrossEntropy.apply(hidden_MH, weight_VH, loss_positions, shard, accumulates)
+        return loss, sums
+    losses_M, log_sums_M = _losses(hidden_MH, weight_VH, loss_positions, slice(None), shard)
+    sums = loss_positions.balanced(losses_M).sums(losses_M, log_sums_M)
     return sums.sum(), sums
 
 
@@ -110,7 +119,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        weights: torch.Tensor,
         loss_positions: LossPositions,
         shard: VocabShard,
         accumulates: bool,
@@ -122,8 +130,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.folded = rows > most
         if not ctx.folded:
             found = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
-            ctx.save_for_backward(hidden, delta, weights)
+            loss_positions = loss_positions.balanced(found[0])
+            ctx.save_for_backward(hidden, delta, loss_positions.weights)
         else:
+            if loss_positions.rows is not None:  # the products below need the weights that all losses give
+                losses = _losses(hidden, weight, loss_positions, slice(None), shard)[0]
+                loss_positions = loss_positions.balanced(losses)
+            weights = loss_positions.weights
             found = weights.new_empty(2, rows)
             unit = weights.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # 1 / tokens underflows in fp16
             scale = weights / unit
@@ -137,8 +150,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(grad_hidden, grad_weight, unit)
         ctx.weight, ctx.tokens, ctx.accumulates = weight, shard.tokens, accumulates  # its attributes are needed too
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(found)
-        return loss_positions.sums(*found).sum(), found
+        sums = loss_positions.sums(*found)
+        ctx.mark_non_differentiable(sums)
+        return sums.sum(), sums
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override, unused-ignore]
@@ -162,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(target, delta, _scaled(hidden, scale))
 
         grad_weight = _deliver(weight, ctx.tokens, ctx.accumulates, add_to) if ctx.needs_input_grad[1] else None
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _deliver(

@@ -85,6 +85,8 @@ class DiffusionCollator:
         return self._batch(noisy)
 
     def _batch(self, noisy: NoisyBatch) -> dict[str, torch.Tensor]:
+        if noisy.rows is not None:
+            raise DlmBridgeError("DiffusionCollator: auto_balance needs the losses: use dlm-bridge pretrain or sft")
         rows = len(noisy.input_ids)
         mask = noisy.model_mask()
         # A label counts towards the divisor, whether it has a loss or not.

@@ -241,6 +241,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         p_uniform=options.p_uniform,
         max_deletions=options.max_deletions,
         merge_probability=options.merge_probability,
+        auto_balance=options.auto_balance or None,
         trajectory_steps=options.trajectory_steps,
         trajectory_block=options.trajectory_block,
         certainty=Certainty(weight, options.certainty_temperature) if weight else None,

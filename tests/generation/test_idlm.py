@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import causal_mask
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.settings import fitting_samplers
 from dlm_bridge.models.families import family_by_name
+from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import build_objective
 from tests.families.idlm import CASE
 from tests.generation import published_samplers as published
 from tests.generation.standin import MASK, StandIn, family, ragged
@@ -128,6 +132,32 @@ def test_the_loss_is_that_of_both_streams(tmp_path: Any) -> None:
         expected = (costs[wanted].sum() + 0.2 * clean[wanted].sum()) / wanted.sum()
         loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(0)).loss
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_clean_loss_of_a_row_is_balanced_without_a_gradient_of_the_factor(tmp_path: Any) -> None:
+    """Rows of other ratios: each row's gradient is that of noisy + clean x (noisy / clean) with a constant factor."""
+    model = CASE.load(CASE.write(tmp_path, block_size=3, mask_token_id=99), dtype=torch.float64)
+    ids = torch.randint(0, 99, (3, 11), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = IGNORE_INDEX
+    labels[2, :] = IGNORE_INDEX  # nothing to predict
+    uniforms = Uniforms.keyed(0, 1, [0, 1, 2], 11)
+    objective = build_objective("idlm", 99, config=model.config, auto_balance=True)
+    noisy = objective.noise(ids, uniforms, labels)
+    losses = F.cross_entropy(noisy.logits(model), noisy.targets, reduction="none")
+    rows, is_clean = noisy.mask.nonzero()[:, 0], noisy.terms == 1
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in (0, 1):
+        noise, clean = (losses[(rows == row) & (is_clean == which)].sum() for which in (False, True))
+        expected = expected + noise + (noise / clean).detach() * clean
+    weight = model.get_input_embeddings().weight
+    wanted = torch.autograd.grad(expected / noisy.normaliser[0], weight)[0]
+    loss = mean_loss(objective.loss_sum(noisy.logits(model), noisy), noisy)
+    assert loss.item() == pytest.approx((expected / noisy.normaliser[0]).item(), rel=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], wanted, rtol=1e-4, atol=1e-7)
+    fixed = build_objective("idlm", 99, config=model.config)
+    other = mean_loss(fixed.loss_sum(noisy.logits(model), fixed.noise(ids, uniforms, labels)), noisy)
+    assert other.item() != pytest.approx(loss.item(), rel=1e-2)
 
 
 def test_samplers_that_predict_a_position_by_itself_are_not_for_it() -> None:

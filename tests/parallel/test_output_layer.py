@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,29 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     _assert_close(hidden.grad, 3 * grad_hidden, tolerance)
     _assert_close(weight.grad, 3 * grad_weight, tolerance)
     assert not weight.grad[VOCAB:].any()
+
+
+@pytest.mark.parametrize("positions", [20, 150])
+def test_sums_are_balanced_row_by_row_without_a_gradient_of_the_factor(
+    shard: VocabShard, device: torch.device, positions: int
+) -> None:
+    hidden, weight, chosen = _tensors(positions, device, terms=2)
+    rows = torch.arange(positions, device=device) * 3 // positions
+    losses, *_ = _expected(hidden, weight, chosen)
+    weights = chosen.weights.double()
+    for row in range(3):
+        noisy, clean = ((rows == row) & (chosen.terms == term) for term in (0, 1))
+        weights[clean] *= losses[noisy].sum() / losses[clean].sum()
+    wanted, grad_hidden, grad_weight = _expected(hidden, weight, replace(chosen, weights=weights))
+    balanced = replace(chosen, rows=rows, num_rows=3)
+    loss, sums = linear_cross_entropy(hidden, weight, balanced, shard)
+    loss.backward()
+    for found in (loss.detach(), 2 * sums[0], 2 * sums[1]):  # one is as large as the other
+        _assert_close(found, wanted.sum(), 1e-5)
+    _assert_close(hidden.grad, grad_hidden, 1e-5)
+    _assert_close(weight.grad, grad_weight, 1e-5)
+    with torch.no_grad():
+        _assert_close(linear_cross_entropy(hidden, weight, balanced, shard)[0], wanted.sum(), 1e-5)
 
 
 @pytest.mark.parametrize("positions", [20, 150])

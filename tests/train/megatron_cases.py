@@ -49,6 +49,7 @@ SUBJECTS = {
     "block-moe": Subject("block", "llada2_moe", {"block_size": 4}),  # shared experts, a dense layer, an expert bias
     "complementary": Subject("block_complementary", "fast_dllm_v2-tied"),
     "wedlm": Subject("wedlm", "wedlm"),
+    "idlm": Subject("idlm", "sdar", {"use_regular_causal": True, "block_size": 3}, options={"auto_balance": True}),
     "scaled-queries": Subject("nemotron", "nemotron_labs_diffusion-beyond-context", {"dlm_loss_weight": 0.3}),
     "causal": Subject("causal", "qwen2", options={"z_loss_coeff": 0.001}),
     "causal-moe": Subject("causal", "mixtral"),

@@ -147,6 +147,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"split": "90,10"}, "--split"),
         ({"split": "0,1,0"}, "--split"),
         ({"micro_batch_size": 5}, "--global-batch-size"),
+        ({"auto_balance": True, "z_loss_coeff": 0.1}, "--auto-balance"),
     ],
 )
 def test_bad_values_name_the_flag(changes: dict[str, Any], flag: str) -> None:

@@ -32,6 +32,7 @@ COLUMNS = {
     "block": ("block", "block_levels"),
     "complementary": ("block_complementary",),
     "wedlm": ("wedlm",),
+    "idlm": ("idlm",),
     "uniform": ("uniform", "uniform_hybrid"),
     "hybrid": ("nemotron",),
     "causal": ("causal",),

@@ -126,6 +126,8 @@ def loss_positions(noisy: NoisyBatch) -> LossPositions:
         len(noisy.normaliser),
         noisy.noise,
         noisy.certainty,
+        rows=noisy.rows,
+        num_rows=len(noisy.input_ids),
     )
     return _map_tensors(unpadded, lambda tensor: F.pad(tensor, (0, more)))
 

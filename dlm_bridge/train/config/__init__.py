@@ -108,6 +108,8 @@ class TrainConfig:
                 "with losses of MoE routers: megatron-core scales them for one batch size: leave "
                 "--moe-aux-loss-coeff and --moe-z-loss-coeff out",
             )
+        if self.objective.auto_balance and self.objective.z_loss_coeff:
+            raise OptionError("--auto-balance", "with --z-loss-coeff, which it would scale too: leave one of them out")
         if (decays := self.schedule.wsd_decay_steps) is not None and decays > self.schedule.steps:
             raise OptionError("--wsd-decay-steps", f"{decays} is more than --steps {self.schedule.steps}")
         self.data.accumulation(processes=1)

@@ -51,6 +51,10 @@ class ObjectiveOptions:
         None, "Probability that neighbouring masks become one that expands, of objective dreamon; 0.5.", minimum=0,
         maximum=1, tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    auto_balance: bool = option(
+        False, "The clean stream's loss as large as the noisy one's, in place of 0.2 of it, of objective idlm.",
+        tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     trajectory_steps: int | None = option(
         None, "Steps of a trajectory whose tokens have a loss, of objective trajectory; drawn otherwise.", minimum=1,
         tasks=("sft",), fixed=True,
