@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
+from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, opening, read_config, resolve
@@ -258,8 +259,11 @@ def _load_adapter(
         raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
-    with opening(folder, f"{folder}: is no adapter of {base}"):
+    token = mask_only_token(folder)
+    with opening(folder, f"{folder}: is no adapter of {base}"), key_is_known():
         model = PeftModel.from_pretrained(opened.model, str(folder))
+        if token is not None:
+            restrict_to_masks(model, token)
     return replace(opened, model=model.eval())
 
 

@@ -13,12 +13,14 @@ import torch
 import xxhash
 from torch import nn
 
+from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, opening, read_config
 from dlm_bridge.objectives.noise import torch_seed
+from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
 from dlm_bridge.train.config.options import comma_separated
@@ -50,6 +52,8 @@ def with_lora(config: Config, model: Any) -> Config:
         raise DlmBridgeError(f"--lora-targets {EXPERTS}: FSDP2 would shard their stacks: use data parallelism")
     if EXPERTS in targets and config.model.lora_dora:
         raise DlmBridgeError(f"--lora-dora: there is no DoRA of stacked {EXPERTS}: leave one of them out")
+    if config.model.lora_mask_only and config.objective.name != "idlm":
+        raise DlmBridgeError(f"--lora-mask-only: is I-DLM's, of objective idlm, not of {config.objective.name}")
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
@@ -61,6 +65,7 @@ class Adapter:
     peft: Any
     base: str  # as --model names it
     fingerprint: str | None  # of the base's weights; None where this process has none
+    mask_only: int | None = None  # the mask token, of an adapter that acts there alone
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by PEFT's names."""
@@ -77,10 +82,11 @@ class Adapter:
         modules = [name.split(".lora_")[0].removesuffix(".base_layer") for name in weights]
         kinds = sorted({module.rpartition(".")[2] for module in modules})
         numbers = sum(weight.numel() for weight in weights.values())
+        where = "" if self.mask_only is None else ", at mask tokens alone"
         return (
             f"{'DoRA' if settings.use_dora else 'LoRA'} of rank {settings.r}, alpha {settings.lora_alpha:g}, in "
             f"{sum('.lora_A.' in name for name in weights)} linear layers "
-            f"({', '.join(kinds)}): {numbers:,} parameters are trained"
+            f"({', '.join(kinds)}){where}: {numbers:,} parameters are trained"
         )
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -88,6 +94,8 @@ class Adapter:
         replaces `parameters()` where these are sharded."""
         tensors = self._with_copies() if state_dict is None else state_dict
         self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
+        if self.mask_only is not None:
+            record_mask_only(folder, self.mask_only)
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
 
 
@@ -111,11 +119,14 @@ def add_adapter(
     else:
         found = None if on_meta else fingerprint(model)
     settings = _new(config, model)
+    mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     where = f"--adapter {folder}" if folder is not None else "--lora-rank"
     with opening(folder or config.model.path, f"{where}: is no adapter of --model {config.model.path}"):
         if folder is not None:
-            settings = LoraConfig.from_pretrained(str(folder))
+            with key_is_known():
+                settings = LoraConfig.from_pretrained(str(folder))
+            mask_only = mask_only_token(folder)
             settings.inference_mode = False
             settings.base_model_name_or_path = _base_name(config.model.path)
             check_base(folder, found, config.model.path)
@@ -133,7 +144,9 @@ def add_adapter(
                 raise ValueError(f"{left[0]} is not in both")
     if has_canvas(model):
         _share_between_towers(model)
-    return Adapter(peft, _base_name(config.model.path), found)
+    if mask_only is not None:
+        restrict_to_masks(peft, mask_only)
+    return Adapter(peft, _base_name(config.model.path), found, mask_only)
 
 
 def magnitude_of(name: str, parameter: torch.Tensor) -> str | None:

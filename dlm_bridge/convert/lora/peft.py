@@ -25,6 +25,7 @@ from dlm_bridge.convert.lora.experts import (
     stacked_factors,
     target_parameters,
 )
+from dlm_bridge.convert.lora.mask_only import mask_only_token
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
@@ -185,6 +186,11 @@ class PeftAdapter(LoraAdapter):
         where = str(folder)
         config = read_config(folder / ADAPTER_CONFIG)
         check_plain(config, folder / ADAPTER_CONFIG)
+        if mask_only_token(folder) is not None:
+            raise DlmBridgeError(
+                f"{where}: acts at mask tokens alone, which neither weights nor Megatron's adapters can: use its PEFT "
+                "folder as it is"
+            )
         _check_base(config, base, where)
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")

@@ -140,6 +140,8 @@ class TrainConfig:
             raise OptionError("--ema-decay", "with an adapter: only whole models are averaged: leave it out")
         if model.lora_targets is not None and not model.lora_targets.strip(", "):
             raise OptionError("--lora-targets", "names nothing: leave it out for the family's own")
+        if model.lora_mask_only and model.lora_dora:
+            raise OptionError("--lora-mask-only", "with --lora-dora, whose magnitudes act at every token")
         if model.lora_quantize is None:
             return
         if not model.adapts:

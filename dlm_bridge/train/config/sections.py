@@ -59,6 +59,10 @@ class ModelOptions:
         needs=("--lora-rank", None),
         fixed=True,
     )
+    lora_mask_only: bool = accelerate_option(
+        False, "The adapter acts at mask tokens alone, of objective idlm: all others are the base's.",
+        needs=("--lora-rank", None), fixed=True,
+    )  # fmt: skip
     lora_quantize: str | None = accelerate_option(
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
         fixed=True,
