@@ -23,7 +23,7 @@ from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models.derived import BODIES, forms_of
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import Normal, initialise
+from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
@@ -181,7 +181,7 @@ class _Converted(MadeOfHub):
             return tensor
         self._note(name, tensor)
         old, (rows, hidden) = tensor.shape[0], self._stored[name][1]
-        noise = Normal(float(self.config.get("initializer_range") or 0.02))
+        noise = Normal(initializer_range(self.config))
         entry = self.passthrough.get(name)  # a redundant tied head must stay the embedding's copy
         key = entry.copy_of if entry is not None else name
 

@@ -27,7 +27,7 @@ from dlm_bridge.hub import CONFIG_FILE
 from dlm_bridge.mapping.dtypes import parse_size
 from dlm_bridge.models.derived import forms_of
 from dlm_bridge.models.families import family_by_name
-from dlm_bridge.models.initialisation import Normal, initialise
+from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 
 _MLP = re.compile(r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight")
 SHARD_SIZE = "5GB"
@@ -231,7 +231,7 @@ class _Upcycled(MadeOfHub):
 
     def _router(self, name: str) -> torch.Tensor:
         dtype, (rows, hidden) = self._stored[name]
-        noise = Normal(float(self.config.get("initializer_range") or 0.02))
+        noise = Normal(initializer_range(self.config))
         copies = initialise(name, (rows // self._granularity, hidden), noise, self._seed)
         return copies.repeat_interleave(self._granularity, dim=0).to(dtype)
 

@@ -17,7 +17,7 @@ from dlm_bridge.mapping.fused import FusedGatedMLP, SharedKV, stacked
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.decoder_mapping import LAYER, decoder_dims, require_values
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
+from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
 from dlm_bridge.models.moe import routed_experts
 
 DECODER, ENCODER = "model.decoder.", "model.encoder."
@@ -166,8 +166,8 @@ def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
 def initialisation(config: dict[str, Any]) -> InitialisationRule:
     """The class's: N(0, `initializer_range`), which the vision tower has of its own; norms, scales and position
     embeddings one."""
-    vision = float(_section(config, "vision_config").get("initializer_range", 0.02))
-    text = float(config.get("initializer_range", 0.02))
+    vision = initializer_range(_section(config, "vision_config"))
+    text = initializer_range(config)
     ones = ("layer_scalar", "scale", "std_scale", "position_embedding_table")
 
     def distribution(name: str) -> Distribution:

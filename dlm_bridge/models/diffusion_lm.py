@@ -307,6 +307,7 @@ def copy_remote_code(config: Any, folder: Path) -> None:
         {
             reference.split("--")[-1].split(".")[0] + ".py"
             for reference in (getattr(config, "auto_map", None) or {}).values()
+            if isinstance(reference, str)
         }
     )
     for file in files:  # which grows

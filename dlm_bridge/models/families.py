@@ -147,7 +147,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
     # A stock class name may hide remote code with another attention pattern: the names in auto_map count, too.
-    remote = _remote_classes(config)
+    remote = _remote_classes(config, where)
     for architecture in [*architectures, *remote]:
         if architecture in UNSUPPORTED:
             raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
@@ -172,6 +172,8 @@ def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:
     return next((spec for spec in others if spec.told_from and config.get(spec.told_from[1])), found)
 
 
-def _remote_classes(config: MappingABC[str, Any]) -> list[str]:
-    references = (config.get("auto_map") or {}).values()
-    return [reference.rpartition(".")[2] for reference in references if isinstance(reference, str)]
+def _remote_classes(config: MappingABC[str, Any], where: str) -> list[str]:
+    references = config.get("auto_map") or {}
+    if not isinstance(references, dict):
+        raise DlmBridgeError(f"{where}: 'auto_map' must be an object of class names, not {references!r}")
+    return [reference.rpartition(".")[2] for reference in references.values() if isinstance(reference, str)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
+from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
 
 REQUIRED = {"layer_norm_eps": None, "resid_pdrop": 0.0}
 MAPPING = dense_mapping({}, required={**SUPPORTED_VALUES, **REQUIRED})
@@ -20,7 +20,7 @@ def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
     """N(0, `initializer_range`), smaller by sqrt(2 layers) where a matrix writes to the residual stream; the embedding
     has the deviation 1 / sqrt(2 hidden)."""
     sizes = MAPPING.dims(config)
-    std = float(config.get("initializer_range", 0.02))
+    std = initializer_range(config)
 
     def distribution(name: str) -> Distribution:
         if name.endswith("norm.weight"):

@@ -7,9 +7,12 @@ or which slices of them, they need. Every run with one seed starts from the same
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from dlm_bridge.errors import DlmBridgeError
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +57,20 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
     return torch.from_numpy(values)
 
 
+def initializer_range(config: Mapping[str, Any], key: str = "initializer_range") -> float:
+    """The standard deviation of new weights, 0.02 where the config has none. Raises DlmBridgeError for one that is not
+    a finite number of at least 0."""
+    value = config.get(key)
+    if value is None:
+        return 0.02
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise DlmBridgeError(f"config.json: {key} must be a number of at least 0, not {value!r}")
+    return float(value)
+
+
 def normal_rule(config: dict[str, Any]) -> InitialisationRule:
     """The rule of transformers and of most families: N(0, `initializer_range`), norms one, biases zero."""
-    std = float(config.get("initializer_range", 0.02))
+    std = initializer_range(config)
 
     def distribution(name: str) -> Distribution:
         if name.endswith("bias"):

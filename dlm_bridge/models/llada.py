@@ -12,7 +12,7 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Vocabulary
 from dlm_bridge.models.family_spec import FamilySpec
-from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal
+from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
 
 ROOT = "model.transformer."
 BLOCK = ROOT + "blocks.{layer}."
@@ -132,7 +132,7 @@ def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
     def normal(name: str) -> Normal:
         """`init_std`; the public code marks only the MLP's output as residual, and divides it by sqrt(2 layers)."""
         residual = RESIDUAL.search(name)
-        std, cutoff = float(config.get("init_std", 0.02)), config.get("init_cutoff_factor")
+        std, cutoff = initializer_range(config, "init_std"), config.get("init_cutoff_factor")
         if residual is not None and residual[2] == "ff_out":
             std /= math.sqrt(2 * sizes.layers)
         return Normal(std, cutoff=None if cutoff is None else float(cutoff))

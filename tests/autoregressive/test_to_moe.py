@@ -118,3 +118,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0, err
     assert json.loads(out)["action"] == "upcycle"
     assert json.loads((tmp_path / "moe/config.json").read_text())["num_local_experts"] == 2
+
+
+@pytest.mark.parametrize("value", ["a", float("nan"), -1, [0.02]])
+def test_noise_without_a_deviation(tmp_path: Path, value: object) -> None:
+    dense = write(BY_LABEL["qwen3"], tmp_path / "dense")
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"initializer_range": value}))
+    with pytest.raises(DlmBridgeError, match="initializer_range"):
+        upcycle(dense, tmp_path / "moe", experts=2)
+    with pytest.raises(DlmBridgeError, match="initializer_range"):
+        convert_to_dlm(dense, tmp_path / "dlm")

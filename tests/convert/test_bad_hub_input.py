@@ -182,6 +182,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (bad_config, r"config\.json: is not valid JSON"),
     (lambda f: edit_config(f, architectures=["GPT9LM"]), r"config\.json: unknown architecture GPT9LM"),
     (lambda f: edit_config(f, architectures=None), r"config\.json: no 'architectures'"),
+    (lambda f: edit_config(f, auto_map="modeling.py"), r"config\.json: 'auto_map'"),
     (lambda f: edit_config(f, architectures=["LLaDAMoEModelLM"], d_model=None), r"config\.json"),
     (
         lambda f: edit_config(f, n_layers=5),

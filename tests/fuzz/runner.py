@@ -20,7 +20,7 @@ from tests.fuzz.damage import damage
 from tests.fuzz.inputs import KINDS, write_data
 
 CPU_S = 45  # of a case, whose time depends on what else the machine does
-IDLE_S = 90  # without using any of it
+IDLE_S, BUSY_TICKS = 90, 100  # without using so much of it, since the threads of a waiting process use a little
 LONGEST_S = 1200
 ROOM = 6 << 30  # bytes that a case may ask the system for
 LINES, LENGTH = 6, 2000  # of a refusal
@@ -104,7 +104,7 @@ class Fuzzer:
                 ended, status = os.waitpid(child, os.WNOHANG)
                 if ended:
                     code = os.waitstatus_to_exitcode(status)
-                elif (now := _cpu_ticks(child)) != used:
+                elif (now := _cpu_ticks(child)) - used >= BUSY_TICKS:
                     used, since = now, time.monotonic()
                 else:
                     time.sleep(0.01)

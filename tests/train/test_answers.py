@@ -121,6 +121,14 @@ def test_every_source_gives_the_same_rows(chat: Any, file: Path, tmp_path: Path)
         assert torch.equal(rows.labels, expected.labels)
 
 
+def test_a_file_that_cannot_be_read_is_an_error_of_the_file(chat: Any) -> None:
+    memory = Path("/proc/self/mem")  # opens, and has nothing at its start to read
+    if not memory.exists():
+        pytest.skip("no such file on this system")
+    with pytest.raises(DlmBridgeError, match="/proc/self/mem"):
+        load_conversation_blocks([memory], chat, ConversationSettings(30, chat.mask_token_id))
+
+
 def test_a_long_row_is_named_or_cut(chat: Any, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lengths = [len(ids) for ids, _ in _examples(chat)]
     first = next(number for number, length in enumerate(lengths, 1) if length > 30)

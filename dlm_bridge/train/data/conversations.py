@@ -26,6 +26,7 @@ from dlm_bridge.train.data.documents import (
     cached,
     check_eos,
     fingerprint,
+    open_data,
     open_parquet,
     parse_object,
     read_parquet,
@@ -315,7 +316,7 @@ def read_data_rows(source: Source) -> Iterator[DataRow]:
     elif source.suffix == ".parquet":
         yield from _parquet_rows(source)
     else:
-        with source.open("rb") as file:
+        with open_data(source, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield DataRow(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")

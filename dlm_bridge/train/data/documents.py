@@ -7,9 +7,10 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
 import numpy as np
@@ -129,6 +130,16 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
+@contextmanager
+def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
+    """As `path.open`. Raises DlmBridgeError where the file cannot be read, also in its middle."""
+    try:
+        with path.open(mode, **settings) as file:
+            yield file
+    except OSError as error:
+        raise DlmBridgeError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     """An open parquet file. Raises DlmBridgeError where it is none."""
     check_readable(path)
@@ -183,7 +194,7 @@ def _chunked(documents: Iterable[tuple[DocumentPart, float]], size: int) -> Iter
 def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
     """A text file is one document."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_data(path, "r", encoding="utf-8-sig", newline="") as file:
             text, first = "".join(file.readlines(PART_CHARACTERS)), True
             while text:
                 following = "".join(file.readlines(PART_CHARACTERS))
@@ -197,7 +208,7 @@ def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
 
 def _jsonl_chunks(path: Path, size: int) -> Iterator[JsonlChunk]:
     number = 1
-    with path.open("rb") as file:
+    with open_data(path, "rb") as file:
         while lines := file.readlines(size):
             yield JsonlChunk(path, number, lines, sum(map(len, lines)))
             number += len(lines)
