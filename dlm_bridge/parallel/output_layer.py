@@ -16,6 +16,7 @@ from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
 
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
 TILE = 128  # rows; matrix products take as long for a part of one
+ALIGNED = 8  # tokens; matrix products over another number take several times as long
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ class VocabShard:
     """A tensor parallel rank's shard of the true vocabulary."""
 
     first: int  # token
-    tokens: int  # rows of the weight that are tokens; the rest is padding
+    tokens: int  # rows of the weight that are tokens; the rest is padding, of finite numbers
     group: dist.ProcessGroup | None = None  # None: of one rank
+
+    def aligned(self, weight_VH: torch.Tensor) -> torch.Tensor:
+        """The rows that are tokens, with so many rows of padding, where there are, that matrix products are fast."""
+        return weight_VH[: -(-self.tokens // ALIGNED) * ALIGNED]
 
 
 def linear_cross_entropy(
@@ -88,7 +93,7 @@ def linear_cross_entropy(
         hidden_MH: hidden states of the loss positions, the same on every rank of `shard.group`; the gradient is
             that of this rank's tokens, to be summed over the group.
         weight_VH: this rank's rows of the output layer; those beyond `shard.tokens` are padding: they enter no softmax
-            and get no gradient.
+            and get no gradient. Where the tokens are no multiple of 8, a few rows of padding make the products fast.
         accumulates: add the weight's gradient to `weight.main_grad`, where there is one, as megatron-core's
             gradient_accumulation_fusion does.
 
@@ -125,8 +130,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, size = hidden.shape
         most = max(1, 4 * size // hidden.element_size())
-        tokens = weight[: shard.tokens]
-        delta = _aligned_rows(min(rows, most), shard.tokens, hidden)
+        aligned = shard.aligned(weight)
+        delta = _aligned_rows(min(rows, most), aligned.shape[0], hidden)
+        delta[:, shard.tokens :] = 0  # of padding
         ctx.folded = rows > most
         if not ctx.folded:
             found = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
@@ -141,14 +147,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             unit = weights.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)  # 1 / tokens underflows in fp16
             scale = weights / unit
             grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
-            grad_weight = torch.zeros_like(tokens, dtype=torch.float32)
+            grad_weight = torch.zeros_like(weight[: shard.tokens], dtype=torch.float32)
             for part in _parts(rows, most):
                 mine = delta[: part.stop - part.start]
                 found[:, part] = _losses(hidden[part], weight, loss_positions, part, shard, mine)
-                grad_hidden[part] = _scaled(_product(mine, tokens), scale[part])
-                _add_product(grad_weight, mine, _scaled(hidden[part], scale[part]))
+                grad_hidden[part] = _scaled(_product(mine, aligned), scale[part])
+                _add_product(grad_weight, mine[:, : shard.tokens], _scaled(hidden[part], scale[part]))
             ctx.save_for_backward(grad_hidden, grad_weight, unit)
-        ctx.weight, ctx.tokens, ctx.accumulates = weight, shard.tokens, accumulates  # its attributes are needed too
+        ctx.weight, ctx.shard, ctx.accumulates = weight, shard, accumulates  # its attributes are needed too
         ctx.dtype = hidden.dtype
         sums = loss_positions.sums(*found)
         ctx.mark_non_differentiable(sums)
@@ -170,12 +176,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, delta, weights = ctx.saved_tensors
             scale = upstream * weights
             if ctx.needs_input_grad[0]:
-                grad_hidden = _scaled(_product(delta, weight[: ctx.tokens]), scale).to(ctx.dtype)
+                grad_hidden = _scaled(_product(delta, ctx.shard.aligned(weight)), scale).to(ctx.dtype)
 
             def add_to(target: torch.Tensor) -> None:
-                _add_product(target, delta, _scaled(hidden, scale))
+                _add_product(target, delta[:, : ctx.shard.tokens], _scaled(hidden, scale))
 
-        grad_weight = _deliver(weight, ctx.tokens, ctx.accumulates, add_to) if ctx.needs_input_grad[1] else None
+        grad_weight = _deliver(weight, ctx.shard.tokens, ctx.accumulates, add_to) if ctx.needs_input_grad[1] else None
         return grad_hidden, grad_weight, None, None, None
 
 
@@ -205,19 +211,19 @@ def _losses(
     shard: VocabShard,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[2, M] fp32, losses and log-sum-exps of the `selected` loss positions, whose hidden states are given; `delta`
-    [M, tokens] becomes the gradient of the logits, of a position's loss with its z-loss."""
+    """[2, M] fp32, losses and log-sum-exps of the `selected` loss positions, whose hidden states are given; in
+    `delta`, its columns that are tokens, the gradient of the logits, of a position's loss with its z-loss."""
     rows = hidden.shape[0]
     found = torch.empty(2, rows, dtype=torch.float32, device=hidden.device)
     targets = loss_positions.targets[selected]
     noise = None if loss_positions.noise is None else loss_positions.noise.each(lambda tensor: tensor[selected])
     z_factors = None if loss_positions.z_factors is None else loss_positions.z_factors[selected]
-    columns = weight[: shard.tokens].t()
+    columns = shard.aligned(weight).t()
     if hidden.device.type != "cuda":
         columns = columns.float()  # once for all chunks
-    for part in _parts(rows, max(1, CHUNK_BYTES // (4 * shard.tokens))):
-        logits = _product(hidden[part], columns)
-        gradient = None if delta is None else delta[part]
+    for part in _parts(rows, max(1, CHUNK_BYTES // (4 * columns.shape[1]))):
+        logits = _product(hidden[part], columns)[:, : shard.tokens]
+        gradient = None if delta is None else delta[part, : shard.tokens]
         if noise is None and loss_positions.certainty is not None:
             here = _certain_cross_entropy(logits, targets[part], loss_positions.certainty, shard, gradient)
         elif noise is None:
@@ -427,8 +433,8 @@ def _scaled(values_MN: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned_rows(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] whose rows are aligned to 16 bytes, for fast matrix products."""
-    return like.new_empty(rows, -(-columns // 8) * 8)[:, :columns]
+    """[rows, columns] whose rows are aligned, for fast matrix products."""
+    return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED)[:, :columns]
 
 
 def _parts(rows: int, most: int) -> list[slice]:

@@ -17,7 +17,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.losses import log_sum_exps, position_losses
 from dlm_bridge.parallel.batch import loss_bucket
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
+from dlm_bridge.parallel.output_layer import ALIGNED, LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.loading import decoder_layers
 
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
@@ -211,5 +211,8 @@ class LossHead:
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden_MH, weight_VH = hidden_MH.to(dtype), weight_VH.to(dtype)
-        loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, positions, VocabShard(0, weight_VH.shape[0]))
+        shard = VocabShard(0, weight_VH.shape[0])
+        if weight_VH.is_cuda and (padding := -shard.tokens % ALIGNED):
+            weight_VH = F.pad(weight_VH, (0, 0, 0, padding))
+        loss, self._sums = linear_cross_entropy(hidden_MH, weight_VH, positions, shard)
         return loss
