@@ -32,7 +32,8 @@ def balanced_weights(
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """[M] the weights of an objective with two sums after its automatic balance: those of the second are scaled so
-    that in each row it is as large as the first, without a gradient of the factor.
+    that in each row it is as large as the first, without a gradient of the factor. A second sum of zero stays as it
+    is.
 
     Args:
         losses_M: of each position before its weight.
@@ -44,7 +45,7 @@ def balanced_weights(
     sums_2R = torch.stack([(weighted_RM * (terms_M == term)).sum(dim=1) for term in (0, 1)])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums_2R, group=group)
-    scale_R = sums_2R[0] / sums_2R[1].clamp(min=torch.finfo(sums_2R.dtype).tiny)
+    scale_R = torch.where(sums_2R[1] > 0, sums_2R[0] / sums_2R[1], 1.0)
     return torch.where(terms_M == 1, weights_M * scale_R[rows_M], weights_M)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
+from dlm_bridge.objectives.losses import balanced_weights
 from dlm_bridge.parallel import output_layer
 from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
@@ -108,6 +109,12 @@ def test_sums_are_balanced_row_by_row_without_a_gradient_of_the_factor(
     _assert_close(weight.grad, grad_weight, 1e-5)
     with torch.no_grad():
         _assert_close(linear_cross_entropy(hidden, weight, balanced, shard)[0], wanted.sum(), 1e-5)
+
+
+def test_a_second_sum_of_zero_is_not_balanced() -> None:
+    losses, terms, rows = torch.tensor([5.0, 3.0, 0.0, 2.0, 4.0]), torch.tensor([0, 0, 1, 0, 1]), [0, 0, 0, 1, 1]
+    weights = balanced_weights(torch.ones(5), losses, terms, torch.tensor(rows), rows=3)
+    assert weights.tolist() == [1, 1, 1, 1, 0.5]
 
 
 @pytest.mark.parametrize("positions", [20, 150])
