@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from dlm_bridge.train.rl.rows import Problem
 from dlm_bridge.train.rl.update_engine import target_logps
 from dlm_bridge.train.rl.updates import policy_loss, token_weights
 from tests.families.dream import CASE as DREAM
+from tests.families.dreamon import CASE as DREAMON
 from tests.families.fast_dllm_v2 import CASES as FAST
 from tests.families.llada2_moe import CASE as LLADA2
 from tests.families.sdar import CASES as SDAR
@@ -260,8 +262,9 @@ def test_what_is_refused_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="diffu-grpo has no steps") as raised:
         run(tmp_path / "run", rl_normalisation="steps")
     assert raised.value.flag == "--rl-normalisation"
-    model = FAST[0].load(FAST[0].write(tmp_path / "fast", **SPECIAL), dtype=torch.float32)
     mask = torch.ones(1, 4, dtype=torch.bool)
     sequences = Sequences(torch.full((1, 4), 3), ~mask, mask, mask, torch.ones(1, 4, dtype=torch.int64))
-    with pytest.raises(DlmBridgeError, match=r"--method tracerl .* is not for Fast-dLLM"):
-        trajectory(model, sequences, 1)
+    for case in (FAST[0], DREAMON):  # the second one's tokens move while it samples
+        model = case.load(case.write(tmp_path / case.name, **SPECIAL), dtype=torch.float32)
+        with pytest.raises(DlmBridgeError, match=f"--method tracerl .* is not for {re.escape(case.spec.title)}"):
+            trajectory(model, sequences, 1)

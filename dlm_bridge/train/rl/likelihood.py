@@ -115,13 +115,14 @@ def trajectory(model: Any, sequences: Sequences, trace_steps: int) -> list[Likel
         DlmBridgeError: a family whose state at a step is neither.
     """
     family: FamilySpec = model.family
+    own = family_objective(model)
     two_streams = family.attention_pattern == "block_causal"
     if two_streams:
-        objective = dataclasses.replace(family_objective(model), length_variation=0.0)
+        objective = dataclasses.replace(own, length_variation=0.0)
         known = type(objective) is BlockDiffusion and not family.shift
     else:
         objective = _single_stream(model)
-        known = family.attention_pattern == "bidirectional" and family.objective not in ("nemotron", "wedlm")
+        known = family.attention_pattern == "bidirectional" and own.streams == 1 and not own.resizes
     if not known:
         raise DlmBridgeError(
             f"--method tracerl and block-grpo replay a sampler's steps, which is not for {family.title}: "
