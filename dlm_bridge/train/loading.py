@@ -77,12 +77,12 @@ def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> 
 def _lazy_model(config: TrainConfig) -> StartingModel:
     """A model without weights and where they lie. Raises DlmBridgeError, and NotInRangesError where only transformers'
     own loading can tell what to do with the checkpoint."""
-    place, folder = config.model.path, None
+    place, folder, megatron = config.model.path, None, _megatron_checkpoint(config)
     checkpoint: Checkpoint
     if config.model.from_scratch:
         checkpoint = Bridge.from_scratch(place, config.data.seed, config.model.family).checkpoint
-    elif (Path(place) / TRACKER).is_file():
-        checkpoint = Bridge.from_megatron(place, family=config.model.family).checkpoint
+    elif megatron is not None:
+        checkpoint = megatron.checkpoint
     else:
         check_weights(place)
         try:
@@ -92,7 +92,7 @@ def _lazy_model(config: TrainConfig) -> StartingModel:
             raise NotInRangesError(str(error)) from error
     if folder is None:
         checkpoint.check()
-    model_class, hub_config = _class_and_config(config)
+    model_class, hub_config = _class_and_config(config, megatron)
     if getattr(hub_config, "quantization_config", None) is not None:
         raise NotInRangesError("its weights are quantized")
     with reading(f"--model {place}: its config makes no model"):
@@ -122,12 +122,11 @@ def _check_unused(config: TrainConfig, model: Any, unused: list[str]) -> None:
 
 
 def _load(config: TrainConfig) -> Any:
-    folder = Path(config.model.path)
     if config.model.from_scratch:
-        return _from_scratch(folder, config.data.seed, config.model.family)
-    if (folder / TRACKER).is_file():
-        check_quantization(config)
-        return Bridge.from_megatron(config.model.path, family=config.model.family).build_hf_model(base_dtype(config))
+        return _from_scratch(Path(config.model.path), config.data.seed, config.model.family)
+    check_quantization(config)
+    if (megatron := _megatron_checkpoint(config)) is not None:
+        return megatron.build_hf_model(base_dtype(config))
     check_weights(config.model.path)
     return load_hub_model(config.model.path, config.model.family, base_dtype(config), _quantization(config))
 
@@ -174,22 +173,28 @@ def check_weights(model: str) -> None:
 
 def empty_model(config: TrainConfig) -> Any:
     """The PreTrainedModel that `--model` names on the meta device, from config.json alone. Raises DlmBridgeError."""
-    model_class, hub_config = _class_and_config(config)
+    model_class, hub_config = _class_and_config(config, _megatron_checkpoint(config))
     with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
         return model_class(hub_config)
 
 
-def _class_and_config(config: TrainConfig) -> tuple[Callable[[Any], Any], Any]:
+def _megatron_checkpoint(config: TrainConfig) -> Bridge | None:
+    """The Megatron checkpoint that `--model` names; None where it names a model of the Hub. Raises DlmBridgeError."""
+    if config.model.from_scratch or not (Path(config.model.path) / TRACKER).is_file():
+        return None
+    return Bridge.from_megatron(config.model.path, family=config.model.family)
+
+
+def _class_and_config(config: TrainConfig, megatron: Bridge | None) -> tuple[Callable[[Any], Any], Any]:
     """What makes the model that `--model` names of its configuration, and that. Raises DlmBridgeError."""
     from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
 
     path, family = config.model.path, config.model.family
-    if (Path(path) / TRACKER).is_file():
-        bridge = Bridge.from_megatron(path, family=family)
+    if megatron is not None:
         with reading(f"--model {path}: its config makes no model"):
-            return _megatron_class_and_config(config, bridge)
+            return _megatron_class_and_config(config, megatron)
     if config.model.from_scratch:
         file = Path(path) / "config.json"
         spec: FamilySpec | None = find_family(read_config(file), family, where=str(file))
@@ -281,7 +286,6 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
 
 def _quantization(config: TrainConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained` that quantize, on this process's device, what is loaded."""
-    check_quantization(config)
     if config.model.lora_quantize is None:
         return {}
     from transformers import BitsAndBytesConfig
