@@ -34,18 +34,9 @@ try:
             is_main_replica,
         )
         from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-        from megatron.core.dist_checkpointing.serialization import (
-            get_default_load_sharded_strategy,
-            get_default_save_sharded_strategy,
-        )
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-            FullyParallelLoadStrategyWrapper,
-            FullyParallelSaveStrategyWrapper,
-        )
         from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
-        from megatron.core.dist_checkpointing.validation import StrictHandling
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -88,7 +79,7 @@ try:
         from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
         from megatron.core.transformer.module import MegatronModule, param_is_not_shared
-        from megatron.core.transformer.moe.moe_utils import permute, track_moe_metrics
+        from megatron.core.transformer.moe.moe_utils import permute
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules

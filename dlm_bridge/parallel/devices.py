@@ -1,6 +1,6 @@
 """Platforms that megatron-core runs on: the interface, CUDA and devices with a module like `torch.cuda`, and the CPU.
 
-A platform is the one place that knows a device, its memory, random numbers and streams. Another vendor's chip is a
+A platform is the one place that knows a device, its memory and its random numbers. Another vendor's chip is a
 class that an installed package offers under the entry point group `dlm_bridge.platforms`; where PyTorch has a module
 for it that is made like `torch.cuda`, the class is `Accelerator` with a name and a backend of its own.
 """
@@ -28,7 +28,6 @@ class Platform(ABC):
 
     name: ClassVar[str]  # the value of DLM_BRIDGE_PLATFORM
     backend: ClassVar[str]  # of torch.distributed
-    pinned_memory: ClassVar[bool]  # whether copies from pinned memory are asynchronous
 
     @classmethod
     @abstractmethod
@@ -60,28 +59,8 @@ class Platform(ABC):
         """Seed the device's default generator."""
 
     @abstractmethod
-    def rng_state(self) -> torch.Tensor:
-        """A copy of the state of the device's default generator, a uint8 tensor on the CPU."""
-
-    @abstractmethod
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore a state of `rng_state`."""
-
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait for all work that was launched on the device."""
-
-    @abstractmethod
-    def new_stream(self) -> Any:
-        """A new stream, with `wait_stream`."""
-
-    @abstractmethod
-    def current_stream(self) -> Any:
-        """The current stream."""
-
-    @abstractmethod
-    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which `stream` is the current stream."""
 
     @abstractmethod
     def total_memory(self) -> int:
@@ -93,11 +72,7 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_memory(self) -> int:
-        """The most memory that this process had allocated since `reset_peak_memory`."""
-
-    @abstractmethod
-    def reset_peak_memory(self) -> None:
-        """Reset the peak."""
+        """The most memory that this process had allocated at once."""
 
     def uses_transformer_engine(self) -> bool:
         """Whether layers are built of Transformer Engine's modules."""
@@ -110,8 +85,6 @@ class Platform(ABC):
 
 class Accelerator(Platform):
     """A device that PyTorch knows as `torch.<name>`, with the functions that `torch.cuda` has."""
-
-    pinned_memory = True
 
     @classmethod
     def _module(cls) -> Any:
@@ -147,23 +120,8 @@ class Accelerator(Platform):
     def manual_seed(self, seed: int) -> None:
         self._module().manual_seed(seed)
 
-    def rng_state(self) -> torch.Tensor:
-        return self._module().get_rng_state(self.device())
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self._module().set_rng_state(state, self.device())
-
     def synchronize(self) -> None:
         self._module().synchronize()
-
-    def new_stream(self) -> Any:
-        return self._module().Stream()
-
-    def current_stream(self) -> Any:
-        return self._module().current_stream()
-
-    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return self._module().stream(stream)
 
     def total_memory(self) -> int:
         return int(self._module().get_device_properties(self.device()).total_memory)
@@ -173,9 +131,6 @@ class Accelerator(Platform):
 
     def peak_memory(self) -> int:
         return int(self._module().max_memory_allocated())
-
-    def reset_peak_memory(self) -> None:
-        self._module().reset_peak_memory_stats()
 
 
 class CUDA(Accelerator):
@@ -191,7 +146,6 @@ class CPU(Platform):
 
     name = "cpu"
     backend = "gloo"
-    pinned_memory = False
 
     @classmethod
     def available(cls) -> bool:
@@ -218,23 +172,8 @@ class CPU(Platform):
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
-    def rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
-
     def synchronize(self) -> None:
         """Nothing runs asynchronously."""
-
-    def new_stream(self) -> Any:
-        return torch.cpu.Stream()
-
-    def current_stream(self) -> Any:
-        return torch.cpu.current_stream()
-
-    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cpu.stream(stream)
 
     def total_memory(self) -> int:
         import psutil
@@ -247,12 +186,7 @@ class CPU(Platform):
         return int(psutil.Process().memory_info().rss)
 
     def peak_memory(self) -> int:
-        """Since the process started where the system cannot reset the peak."""
         with contextlib.suppress(OSError):
             if found := re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
                 return int(found[1]) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if machine.system() == "Darwin" else 1024)
-
-    def reset_peak_memory(self) -> None:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")

@@ -52,43 +52,17 @@ def test_a_platform_computes_on_its_device(chosen: platform.Platform) -> None:
     assert float(torch.ones(3, device=chosen.device()).sum()) == 3
 
 
-def test_random_numbers_can_be_seeded_and_put_back(chosen: platform.Platform) -> None:
-    def draw() -> torch.Tensor:
+def test_random_numbers_can_be_seeded(chosen: platform.Platform) -> None:
+    def draw(seed: int) -> torch.Tensor:
+        chosen.manual_seed(seed)
         return torch.rand(5, device=chosen.device())
 
-    before = chosen.rng_state()
-    try:
-        chosen.manual_seed(7)
-        first, state = draw(), chosen.rng_state()
-        second = draw()
-        chosen.set_rng_state(state)
-        assert torch.equal(draw(), second)
-        chosen.manual_seed(7)
-        assert torch.equal(draw(), first)
-        assert not torch.equal(first, second)
-        assert state.dtype == torch.uint8
-        assert state.device.type == "cpu"
-    finally:
-        chosen.set_rng_state(before)
-
-
-def test_streams_wait_for_each_other(chosen: platform.Platform) -> None:
-    beside, main = chosen.new_stream(), chosen.current_stream()
-    total = torch.zeros((), device=chosen.device())
-    beside.wait_stream(main)
-    with chosen.use_stream(beside):
-        assert chosen.current_stream() == beside
-        for _ in range(100):
-            total += 1
-    main.wait_stream(beside)
-    total *= 2
-    chosen.synchronize()
-    assert chosen.current_stream() == main
-    assert float(total) == 200
+    first = draw(7)
+    assert not torch.equal(draw(8), first)
+    assert torch.equal(draw(7), first)
 
 
 def test_memory_is_measured_in_bytes(chosen: platform.Platform) -> None:
-    chosen.reset_peak_memory()
     before = chosen.memory_allocated()
     tensor = newly_mapped(64 * MIB, chosen.device())
     held = chosen.memory_allocated()
@@ -105,15 +79,6 @@ def newly_mapped(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.ones(nbytes, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
-
-
-def test_copies_from_pinned_memory_arrive(chosen: platform.Platform) -> None:
-    tensor = torch.arange(1000)
-    if chosen.pinned_memory:
-        tensor = tensor.pin_memory()
-    copy = tensor.to(chosen.device(), non_blocking=True)
-    chosen.synchronize()
-    assert torch.equal(copy.cpu(), torch.arange(1000))
 
 
 @needs_megatron

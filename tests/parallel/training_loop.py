@@ -9,6 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.parallel.attention import attention_mask, block_size
@@ -16,17 +25,12 @@ from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
     OptimizerConfig,
     dist_checkpointing,
     finalize_model_grads,
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
     get_forward_backward_func,
     get_megatron_optimizer,
     parallel_state,
-    track_moe_metrics,
 )
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from tests.parallel.training_cases import ADAM, BATCH, CLIP, LENGTH, batch
