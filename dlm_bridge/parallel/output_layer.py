@@ -46,9 +46,9 @@ class LossPositions:
         return replace(self, weights=weights_M, rows=None)
 
     def sums(self, losses_M: torch.Tensor, log_sums_M: torch.Tensor) -> torch.Tensor:
-        """[num_terms] the weighted losses summed by term, and with z-loss one more, its own sum; [M] unless
+        """[num_terms] the weighted losses, balanced, summed by term, and with z-loss one more, its own sum; [M] unless
         `summed`."""
-        weighted_M = losses_M * self.weights
+        weighted_M = losses_M * self.balanced(losses_M).weights
         if not self.summed:
             return weighted_M
         if self.terms is None:
@@ -108,7 +108,7 @@ def linear_cross_entropy(
         loss, sums = _LinearCrossEntropy.apply(hidden_MH, weight_VH, loss_positions, shard, accumulates)
         return loss, sums
     losses_M, log_sums_M = _losses(hidden_MH, weight_VH, loss_positions, slice(None), shard)
-    sums = loss_positions.balanced(losses_M).sums(losses_M, log_sums_M)
+    sums = loss_positions.sums(losses_M, log_sums_M)
     return sums.sum(), sums
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,25 @@ def test_the_z_loss_is_the_mean_over_the_loss_positions(kind: str) -> None:
     loss, sums = head.loss(model, chosen, input_ids=batch.input_ids)
     assert sums.shape == (3,)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    _same(_gradients(model, loss), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "biased"])
+def test_the_second_sum_is_balanced_row_by_row(kind: str) -> None:
+    model, batch = _model(), _two_terms(_batch())
+    if kind == "biased":
+        model.lm_head = nn.Linear(32, MASK + 1)
+    rows = batch.mask.nonzero()[:, 0]
+    losses = F.cross_entropy(model(input_ids=batch.input_ids).logits[batch.mask], batch.targets, reduction="none")
+    weights, shares = batch.weights.clone(), divisors(batch.normaliser)
+    for row in rows.unique():
+        first, second = (losses * weights / shares[batch.terms] * (batch.terms == term) for term in (0, 1))
+        weights[(rows == row) & (batch.terms == 1)] *= (first[rows == row].sum() / second[rows == row].sum()).detach()
+    expected = _plain_loss(model, replace(batch, weights=weights), shares)
+    wanted = _gradients(model, expected)
+    chosen = normalised_positions(loss_positions(replace(batch, rows=rows)), shares, CPU)
+    loss, sums = LossHead(model).loss(model, chosen, input_ids=batch.input_ids)
+    assert sums.tolist() == pytest.approx([expected.item() / 2] * 2, rel=1e-5)
     _same(_gradients(model, loss), wanted, 1e-5)
 
 
