@@ -66,16 +66,8 @@ def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:
     ] * 4
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    found = run(
-        tmp_path / "run",
-        model=str(causal),
-        method="dpo",
-        reward=[],
-        data=[str(data)],
-        global_batch_size=4,
-        micro_batch_size=2,
-        steps=4,
-    )
+    changes = {"model": str(causal), "method": "dpo", "reward": [], "data": [str(data)], "micro_batch_size": 2}
+    found = run(tmp_path / "run", **changes, global_batch_size=4, steps=4)
     arguments = DPOConfig(
         output_dir=str(tmp_path / "trl"),
         max_steps=4,
@@ -103,6 +95,8 @@ def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-0000004")
     for name, weight in model.state_dict().items():
         assert torch.allclose(saved.state_dict()[name], weight, atol=1e-6), name
+    tokens = [row["tokens"] for row in run(tmp_path / "run", resume=True, **changes, global_batch_size=4, steps=6)]
+    assert tokens == sorted(set(tokens))
 
 
 def test_methods_of_the_other_kind(run: Run, causal: Path, policy_folder: Path, tmp_path: Path) -> None:

@@ -250,7 +250,9 @@ class _Reporter(TrainerCallback):
         )
         trainer.finish_checkpoint = self.finish_checkpoint
         trainer.checkpoint_step = lambda: trainer.state.global_step // config.rl.updates
-        self.tokens = 0.0
+        before = self.metrics.rows[-1]["tokens"] if self.metrics is not None and self.metrics.rows else 0
+        self.tokens = before  # trained on so far
+        self.uncounted = before if config.rl.method == "dpo" else 0  # of which TRL's count begins anew on a resume
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.terminated = self.stack.enter_context(catch_sigterm())
@@ -278,7 +280,7 @@ class _Reporter(TrainerCallback):
         if self.problems and interval and (step % interval == 0 or step == self.config.schedule.steps):
             held_out = self._held_out()
         now = time.monotonic()
-        tokens = logs["num_tokens"]
+        tokens = int(logs["num_tokens"]) + self.uncounted
         speed = (tokens - self.tokens) / max(now - self.last, 1e-9)
         self.last, self.tokens = now, tokens
         common: dict[str, Any] = {
@@ -286,7 +288,7 @@ class _Reporter(TrainerCallback):
             "loss": logs["loss"],
             "grad_norm": float(logs["grad_norm"]),
             "lr": learning_rate(self.config, step),
-            "tokens": int(tokens),
+            "tokens": tokens,
             "tokens_per_s": speed,
             "tokens_per_s_per_device": speed / self.trainer.accelerator.num_processes,
             "mfu": None,
