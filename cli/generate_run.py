@@ -24,6 +24,7 @@ from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import plan_shared_batch
+from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page
@@ -33,6 +34,7 @@ from dlm_bridge.generation.texts import (
     WrittenPrompt,
     as_message,
     batch_of_rows,
+    canvas_texts,
     check_prompts,
     ended_rows,
     mask_token,
@@ -239,6 +241,12 @@ def _rows_of_batches(
     replicas: Replicas,
 ) -> Iterator[tuple[int, Row]]:
     """The same, one batch after the other: autoregressive models, and prompts to fill."""
+    if (
+        not loaded.diffusion
+        and (found := canvas_texts(loaded.model, loaded.tokenizer, prompts, settings, size, replicas)) is not None
+    ):
+        yield from _rows_of_canvases(loaded, settings, forwards, *found)
+        return
     seeds = seeds_of(loaded.model, prompts, settings) if loaded.diffusion else None
     copies = len(seeds) // len(prompts) if seeds else 0
     for start in replicas.share(range(0, len(prompts), size)):
@@ -253,6 +261,17 @@ def _rows_of_batches(
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
             facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": ids}
             yield start * each + place, (start + place // each, facts)
+
+
+def _rows_of_canvases(
+    loaded: LoadedModel, settings: dict[str, Any], forwards: _Count, batch: CanvasBatch, texts: Iterator[CanvasText]
+) -> Iterator[tuple[int, Row]]:
+    """The same of DiffusionGemma, in a batch that rows enter and leave."""
+    for row in texts:
+        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+        yield row.number, (row.number // (settings.get("num_return_sequences") or 1), facts)
+    forwards.value = batch.forwards
 
 
 def _sample(

@@ -24,7 +24,7 @@ from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import SAMPLING_ONLY, merge_names, resolve_settings
-from dlm_bridge.generation.texts import batch_of_rows, ended_rows, write_texts
+from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
 from dlm_bridge.loading import LoadedModel
 
 # Tasks whose data come with the package, so that an evaluation runs without a network.
@@ -220,17 +220,22 @@ class DiffusionHarness(TemplateLM):
 
 
 class CanvasHarness(DiffusionHarness):
-    """DiffusionGemma for the harness: texts by transformers' own `generate`, and no likelihoods.
+    """DiffusionGemma for the harness: texts, each that of transformers' own `generate` alone, and no likelihoods.
 
     The sampler has temperatures of its own: a task's temperature and `do_sample` have no effect.
     """
 
     def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        for start in self.replicas.share(range(0, len(prompts), self.settings.batch_size)):
+        size, seeded = self.settings.batch_size, {**settings, "seed": self.settings.seed}
+        found = canvas_texts(self.model, self.tokenizer, prompts, seeded, size, self.replicas)
+        if found is not None:
+            for row in found[1]:
+                yield row.number, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            return
+        for start in self.replicas.share(range(0, len(prompts), size)):
             own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
-            part = prompts[start : start + self.settings.batch_size]
-            found = write_texts(self.model, self.tokenizer, part, own, diffusion=False)
-            yield from enumerate(found.texts, start)
+            texts = write_texts(self.model, self.tokenizer, prompts[start : start + size], own, diffusion=False).texts
+            yield from enumerate(texts, start)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         settings, until = super()._sampler(asked)

@@ -128,15 +128,21 @@ def generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Map
     return sequences
 
 
+def check_length(model: Any, length: int | None) -> None:
+    """Warn of canvases of another length than the model was trained with."""
+    trained = model.config.canvas_length
+    if length not in (None, trained):
+        logger.warning(
+            f"canvases of {length} tokens: the model was trained with {trained} (canvas_length in config.json)"
+        )
+
+
 @contextmanager
 def _canvases_of(model: Any, length: int | None) -> Iterator[None]:
     """The model with canvases of another length, which it was not trained with."""
+    check_length(model, length)
     trained = model.config.canvas_length
-    if length is None or length == trained:
-        yield
-        return
-    logger.warning(f"canvases of {length} tokens: the model was trained with {trained} (canvas_length in config.json)")
-    model.config.canvas_length = length
+    model.config.canvas_length = length or trained
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.api import input_device
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowCommits, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
+from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
@@ -198,6 +199,33 @@ def batch_of_rows(
     for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
     return batch
+
+
+def canvas_texts(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    settings: Mapping[str, Any],
+    max_rows: int,
+    replicas: Replicas = ALONE,
+) -> tuple[CanvasBatch, Iterator[CanvasText]] | None:
+    """The texts of DiffusionGemma for all prompts, as they end, in a batch that rows enter and leave; with `replicas`
+    this process's share of them. Numbers are those of `batch_of_rows`. None where transformers' own loop has to sample
+    (`write_texts`).
+
+    The text of a number is the one that transformers' `generate` gives for its prompt alone at `seed` plus the number.
+    """
+    given = native_settings(model, settings)
+    if not batches_canvases(model, given):
+        return None
+    copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
+    first = int(torch.randint(2**31, (1,))) if seed is None else seed
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
+    batch = CanvasBatch(model, given, min(max_rows, len(rows)))
+    found = batch.run(rows, [first + number for number in range(len(rows))], list(order))
+    stop = _stop_condition(model, tokenizer, settings)
+    return batch, (replace(row, tokens=row.tokens[: _lengths(torch.tensor([row.tokens]), stop)[0]]) for row in found)
 
 
 def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:

@@ -82,6 +82,7 @@ def test_a_text_ends_at_its_end_token(loaded: LoadedModel, monkeypatch: pytest.M
 def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path: Path) -> None:  # noqa: F811
     rows = [{"prompt": "the cat"}, {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "a"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = []
     for size in ("1", "2", "auto"):
         out = tmp_path / f"{size}.jsonl"
         words = [*SHORT, "--gen-length", 8, "--batch-size", size, "--output", out]
@@ -89,8 +90,16 @@ def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path
         assert code == 0, err
         written = [json.loads(line) for line in out.read_text().splitlines()]
         assert [row["tokens"] for row in written] == [8, 8, 8]
+        texts.append([row["token_ids"] for row in written])
+    assert texts[0] == texts[1] == texts[2]  # however they are batched
     alone = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
     assert alone[0]["token_ids"] == by_hand(loaded, "the cat", max_new_tokens=8)
+    assert alone[2]["token_ids"] == by_hand(loaded, "a", seed=3, max_new_tokens=8)
+    words = [*SHORT, "--gen-length", 8, "--set", "cache_implementation=dynamic", "--output", tmp_path / "theirs.jsonl"]
+    code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl", "--batch-size", 1, *words)
+    assert code == 0, err
+    theirs = [json.loads(line)["token_ids"] for line in (tmp_path / "theirs.jsonl").read_text().splitlines()]
+    assert theirs == texts[0]
     two = [
         write_texts(
             loaded.model,
