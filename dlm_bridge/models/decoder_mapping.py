@@ -233,18 +233,19 @@ def dense_mapping(
 # ------------------------------------------------------------------------------------ multi-token prediction
 
 
-def mtp_rules(layer: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def mtp_rules(layer: str, rules: Iterable[Rule], final: str = "shared_head.norm.weight") -> tuple[Rule, ...]:
     """Rules of multi-token prediction layers, which on the Hub follow the model's layers.
 
     Each is one more transformer layer; its input is made of the normed embedding of the next token and the normed
-    hidden state. `rules` are those of a transformer layer of the model; `layer` is the Hub prefix.
+    hidden state. `rules` are those of a transformer layer of the model; `layer` is the Hub prefix, `final` the name of
+    the last norm.
     """
     return (
         Direct(MTP + "enorm.weight", name=layer + "enorm.weight", shape="hidden"),
         Direct(MTP + "hnorm.weight", name=layer + "hnorm.weight", shape="hidden"),
         Direct(MTP + "eh_proj.weight", name=layer + "eh_proj.weight", shape="hidden mtp_input", axis=0),
         *(replace(rule, megatron=rule.megatron.replace(LAYER, MTP + "transformer_layer.")) for rule in rules),
-        Direct(MTP + "final_layernorm.weight", name=layer + "shared_head.norm.weight", shape="hidden"),
+        Direct(MTP + "final_layernorm.weight", name=layer + final, shape="hidden"),
     )
 
 

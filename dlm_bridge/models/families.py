@@ -49,6 +49,7 @@ FAMILY_SPECS = (
     "dlm_bridge.models.glm4_moe:SPEC",
     "dlm_bridge.models.autoregressive:OLMOE",
     "dlm_bridge.models.deepseek_v3:SPEC",
+    "dlm_bridge.models.bailing_moe:SPEC",
     "dlm_bridge.models.gpt_oss:SPEC",
     "dlm_bridge.models.autoregressive_dense:SEED_OSS",
     "dlm_bridge.models.autoregressive_dense:SMOLLM3",

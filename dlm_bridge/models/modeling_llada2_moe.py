@@ -160,6 +160,9 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
         q_BSHD, k_BSHD, v_BSHD = qkv_BSHD.split(self.heads, dim=-2)
         q_BHSD, k_BHSD = self.q_norm(q_BSHD).transpose(1, 2), self.k_norm(k_BSHD).transpose(1, 2)
         q_BHSD, k_BHSD = apply_rotary_pos_emb(q_BHSD, k_BHSD, *position_embeddings)
+        v_BHSD = v_BSHD.transpose(1, 2)
+        if past_key_values is not None:  # of Ling, which transformers samples
+            k_BHSD, v_BHSD = past_key_values.update(k_BHSD, v_BHSD, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -167,7 +170,7 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
             self,
             q_BHSD,
             k_BHSD,
-            v_BSHD.transpose(1, 2),
+            v_BHSD,
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,

@@ -18,6 +18,7 @@ from tests.autoregressive.published import (
     GLM_45,
     GPT_OSS,
     GRANITE_3,
+    LING_MINI,
     LLAMA_2,
     LLAMA_31,
     LLAMA_32,
@@ -243,6 +244,41 @@ def with_mtp(attention_of: Callable[[dict[str, Any], Random, str], Tensors]) -> 
     return build
 
 
+def ling(config: dict[str, Any], seed: int, dtype: torch.dtype) -> Tensors:
+    """Bailing-MoE-V2's layout: fused QKV, a dense layer first, then experts with a shared one, then MTP layers."""
+    random = Random(config, seed, dtype)
+    hidden, width, size = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * size
+
+    def layer(block: str, number: int) -> Tensors:
+        tensors = {
+            block + "input_layernorm.weight": random.vector(hidden),
+            block + "post_attention_layernorm.weight": random.vector(hidden),
+            block + "attention.query_key_value.weight": random.matrix(
+                queries + 2 * config["num_key_value_heads"] * size, hidden
+            ),
+            block + "attention.query_layernorm.weight": random.vector(size),
+            block + "attention.key_layernorm.weight": random.vector(size),
+            block + "attention.dense.weight": random.matrix(hidden, queries),
+        }
+        if number < config["first_k_dense_replace"]:
+            return tensors | random.mlp(block + "mlp.", config["intermediate_size"])
+        tensors[block + "mlp.gate.weight"] = random.matrix(config["num_experts"], hidden)
+        tensors[block + "mlp.gate.expert_bias"] = random.vector(config["num_experts"], 0).float()
+        for expert in range(config["num_experts"]):
+            tensors |= random.mlp(f"{block}mlp.experts.{expert}.", width)
+        return tensors | random.mlp(block + "mlp.shared_experts.", width)
+
+    tensors = model_tensors(config, random, layer)
+    tensors["model.word_embeddings.weight"] = tensors.pop("model.embed_tokens.weight")
+    for number in range(config["num_nextn_predict_layers"]):
+        block = f"model.layers.{config['num_hidden_layers'] + number}."
+        tensors |= layer(block, config["num_hidden_layers"] + number)
+        tensors |= {block + f"{name}.weight": random.vector(hidden) for name in ("enorm", "hnorm", "final_layernorm")}
+        tensors[block + "eh_proj.weight"] = random.matrix(hidden, 2 * hidden)
+    return tensors
+
+
 @dataclass(frozen=True)
 class Case:
     """`published` is the Hub's config.json; `tiny` its sizes shrunk."""
@@ -321,6 +357,23 @@ CASES = (
         megatron=False,
     ),
     Case("deepseek-v3", "deepseek_v3", DEEPSEEK_V3, LATENT, with_mtp(latent_attention)),
+    Case(
+        "ling",
+        "bailing_moe_v2",
+        LING_MINI,
+        {
+            **GROUPED,
+            **ROUTED,
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+        ling,
+    ),
     Case(
         "gpt-oss",
         "gpt_oss",

@@ -192,6 +192,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
 }
+CONFIGS["bailing_moe_v2"] = {  # Ling-mini-2.0 without a multi-token prediction layer
+    **SIZES,
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "model_type": "bailing_moe",
+    "first_k_dense_replace": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "n_group": 4,
+    "norm_topk_prob": True,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 2,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000,
+    "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid",
+    "topk_group": 2,
+    "use_qk_norm": True,
+}
 CONFIGS["glm4_moe_mtp"] = {**CONFIGS["glm4_moe"], "num_nextn_predict_layers": 1}
 
 

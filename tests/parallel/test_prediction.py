@@ -53,7 +53,9 @@ class Formula:
 
         self.layers, self.depths = config["num_hidden_layers"], config["num_nextn_predict_layers"]
         grown = {**config, "num_hidden_layers": self.layers + self.depths, "num_nextn_predict_layers": 0}
-        own = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+        self.final = "final_layernorm.weight" if "BailingMoeV2ForCausalLM" in config["architectures"] else ""
+        self.final = self.final or "shared_head.norm.weight"
+        own = ("enorm.weight", "hnorm.weight", "eh_proj.weight", self.final)
         self.own = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items() if name.endswith(own)}
         write_hub_folder(folder, grown, {name: tensor for name, tensor in tensors.items() if name not in self.own})
         self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -87,7 +89,7 @@ class Formula:
                 dim=-1,
             )
             hidden = layer(self.layers + depth - 1, both @ self.own[prefix + "eh_proj.weight"].T)
-            hidden = self._norm(hidden, prefix + "shared_head.norm.weight")
+            hidden = self._norm(hidden, prefix + self.final)
             more.append(self._cross_entropy(hidden, ids, weights, depth))
         return main, torch.stack(more).mean()
 
@@ -110,7 +112,7 @@ class Formula:
         return {**revert_weight_conversion(self.model, found), **{n: tensor.grad for n, tensor in self.own.items()}}
 
 
-@pytest.mark.parametrize(("family", "depths"), [("glm4_moe", 2), ("deepseek_v3", 1)])
+@pytest.mark.parametrize(("family", "depths"), [("glm4_moe", 2), ("deepseek_v3", 1), ("bailing_moe_v2", 2)])
 def test_loss_and_gradients_are_the_formulas(family: str, depths: int, tmp_path: Path) -> None:
     config = config_of(family, depths)
     tensors = tensors_of(config, 1)

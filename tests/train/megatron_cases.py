@@ -56,6 +56,7 @@ SUBJECTS = {
     "latent": Subject("causal", "deepseek_v3"),
     "predicting": Subject("causal", PREDICTING, options={"mtp_loss_scaling_factor": 0.5, "z_loss_coeff": 0.2}),
     "predicting-latent": Subject("causal", "deepseek_v3", {"num_nextn_predict_layers": 2}),
+    "predicting-ling": Subject("causal", "bailing_moe_v2", {"num_nextn_predict_layers": 1}),
     # Auxiliary losses whose sums do not depend on which rows run together.
     "balanced-moe": Subject(
         "masked", "llada_moe", options={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01, "length_variation": 0.0}
@@ -92,7 +93,11 @@ LARGE: dict[str, dict[str, Any]] = {
 EXPERTS_ONLY = ("ep2", "etp2", "tp2-etp1-sp", "ep2-tp2-sp", "ep2-tp2-etp1-sp", "ep2-pp2", "ep2-cp2")
 # Two cuts at once, or none: a few of the subjects, since each cut alone has all of them.
 SAMPLED = ("masked-tied", "block-moe", "wedlm", "predicting")
-SLOW = ("predicting", "predicting-latent")  # in no layout quickly; runs with them are in megatron_worker.py
+SLOW = (
+    "predicting",
+    "predicting-latent",
+    "predicting-ling",
+)  # in no layout quickly; runs with them are in megatron_worker.py
 WHOLE = ("tp2", "tp2-sp", "pp2", "pp2-vp2", "cp2", "ep2", "ep2-tp2-sp")
 
 # What megatron-core cannot do, and what the engine says of it.
