@@ -16,6 +16,7 @@ passes of the slowest one, canvas by canvas, and of the longest text; here a row
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +43,8 @@ class CanvasText:
 def batches_canvases(model: Any, settings: Mapping[str, Any]) -> bool:
     """Whether `CanvasBatch` can sample from the model under these settings; else transformers' own loop has to."""
     plain = _plain(model)
-    if not has_canvas(plain):
-        return False
+    if not has_canvas(plain) or "self_conditioning_mask" not in inspect.signature(plain.forward).parameters:
+        return False  # no such model, or one of a transformers whose decoder conditions all rows or none
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
     attention = {module.config._attn_implementation for module in (plain.model.decoder, plain.model.encoder)}
     whole = (getattr(plain, "_tp_size", None) or 1) == 1
