@@ -184,85 +184,35 @@ class PeftAdapter(LoraAdapter):
 
     def __init__(self, folder: Path, base: Checkpoint) -> None:
         where = str(folder)
-        config = read_config(folder / ADAPTER_CONFIG)
-        check_plain(config, folder / ADAPTER_CONFIG)
-        if mask_only_token(folder) is not None:
-            raise DlmBridgeError(
-                f"{where}: acts at mask tokens alone, which neither weights nor Megatron's adapters can: use its PEFT "
-                "folder as it is"
-            )
-        _check_base(config, base, where)
-        if not (folder / ADAPTER_WEIGHTS).is_file():
-            raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
-        entries = read_header(folder / ADAPTER_WEIGHTS).entries
-        weights = weights_of_modules(base)
+        config = _checked_config(folder, base)
         self._path = folder / ADAPTER_WEIGHTS
-        self._entries: dict[tuple[str, str], TensorEntry] = {}
-        modules: dict[str, str] = {}
-        copies, shared = copies_of(base), []
-        stacks: dict[tuple[str, str], TensorEntry] = {}
-        for entry in entries:
-            match = _NAME.fullmatch(entry.name)
-            if match is None:
-                raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
-            module, part = match[1], match[2] or "magnitude"
-            if is_expert_module(module):
-                stacks[module, part] = entry
-                continue
-            if module not in weights:
-                raise DlmBridgeError(
-                    f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
-                )
-            weight = weights[module]
-            adapted_param(base, copies.get(weight, weight), where)
-            if weight in copies:
-                shared.append((module, entry, copies[weight], part))
-                continue
-            if modules.setdefault(weight, module) != module or (weight, part) in self._entries:
-                raise DlmBridgeError(f"{where}: two modules change {weight}")
-            self._entries[weight, part] = entry
-        if not modules and not stacks:
-            raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
+        entries = read_header(self._path).entries
+        found = _find_factors(entries, base, where)
         rank, dora = config["r"], bool(config.get("use_dora"))
-        parts: tuple[LoraFactor, ...] = (*LORA_FACTORS, "magnitude") if dora else LORA_FACTORS
-        of_magnitudes = {one for one in entries if "magnitude" in one.name.rpartition("lora_")[2]}
-        if of_magnitudes and not dora:
-            raise DlmBridgeError(f"{where}: has magnitude vectors, but {ADAPTER_CONFIG} does not say use_dora")
-        for weight in modules:
-            missing = [part for part in parts if (weight, part) not in self._entries]
-            if missing:
-                name = factor_suffix(missing[0]).removesuffix(".weight")
-                raise DlmBridgeError(f"{where}: {name} of {modules[weight]} is missing")
-            a, b, *magnitude = (self._entries[weight, part].shape for part in parts)
-            check_shapes(base, weight, a, b, rank, where, *magnitude)
-        for _, entry, weight, part in shared:
-            twin = self._entries.get((weight, part))
+        _check_factors(found, base, rank, dora, where)
+        for _, entry, weight, part in found.shared:
+            twin = found.entries.get((weight, part))
             if twin is None or not torch.equal(*(self._read(one) for one in (entry, twin))):
                 raise DlmBridgeError(
                     f"{where}: tensor {entry.name} is not that of {weight}, the same weight: train both as one"
                 )
-        self._experts = self._slices(base, config, stacks, copies, where) if stacks else {}
+        self._entries = found.entries
+        self._experts = self._slices(base, config, found.stacks, where) if found.stacks else {}
         self._number = base.dims.experts
-        modules |= {weight: one.module for weight, one in self._experts.items()}
-        dtypes = {entry.dtype for entry in entries if entry not in of_magnitudes}
-        own_dtypes = {entry.dtype for entry in of_magnitudes}
-        if len(dtypes) > 1 or len(own_dtypes) > 1:
-            names = sorted(map(dtype_name, dtypes if len(dtypes) > 1 else own_dtypes))
-            raise DlmBridgeError(f"{where}: its tensors are of {' and '.join(names)}: save them in one dtype")
-        side = list_side_files(folder, {ADAPTER_WEIGHTS})
+        dtype, magnitude_dtype = _dtypes(entries, dora, where)
         alpha = float(config["lora_alpha"])
         self.facts = AdapterInfo(
             where=where,
             rank=rank,
             alpha=alpha,
             scale=alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
-            dtype=dtypes.pop(),
-            modules=modules,
+            dtype=dtype,
+            modules=found.modules | {weight: one.module for weight, one in self._experts.items()},
             config=config,
             folder=folder,
-            files=side.kept,
-            copies={module: weight for module, _, weight, _ in shared},
-            magnitude_dtype=own_dtypes.pop() if own_dtypes else None,
+            files=list_side_files(folder, {ADAPTER_WEIGHTS}).kept,
+            copies={module: weight for module, _, weight, _ in found.shared},
+            magnitude_dtype=magnitude_dtype,
         )
 
     def changed(self) -> list[ChangedFile]:
@@ -289,7 +239,6 @@ class PeftAdapter(LoraAdapter):
         base: Checkpoint,
         config: dict[str, Any],
         stacks: dict[tuple[str, str], TensorEntry],
-        copies: dict[str, str],
         where: str,
     ) -> dict[str, ExpertSlice]:
         """Those of each expert's weights, checked, and with them the factors of all stacks."""
@@ -297,7 +246,7 @@ class PeftAdapter(LoraAdapter):
         for module in sorted(modules):
             if missing := [part for part in LORA_FACTORS if (module, part) not in stacks]:
                 raise DlmBridgeError(f"{where}: lora_{missing[0]} of {module} is missing")
-        slices, twins = expert_slices(base, partial(body_names, base.family), copies, config, modules, where)
+        slices, twins = expert_slices(base, partial(body_names, base.family), copies_of(base), config, modules, where)
         for weight, one in slices.items():
             a, b = (stacks[one.module, part].shape for part in LORA_FACTORS)
             check_stack(base, weight, one, a, b, config["r"], where)
@@ -316,6 +265,86 @@ class PeftAdapter(LoraAdapter):
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
         return read_tensor(self._path, entry.offset, entry.dtype, entry.shape)
+
+
+@dataclass
+class _Factors:
+    """The tensors of a PEFT folder by what they change."""
+
+    entries: dict[tuple[str, str], TensorEntry] = field(default_factory=dict)  # by Hub weight and part
+    modules: dict[str, str] = field(default_factory=dict)  # PEFT's module of each weight
+    shared: list[tuple[str, TensorEntry, str, str]] = field(default_factory=list)  # module, tensor, weight, part
+    stacks: dict[tuple[str, str], TensorEntry] = field(default_factory=dict)  # of experts, by module and part
+
+
+def _checked_config(folder: Path, base: Checkpoint) -> dict[str, Any]:
+    """adapter_config.json of an adapter of `base` that can be converted. Raises DlmBridgeError for any other, and for
+    one without weights."""
+    config = read_config(folder / ADAPTER_CONFIG)
+    check_plain(config, folder / ADAPTER_CONFIG)
+    if mask_only_token(folder) is not None:
+        raise DlmBridgeError(
+            f"{folder}: acts at mask tokens alone, which neither weights nor Megatron's adapters can: use its PEFT "
+            "folder as it is"
+        )
+    _check_base(config, base, str(folder))
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
+    return config
+
+
+def _find_factors(entries: Iterable[TensorEntry], base: Checkpoint, where: str) -> _Factors:
+    """Raises DlmBridgeError for a tensor that is no factor, and for a weight that no adapter here may change."""
+    found, weights, copies = _Factors(), weights_of_modules(base), copies_of(base)
+    for entry in entries:
+        match = _NAME.fullmatch(entry.name)
+        if match is None:
+            raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
+        module, part = match[1], match[2] or "magnitude"
+        if is_expert_module(module):
+            found.stacks[module, part] = entry
+            continue
+        if module not in weights:
+            raise DlmBridgeError(
+                f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
+            )
+        weight = weights[module]
+        adapted_param(base, copies.get(weight, weight), where)
+        if weight in copies:
+            found.shared.append((module, entry, copies[weight], part))
+            continue
+        if found.modules.setdefault(weight, module) != module or (weight, part) in found.entries:
+            raise DlmBridgeError(f"{where}: two modules change {weight}")
+        found.entries[weight, part] = entry
+    if not found.modules and not found.stacks:
+        raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
+    return found
+
+
+def _check_factors(found: _Factors, base: Checkpoint, rank: int, dora: bool, where: str) -> None:
+    """Raise DlmBridgeError for a weight that lacks a factor, or has one of another shape."""
+    parts: tuple[LoraFactor, ...] = (*LORA_FACTORS, "magnitude") if dora else LORA_FACTORS
+    for weight, module in found.modules.items():
+        if missing := [part for part in parts if (weight, part) not in found.entries]:
+            name = factor_suffix(missing[0]).removesuffix(".weight")
+            raise DlmBridgeError(f"{where}: {name} of {module} is missing")
+        a, b, *magnitude = (found.entries[weight, part].shape for part in parts)
+        check_shapes(base, weight, a, b, rank, where, *magnitude)
+
+
+def _dtypes(entries: Iterable[TensorEntry], dora: bool, where: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of all A and B, and of DoRA's magnitudes. Raises DlmBridgeError where there are several."""
+    dtypes, own_dtypes = set[torch.dtype](), set[torch.dtype]()
+    for entry in entries:
+        of_magnitude = "magnitude" in entry.name.rpartition("lora_")[2]
+        if of_magnitude and not dora:
+            raise DlmBridgeError(f"{where}: has magnitude vectors, but {ADAPTER_CONFIG} does not say use_dora")
+        (own_dtypes if of_magnitude else dtypes).add(entry.dtype)
+    for several in (dtypes, own_dtypes):
+        if len(several) > 1:
+            names = " and ".join(sorted(map(dtype_name, several)))
+            raise DlmBridgeError(f"{where}: its tensors are of {names}: save them in one dtype")
+    return dtypes.pop(), own_dtypes.pop() if own_dtypes else None
 
 
 def changed_weights(folder: Path) -> list[ChangedFile]:
