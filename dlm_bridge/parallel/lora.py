@@ -208,10 +208,10 @@ class LinearAdapter(nn.Module):
         given = [pair for pair in self.factors if pair is not None]
         inner = F.linear(x, torch.cat([a() for a, _ in given]))
         if self.by_rows:
-            gather = gather_from_sequence_parallel_region if self.sequence_parallel else _copied
+            whole, sharded = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
         else:
-            gather = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else _reduced
-        each = iter(gather(inner).split(self.rank, dim=-1))
+            whole, sharded = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+        each = iter((sharded if self.sequence_parallel else whole)(inner).split(self.rank, dim=-1))
         added = [None if pair is None else F.linear(next(each), pair[1]()) for pair in self.factors]
         first = next(part for part in added if part is not None)
         parts = [
@@ -371,16 +371,6 @@ def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
     grouped = not hasattr(linear, "weight")  # Transformer Engine's, whose second input says how many tokens each has
     return (output[0] + linear.adapter(inputs[0], inputs[1] if grouped else None), *output[1:])
-
-
-def _copied(inner: torch.Tensor) -> torch.Tensor:
-    """The same on all ranks, which each have a part of its gradient."""
-    return copy_to_tensor_model_parallel_region(inner)
-
-
-def _reduced(inner: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks."""
-    return reduce_from_tensor_model_parallel_region(inner)
 
 
 def _linear_layers(layer: Any, params: Sequence[ParamMapping]) -> dict[str, list[ParamMapping]]:
