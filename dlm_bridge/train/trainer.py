@@ -63,6 +63,14 @@ class Processes:
     device_name: str | None  # None on CPU
     cpu_group: Any = None  # group of all processes between CPUs; None: the default group
 
+    def largest(self, value: int) -> int:
+        """The largest value of all processes, which call this together."""
+        if self.world_size == 1:
+            return value
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.cpu_group)
+        return int(found)
+
 
 class TrainingLoop(abc.ABC):
     """One process's part of a run. The main process writes the metrics; all processes take every step together."""

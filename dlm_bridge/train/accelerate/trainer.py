@@ -202,7 +202,7 @@ class AccelerateTrainer(Trainer):
         )
 
     def peak_memory(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        return largest_peak_memory(self.processes)
 
     def evaluation_sums(self, objective: Objective, count: int) -> torch.Tensor:
         rank, world_size = self.processes.rank, self.processes.world_size
@@ -273,6 +273,11 @@ class AccelerateTrainer(Trainer):
         """Each value summed over the processes, in float64, on the device."""
         reduced: Any = self.accelerator.reduce(values.double().to(self.device), reduction="sum")
         return reduced
+
+
+def largest_peak_memory(processes: Processes) -> int | None:
+    """Bytes that the GPU with the largest peak has allocated at once so far; None on CPU. Collective."""
+    return processes.largest(torch.cuda.max_memory_allocated()) if processes.device.type == "cuda" else None
 
 
 def processes_of(accelerator: Accelerator) -> Processes:

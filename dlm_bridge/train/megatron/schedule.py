@@ -58,6 +58,14 @@ def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
         transformer.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
 
 
+def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Give each parameter group of megatron-core's optimizer its learning rate and, where it decays, its weight
+    decay."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
 @contextlib.contextmanager
 def eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
     """Layers in evaluation mode: without dropout."""

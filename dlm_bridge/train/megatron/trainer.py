@@ -46,7 +46,7 @@ from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
 from dlm_bridge.train.megatron.norms import MegatronLayerNorms
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
@@ -150,9 +150,7 @@ class MegatronTrainer(Trainer):
         return normaliser_K if ranks == (0, 0, 0) else torch.zeros_like(normaliser_K)
 
     def set_learning_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.config.optimizer.weight_decay * group["wd_mult"]
+        set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
 
     def forward_backward(self, batches: list[MicroBatch], divisors_K: torch.Tensor) -> torch.Tensor:
         for chunk in self.chunks:
@@ -343,11 +341,7 @@ def megatron_processes() -> Processes:
 def largest_peak_memory(processes: Processes) -> int | None:
     """Bytes that the device with the largest peak has allocated at once so far; None on CPU. Collective."""
     current = platform.current()
-    if current.name == "cpu":
-        return None
-    peak = torch.tensor(current.peak_memory())
-    dist.all_reduce(peak, dist.ReduceOp.MAX, group=processes.cpu_group)
-    return int(peak)
+    return None if current.name == "cpu" else processes.largest(current.peak_memory())
 
 
 def _has_documents(noisy: NoisyBatch) -> bool:

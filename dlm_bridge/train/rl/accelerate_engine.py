@@ -19,7 +19,7 @@ from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.optimizers import adamw
-from dlm_bridge.train.accelerate.trainer import processes_of
+from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.loading import StartingModel, starting_model
@@ -143,7 +143,7 @@ class AccelerateUpdates(UpdateEngine):
         return own if self.value_model is None else itertools.chain(own, self.value_model.trained_parameters())
 
     def peak_memory(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        return largest_peak_memory(self.processes)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         value_model = self.value_model

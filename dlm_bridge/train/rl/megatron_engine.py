@@ -42,7 +42,7 @@ from dlm_bridge.train.megatron.engine import (
     describe_layout,
     first_on_main,
 )
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import WholeModel
@@ -124,7 +124,7 @@ class MegatronUpdates(UpdateEngine):
         parallel = self.config.parallel
         chunks = 2 if parallel.cp > 1 else 1
         multiple = parallel.cp * math.lcm(chunks, parallel.tp if parallel.sharded_sequence else 1)
-        return -(-self._largest(width) // multiple) * multiple
+        return -(-self.processes.largest(width) // multiple) * multiple
 
     def logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
         with gathered_weights(self.chunks):
@@ -158,9 +158,7 @@ class MegatronUpdates(UpdateEngine):
         return found
 
     def set_learning_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = self.config.optimizer.weight_decay * group["wd_mult"]
+        set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
 
     def manual_seed(self, seed: int) -> None:
         platform.current().manual_seed(seed)
@@ -216,16 +214,10 @@ class MegatronUpdates(UpdateEngine):
     def _same_shape(self, batches: Sequence[NoisyBatch]) -> list[NoisyBatch]:
         """The batches with as many rows each, as pipelines and experts want it, and for virtual stages a number that
         the pipeline's stages divide; what is added has no targets."""
-        most = self._largest(max(len(noisy.input_ids) for noisy in batches))
+        most = self.processes.largest(max(len(noisy.input_ids) for noisy in batches))
         found = [_with_rows(noisy, most) for noisy in batches]
         more = -len(found) % self.config.parallel.pp if self.config.parallel.vp > 1 else 0
         return found + [_with_rows(found[0].row_without_targets(), most)] * more
-
-    def _largest(self, value: int) -> int:
-        """The largest of all processes."""
-        found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.processes.cpu_group)
-        return int(found)
 
     # -- checkpoints
 

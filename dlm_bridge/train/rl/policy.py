@@ -178,7 +178,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             for query in self._queries(sequences.rows(rows), draw, rollout.samples[rows]):
                 own = weights[rows] * query.predicted
                 parts.append(LikelihoodPart(rows, query, rollout.advantages[rows, None], own))
-        missing = self._largest(len(parts)) - len(parts)
+        missing = self.processes.largest(len(parts)) - len(parts)
         last = parts[-1]
         nothing = dataclasses.replace(last, query=last.query.without_targets(), weights=torch.zeros_like(last.weights))
         return parts + [nothing] * missing
@@ -214,12 +214,6 @@ class PolicyTrainer(RLTrainer[Problem]):
         steps = trace_numbers(sequences, self._trace_steps(), trace_block_size(self.plain_model))
         return token_weights(sequences.scored, normalisation, steps), float((steps.amax(dim=1) + 1).sum())
 
-    def _largest(self, value: int) -> int:
-        """The largest of all processes."""
-        values = torch.zeros(self.processes.world_size, dtype=torch.int64)
-        values[self.processes.rank] = value
-        return int(self.sum_on_cpu(values).max())
-
     def _now(self) -> float:
         """The time in seconds when the device has done what it was given."""
         if self.processes.device.type == "cuda":
@@ -238,7 +232,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             idle_groups=sums["idle"] * self.config.rl.group_size / count,
             kl=sums["kl"] if self.config.rl.kl_weight else None,
             value_loss=sums["value_loss"] if self.config.rl.value_model else None,
-            clip_fraction=sums["clipped"] / sums["scored"],
+            clip_fraction=sums["clipped"] / max(1.0, sums["scored"]),
             completion_length=sums["scored"] / count,
             seconds=self.seconds,
         )
