@@ -155,48 +155,48 @@ class TrainConfig:
 
     def _check_megatron(self) -> None:
         parallel, optimizer = self.parallel, self.optimizer
-        other = "" if optimizer.name == "adamw" else f"--optimizer {optimizer.name}"
         if parallel.fsdp is not None:
-            for excluded, reason in (
-                (f"--pp {parallel.pp}" if parallel.pp > 1 else "", "megatron-core's FSDP has no pipeline"),
-                (other, "megatron-core's FSDP has AdamW only"),
-                ("--optimizer-cpu-offload" if optimizer.cpu_offload else "", "megatron-core's FSDP does not offload"),
-                ("" if parallel.distributed_optimizer else "--no-distributed-optimizer", "FSDP shards the optimizer"),
-                ("--async-save" if self.checkpoint.async_save else "", "FSDP's checkpoints are written at once"),
-                ("--norm-interval" if self.logging.norm_interval else "", "norms of its shards are not measured"),
-                ("--ema-decay" if optimizer.ema_decay else "", "its shards are not averaged"),
-            ):
-                if excluded:
-                    raise OptionError("--fsdp", f"{parallel.fsdp} with {excluded}: {reason}: leave one of them out")
+            _exclude(
+                "--fsdp",
+                parallel.fsdp,
+                (parallel.pp > 1, f"--pp {parallel.pp}", "megatron-core's FSDP has no pipeline"),
+                (optimizer.name != "adamw", f"--optimizer {optimizer.name}", "megatron-core's FSDP has AdamW only"),
+                (optimizer.cpu_offload, "--optimizer-cpu-offload", "megatron-core's FSDP does not offload"),
+                (not parallel.distributed_optimizer, "--no-distributed-optimizer", "FSDP shards the optimizer"),
+                (self.checkpoint.async_save, "--async-save", "FSDP's checkpoints are written at once"),
+                (self.logging.norm_interval, "--norm-interval", "norms of its shards are not measured"),
+                (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
+                remedy="leave one of them out",
+            )
         if optimizer.name == "muon":
-            for excluded, reason in (
-                (
-                    "--distributed-optimizer" if parallel.distributed_optimizer else "",
-                    "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer",
-                ),
-                ("--fp8-params" if self.precision.fp8_params else "", "its main params are AdamW's: leave it out"),
-                ("an adapter" if self.model.adapts else "", "its factors are no matrices of the Hub's: use adamw"),
-            ):
-                if excluded:
-                    raise OptionError("--optimizer", f"muon with --engine megatron and {excluded}: {reason}")
+            cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
+            _exclude(
+                "--optimizer",
+                "muon and --engine megatron",
+                (parallel.distributed_optimizer, "--distributed-optimizer", cut),
+                (self.precision.fp8_params, "--fp8-params", "its main params are AdamW's: leave it out"),
+                (self.model.adapts, "an adapter", "its factors are no matrices of the Hub's: use adamw"),
+            )
         if self.model.adapts:
-            for excluded, reason in (
-                (f"--fsdp {parallel.fsdp}" if parallel.fsdp else "", "megatron-core's FSDP shards no frozen weights"),
-                ("--local-folder" if self.checkpoint.local_folder else "", "local checkpoints do not hold adapters"),
-                ("--sample-interval" if self.logging.sample_interval else "", "it samples from the base's weights"),
-                ("--precision fp8" if self.precision.name == "fp8" else "", "adapters have no FP8 products there"),
-            ):
-                if excluded:
-                    raise OptionError("--engine", f"megatron with an adapter and {excluded}: {reason}: leave it out")
+            _exclude(
+                "--engine",
+                "megatron and an adapter",
+                (parallel.fsdp, f"--fsdp {parallel.fsdp}", "megatron-core's FSDP shards no frozen weights"),
+                (self.checkpoint.local_folder, "--local-folder", "local checkpoints do not hold adapters"),
+                (self.logging.sample_interval, "--sample-interval", "it samples from the base's weights"),
+                (self.precision.name == "fp8", "--precision fp8", "adapters have no FP8 products there"),
+                remedy="leave it out",
+            )
         if self.checkpoint.local_folder is not None:
-            for flag, given in (
-                ("--fsdp", parallel.fsdp is not None),
-                ("--fp8-params", self.precision.fp8_params),
-                ("--optimizer-cpu-offload", optimizer.cpu_offload),
-                ("--ema-decay", optimizer.ema_decay > 0),
-            ):
-                if given:
-                    raise OptionError("--local-folder", f"with {flag}: local checkpoints do not hold its state")
+            lost = "local checkpoints do not hold its state"
+            _exclude(
+                "--local-folder",
+                "",
+                (parallel.fsdp, "--fsdp", lost),
+                (self.precision.fp8_params, "--fp8-params", lost),
+                (optimizer.cpu_offload, "--optimizer-cpu-offload", lost),
+                (optimizer.ema_decay, "--ema-decay", lost),
+            )
         if parallel.sequence_parallel is False and parallel.tp > 1 and parallel.ep > 1:
             raise OptionError(
                 "--no-sequence-parallel",
@@ -274,28 +274,37 @@ class RLConfig(TrainConfig):
 
     def _check_value_model(self) -> None:
         """Raise OptionError for what cannot have a value model."""
-        for excluded, reason in (
-            ("" if self.rl.method == "tracerl" else f"--method {self.rl.method}", "only tracerl has one"),
-            ("--sharding fsdp" if self.parallel.shards else "", "each process holds it whole: leave one of them out"),
-            ("an adapter" if self.model.adapts else "", "it would be trained whole: leave one of them out"),
-        ):
-            if excluded:
-                raise OptionError("--value-model", f"with {excluded}: {reason}")
+        whole = "each process holds it whole: leave one of them out"
+        _exclude(
+            "--value-model",
+            "",
+            (self.rl.method != "tracerl", f"--method {self.rl.method}", "only tracerl has one"),
+            (self.parallel.shards, "--sharding fsdp", whole),
+            (self.model.adapts, "an adapter", "it would be trained whole: leave one of them out"),
+        )
 
     def _check_megatron_updates(self) -> None:
         """What the Megatron engine cannot do for a method. Raises OptionError."""
         passed = self.engine.passed_through("transformer")
         dropout = [name for name in ("hidden_dropout", "attention_dropout") if passed.get(name)]
-        for excluded, reason in (
+        twice = "log-probabilities and gradients come from two forward passes: leave it out"
+        _exclude(
+            "--engine",
+            "megatron",
             (
-                f"--method {self.rl.method}" if self.rl.method in AUTOREGRESSIVE else "",
+                self.rl.method in AUTOREGRESSIVE,
+                f"--method {self.rl.method}",
                 "TRL's trainers hold the whole model: use --engine accelerate",
             ),
-            ("an adapter" if self.model.adapts else "", "rollouts are sampled from its base's weights: leave it out"),
-            (
-                f"--megatron transformer.{dropout[0]}" if dropout else "",
-                "log-probabilities and gradients come from two forward passes: leave it out",
-            ),
-        ):
-            if excluded:
-                raise OptionError("--engine", f"megatron with {excluded}: {reason}")
+            (self.model.adapts, "an adapter", "rollouts are sampled from its base's weights: leave it out"),
+            *((True, f"--megatron transformer.{name}", twice) for name in dropout),
+        )
+
+
+def _exclude(flag: str, value: str, *others: tuple[object, str, str], remedy: str = "") -> None:
+    """Raise OptionError for the first of `others` that is given, each as (whether it is, its name, why it excludes the
+    flag with that value)."""
+    for given, name, reason in others:
+        if given:
+            where, end = f"{value} with" if value else "with", f": {remedy}" if remedy else ""
+            raise OptionError(flag, f"{where} {name}: {reason}{end}")
