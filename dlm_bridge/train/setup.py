@@ -218,7 +218,9 @@ def check_length(config: TrainConfig, model: Any) -> None:
     """Raise DlmBridgeError for rows that are longer than the model can take."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.data.seq_length > limit:
-        raise DlmBridgeError(f"--seq-length {config.data.seq_length} is more than the model's {limit} positions")
+        raise DlmBridgeError(
+            f"--seq-length {config.data.seq_length} is more than the model's {limit} positions: lower it"
+        )
 
 
 def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.train.conftest import Run, without_speed
@@ -50,6 +51,8 @@ def test_the_average_by_hand_and_through_a_resume(tmp_path: Path, run: Run) -> N
 def test_the_averaged_folder_is_a_model(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "run", ema_decay=0.5, **OPTIONS)
     folder = tmp_path / "run/checkpoints/step-0000004/ema"
+    with pytest.raises(DlmBridgeError, match=str(folder)):
+        Bridge.from_megatron(folder.parent, averaged=True)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
     weights, again = _weights(tmp_path / "run", 4, "ema"), load_file(tmp_path / "again/model.safetensors")
     assert weights.keys() == again.keys()

@@ -15,6 +15,7 @@ from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
 from dlm_bridge.convert.checkpoints.legacy import LegacyCheckpoint
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
+from dlm_bridge.convert.optimizer_state import AVERAGED
 from dlm_bridge.convert.side_files import HUB_FOLDER
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
@@ -69,7 +70,8 @@ def open_megatron(
     kind, _ = _kind(root)
     if kind in (None, HubCheckpoint):
         why = "it is in the Hub's layout already" if kind is HubCheckpoint else f"it has no {TRACKER}"
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}")
+        where = f", and so are its averages, {root / AVERAGED}" if averaged and (root / AVERAGED).is_dir() else ""
+        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}{where}")
     twin = None if like is None else open_hub(os.fspath(like), family=family)
     checkpoint = find_checkpoint(root, family=family)
     if averaged:
