@@ -38,7 +38,8 @@ InitialisationRule = Callable[[str], Distribution]  # by Hub tensor name
 
 
 def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, seed: int) -> torch.Tensor:
-    """The initial value of the Hub tensor `name`, fp32, drawn on the CPU from (seed, name) alone."""
+    """The initial value of the Hub tensor `name`, fp32, drawn on the CPU from (seed, name) alone. Raises
+    DlmBridgeError for a tensor that memory cannot hold."""
     import numpy as np
     import torch
 
@@ -46,7 +47,11 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
         return torch.full(shape, distribution.value, dtype=torch.float32)
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    values = generator.standard_normal(shape, dtype=np.float32)
+    try:
+        values = generator.standard_normal(shape, dtype=np.float32)
+    except (MemoryError, ValueError) as error:  # the latter for a size beyond 64 bits
+        sizes = " x ".join(f"{size:,}" for size in shape)
+        raise DlmBridgeError(f"{name}, {sizes} by the sizes of its config, cannot be made: {error}") from None
     if distribution.cutoff is not None:
         flat = values.reshape(-1)
         outside = np.flatnonzero(np.abs(flat) > distribution.cutoff)

@@ -44,6 +44,12 @@ def test_a_tensor_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(weights[BLOCK + "1.q_proj.weight"], weights[BLOCK + "0.q_proj.weight"])
 
 
+@pytest.mark.parametrize("rows", [1 << 55, 1 << 63])
+def test_a_tensor_that_memory_cannot_hold(rows: int) -> None:
+    with pytest.raises(DlmBridgeError, match="embed"):
+        initialise("embed", (rows, 4), Normal(1.0), seed=0)
+
+
 def test_mitchell_has_the_published_spread_and_cutoff() -> None:
     weights = _weights(embedding_size=2000)
     embedding = weights["model.transformer.wte.weight"]
