@@ -155,6 +155,7 @@ def evaluate(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placement = Placement(device, device_map, tp_plan=tp_plan, replicated=True, tp=tp)
+    joined = dist.is_initialized()  # by a caller in this process, whose group stays
     try:
         opened = load_model(
             model, placement, dtype=dtype, family=family, revision=revision, like=like, tokenizer=tokenizer
@@ -198,7 +199,7 @@ def evaluate(
             )
             found = run_tasks(opened, names, settings_of_tasks, replicas)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not joined:
             dist.destroy_process_group()
     if not replicas.leads:
         return

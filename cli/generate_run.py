@@ -61,6 +61,7 @@ def run(request: Request) -> None:
         replicated=request.jsonl is not None,  # which many processes can share
         tp=request.tp,
     )
+    joined = dist.is_initialized()  # by a caller in this process, whose group stays
     loaded = load_model(
         request.model,
         placement,
@@ -76,7 +77,7 @@ def run(request: Request) -> None:
         else:
             _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not joined:
             dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,20 @@ def _commands() -> Iterator[None]:
 def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaDA checkpoint (grouped queries, fp32, two shards). Do not write to it."""
     return write_llada(tmp_path_factory.mktemp("hub") / "llada", n_kv_heads=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups_end_with_the_file() -> Iterator[None]:
+    """Files share a process, in an order that changes: what a live model leaves behind must not reach the next one."""
+    yield
+    core = sys.modules.get("megatron.core.parallel_state")
+    if core is not None and core.model_parallel_is_initialized():
+        from dlm_bridge.parallel import groups, overrides
+
+        groups.destroy()
+        overrides.uninstall()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -221,16 +221,17 @@ def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """megatron-core's process groups for one process, destroyed on exit unless they existed before."""
+    """megatron-core's process groups for one process. On exit, those that did not exist before are destroyed."""
     from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.parallel.core import parallel_state
 
-    found = torch.distributed.is_initialized()
+    joined, grouped = torch.distributed.is_initialized(), parallel_state.model_parallel_is_initialized()
     try:
         groups.initialize(Layout())
         yield
     finally:
-        if not found:
+        if not grouped:
             groups.destroy()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
             overrides.uninstall()
+        if not joined and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
