@@ -41,6 +41,7 @@ from tests.train.conftest import undrawn
 
 SUBJECTS = ("masked", "block", "causal", "tied", "experts")
 STEPS = 3
+MUON_APART = 2e-4  # its updates are rounded to bf16, so that what rounds gradients apart changes some by one bit
 OPTIONS: dict[str, Any] = {
     "task": "sft",
     "from_scratch": True,
@@ -95,8 +96,9 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "DoRA", partial(adapter_equals, root, "dora", lora_dora=True)
         dora = {**_adapter(root), "lora_dora": True}
         yield "DoRA goes on from one process", partial(goes_on, root, "dora-1", sharding="fsdp", **dora)
-        yield "muon", partial(equals, root, "masked", "muon-2", "muon-1", sharding="fsdp", optimizer="muon")
-        yield "muon goes on from one process", partial(goes_on, root, "muon-1", sharding="fsdp", optimizer="muon")
+        muon = {"sharding": "fsdp", "optimizer": "muon", "apart": MUON_APART}
+        yield "muon", partial(equals, root, "masked", "muon-2", "muon-1", **muon)
+        yield "muon goes on from one process", partial(goes_on, root, "muon-1", **muon)
         yield "averaged", partial(averages_equal, root)
         yield "half precision", partial(half_precision, root)
         for subject in ("tied", "experts"):
@@ -128,14 +130,17 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
         torch.save(kept[0], root / f"{name}.pt")
 
 
-def equals(root: Path, subject: str, name: str, like: str | None = None, **changes: Any) -> None:
-    """Loss, validation and norm of every step, and every gradient of the first, are those of one process."""
+def equals(
+    root: Path, subject: str, name: str, like: str | None = None, apart: float = 1e-5, **changes: Any
+) -> None:
+    """Loss, validation and norm of every step, and every gradient of the first, are those of one process. `apart` is
+    the relative difference that the steps may have."""
     train(root, name, subject, **changes)
     like = like or f"{subject}-1"
     for row, expected in zip(rows(root, name), rows(root, like), strict=True):
         for key in ("loss", "grad_norm", "eval_loss"):
             if key in expected:
-                assert abs(row[key] / expected[key] - 1) < 1e-5, (row["step"], key, row[key], expected[key])
+                assert abs(row[key] / expected[key] - 1) < apart, (row["step"], key, row[key], expected[key])
         for key in ("param_norm", "layer_grad_norms"):
             assert (key in row) == (key in expected) == (row["step"] == 2)
             if key in row:
@@ -328,7 +333,7 @@ class AllocatedMemory(TorchDispatchMode):
         return result
 
 
-def goes_on(root: Path, source: str, **changes: Any) -> str:
+def goes_on(root: Path, source: str, apart: float = 1e-5, **changes: Any) -> str:
     """From step 1 of another run, cut otherwise, to the losses of one that went through. The run's name."""
     layout = f"{changes.get('sharding')}{changes.get('fsdp_replicas', '')}"
     name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{layout}"
@@ -339,7 +344,7 @@ def goes_on(root: Path, source: str, **changes: Any) -> str:
     found, wanted = rows(root, name), rows(root, f"{source.split('-')[0]}-1")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row, expected in zip(found, wanted, strict=True):
-        assert abs(row["loss"] / expected["loss"] - 1) < 1e-5, (row, expected)
+        assert abs(row["loss"] / expected["loss"] - 1) < apart, (row, expected)
     return name
 
 
