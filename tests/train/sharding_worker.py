@@ -130,9 +130,7 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
         torch.save(kept[0], root / f"{name}.pt")
 
 
-def equals(
-    root: Path, subject: str, name: str, like: str | None = None, apart: float = 1e-5, **changes: Any
-) -> None:
+def equals(root: Path, subject: str, name: str, like: str | None = None, apart: float = 1e-5, **changes: Any) -> None:
     """Loss, validation and norm of every step, and every gradient of the first, are those of one process. `apart` is
     the relative difference that the steps may have."""
     train(root, name, subject, **changes)
