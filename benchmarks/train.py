@@ -7,8 +7,8 @@ A masked diffusion step (forward, backward, optimizer) on made-up tokens, sequen
 peer is megatron-core's GPTModel with Transformer Engine's layers, as its users run it: logits of every position,
 Transformer Engine's cross entropy, the same layout, data parallelism and optimizer. Medians over the steps after
 warm-up, timed on the device from the end of a step to the end of the next, one side after the other in one process;
-neither side's loop reads a loss before the next step is under way. Prints a result line, and with --json FILE appends
-it there.
+neither side's loop reads a loss before the next step is under way. Prints a line of each side when it is done, then a
+result line, and with --json FILE appends that there.
 """
 
 from __future__ import annotations
@@ -125,11 +125,14 @@ def main() -> None:
             if arguments.only not in (None, side):
                 continue
             try:
+                torch.cuda.reset_peak_memory_stats()
                 row[side] = measure(*make(config), arguments)
             except Exception as error:
                 row[side] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
                 if arguments.debug:
                     raise
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"{side.upper()} {json.dumps(row[side])}", flush=True)
             free()
     if dist.get_rank() == 0:
         if all("tokens_per_s" in row.get(side, {}) for side in ("ours", "peer")):
@@ -156,7 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
-    parser.add_argument("--megatron", action="append", default=[], help="of ours: GROUP.KEY=VALUE")
+    parser.add_argument("--megatron", action="append", default=[], help="of both: GROUP.KEY=VALUE")
     parser.add_argument(
         "--balanced", action="store_true", help="of both: tokens go to random experts, not to the router's"
     )
@@ -257,15 +260,17 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.enums import AttnMaskType
 
-    from dlm_bridge.bridge import Bridge
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
     from dlm_bridge.parallel.weights import load
+    from dlm_bridge.train.loading import open_megatron_source
     from dlm_bridge.train.megatron.engine import build_optimizer, initialize_parallel, wrap_chunks
     from dlm_bridge.train.megatron.mcore_config import DTYPES
+    from dlm_bridge.train.megatron.settings import passed_on
 
     initialize_parallel(config)
-    bridge = Bridge.from_scratch(config.model.path, 0)
+    source = open_megatron_source(config, None)
+    bridge = source.bridge
     fp8 = (
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
         if config.precision.name == "fp8"
@@ -277,7 +282,6 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             "moe_grouped_gemm": True,
             "moe_permute_fusion": True,
             "moe_router_load_balancing_type": "none",
-            "moe_router_force_load_balancing": any("force_load_balancing" in each for each in config.engine.megatron),
         }
         if bridge.dims.experts
         else {}
@@ -287,6 +291,20 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         if config.engine.recompute == "full"
         else {}
     )
+    settings = {
+        "sequence_parallel": config.parallel.tp > 1,
+        "apply_rope_fusion": True,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,  # its output layer needs apex for it
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+        "deallocate_pipeline_outputs": config.parallel.pp > 1,
+        "init_method": torch.nn.init.normal_,
+        "output_layer_init_method": torch.nn.init.normal_,
+        "embedding_init_method": torch.nn.init.normal_,
+    }
     described = model_config(
         bridge.mapping,
         bridge.config,
@@ -294,21 +312,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         config.parallel.layout,
         DTYPES[config.precision.name],
         config.parallel.context,
-        sequence_parallel=config.parallel.tp > 1,
-        apply_rope_fusion=True,
-        bias_activation_fusion=True,
-        bias_dropout_fusion=True,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,  # its output layer needs apex for it
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
-        deallocate_pipeline_outputs=config.parallel.pp > 1,
-        init_method=torch.nn.init.normal_,
-        output_layer_init_method=torch.nn.init.normal_,
-        embedding_init_method=torch.nn.init.normal_,
-        **fp8,
-        **moe,
-        **recompute,
+        **settings | fp8 | moe | recompute | passed_on(config, "transformer"),
     )
     arguments = {name: value for name, value in described.arguments.items() if name != "vocab"}
     chunks = []
@@ -331,7 +335,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         chunks.append(model.cuda())
     load(chunks, bridge.checkpoint)  # our side's weights: routers, above all, send as many tokens to each GPU
     wrapped = wrap_chunks(chunks, config)
-    optimizer = build_optimizer(wrapped, config)
+    optimizer = build_optimizer(wrapped, config, source)
     wrapped[0].config.finalize_model_grads_func = finalize
     schedule = get_forward_backward_func()
     local = config.data.seq_length // config.parallel.cp
@@ -395,6 +399,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time steps on the device, from the end of one to the end of the next, as they follow each other in a run: nobody
     waits between them but what takes them. `step` returns what gives the loss, once it is asked."""
+    build = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
@@ -421,6 +426,7 @@ def measure(
         "step_s": median,
         "spread": (max(seconds) - min(seconds)) / median,
         "first_step_s": first,
+        "build_gib": build / 2**30,  # the peak of building model and optimizer
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "loss": last_loss,
     }
