@@ -168,6 +168,8 @@ class TrainConfig:
                 (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
                 remedy="leave one of them out",
             )
+        if parallel.tp_overlap:
+            self._check_tp_overlap()
         if optimizer.name == "muon":
             cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
             _exclude(
@@ -211,6 +213,34 @@ class TrainConfig:
         if optimizer.cpu_offload and self.precision.name == "fp32":
             raise OptionError("--optimizer-cpu-offload", "with --precision fp32 is not in megatron-core: use bf16")
         _ = parallel.context  # made to be checked
+
+    def _check_tp_overlap(self) -> None:
+        """Raise OptionError for what Transformer Engine's userbuffers cannot compute, or would compute wrong."""
+        parallel, precision = self.parallel, self.precision
+        if not parallel.sharded_sequence:
+            raise OptionError(
+                "--tp-overlap", "needs --tp above 1 with sequence parallelism, whose communication overlaps"
+            )
+        if precision.name not in ("bf16", "fp8"):
+            raise OptionError(
+                "--tp-overlap",
+                f"with --precision {precision.name}: Transformer Engine's userbuffers add up in bf16: use bf16 or fp8",
+            )
+        _exclude(
+            "--tp-overlap",
+            "",
+            (
+                precision.name == "fp8" and precision.fp8_recipe == "blockwise",
+                "--fp8-recipe blockwise",
+                "Transformer Engine's userbuffers do not hold it: use another recipe",
+            ),
+            (
+                self.model.adapts,
+                "an adapter",
+                "gradients of hidden states are reduced beside the weights' gradients, which a frozen base has not",
+            ),
+            remedy="leave one of them out",
+        )
 
 
 @dataclass(frozen=True)

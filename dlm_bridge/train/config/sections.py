@@ -249,6 +249,9 @@ class ParallelOptions:
     ep: int = megatron_option(1, "Expert parallel size.", minimum=1)
     etp: int | None = megatron_option(None, "Expert tensor parallel size; tp by default.", minimum=1)
     sequence_parallel: bool | None = megatron_option(None, "Shard activations over tp; on where tp is above 1.")
+    tp_overlap: bool = megatron_option(
+        False, "Overlap tensor parallel communication with matrix products; needs Transformer Engine.", tasks=TRAINING
+    )
     distributed_optimizer: bool = megatron_option(
         True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", fixed=True
     )

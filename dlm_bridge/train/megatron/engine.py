@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, printable
-from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel import groups, platform, userbuffers
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
@@ -124,8 +124,10 @@ def assemble(
     adapter = LoraRun.of(config, source, checkpoint)
     mcore_config.check_sizes(config, objective)
 
-    # Configuration of megatron-core.
+    # Configuration of megatron-core, and the buffers that layers look for.
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
+    if config.parallel.tp_overlap:
+        initialize_userbuffers(config, source.bridge.dims.hidden, objective.streams, overrides)
 
     # The main process reads and packs the data, the others find them in the cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
@@ -171,6 +173,21 @@ def initialize_parallel(config: TrainConfig) -> None:
     mcore_config.check_sequence(config)
     groups.initialize(config.parallel.layout, config.data.seed, config.parallel.context)
     config.check_batch(parallel_state.get_data_parallel_world_size())
+
+
+def initialize_userbuffers(config: TrainConfig, hidden_size: int, streams: int, overrides: dict[str, Any]) -> None:
+    """Make Transformer Engine's buffers for a run's micro-batches; `overrides` as of `build_trained_model`. Raises
+    DlmBridgeError."""
+    parallel = config.parallel
+    micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
+    userbuffers.initialize(
+        micro * streams * config.data.seq_length // parallel.cp,
+        hidden_size,
+        parallel.tp,
+        fp8=config.precision.name == "fp8",
+        mixed=bool(overrides.get("first_last_layers_bf16")),
+        backend=overrides["tp_comm_bootstrap_backend"],
+    )
 
 
 def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import platform, userbuffers
 from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES
 from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import (
@@ -50,6 +50,8 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     te_activation = has_te and not bridge.dims.experts  # faster than megatron-core's, which only experts need
     fields: dict[str, Any] = {
         "sequence_parallel": parallel.sharded_sequence,
+        "tp_comm_overlap": parallel.tp_overlap,
+        "tp_comm_bootstrap_backend": "gloo",
         # Gradients are sums; the objective's weights carry the global normaliser.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": has_te and parallel.fsdp is None,
@@ -84,6 +86,10 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     if passed.get("moe_apply_probs_on_input") and described.get("moe_router_topk") != 1:
         raise DlmBridgeError(
             "--megatron transformer.moe_apply_probs_on_input is for routers that choose one expert: leave it out"
+        )
+    if parallel.tp_overlap and described.get("multi_latent_attention"):
+        raise DlmBridgeError(
+            "--tp-overlap: projections of multi-head latent attention have no userbuffers: leave it out"
         )
     if bridge.dims.experts:
         check_experts(config)
@@ -181,6 +187,8 @@ def check_mcore_config(config: TrainConfig) -> None:
         )
     if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
         raise NotInstalledError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
+    if config.parallel.tp_overlap:
+        userbuffers.check_machine(config.parallel.tp)
     data_parallel_config(config)
     optimizer_config(config)
 

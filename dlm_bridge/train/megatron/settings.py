@@ -43,6 +43,7 @@ OURS: dict[str, dict[str, str]] = {
         "expert_tensor_parallel_size": "--etp",
         "moe_extended_tp": "--etp",
         "sequence_parallel": "--sequence-parallel",
+        "tp_comm_overlap": "--tp-overlap",
         "bf16": "--precision",
         "fp16": "--precision",
         "params_dtype": "--precision",

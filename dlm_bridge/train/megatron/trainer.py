@@ -19,7 +19,7 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import platform, userbuffers
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.core_attention import has_sinks
@@ -110,6 +110,7 @@ class MegatronTrainer(Trainer):
     def close(self) -> None:
         self.gc_schedule.close()
         super().close()
+        userbuffers.destroy()
 
     # -- one step
 
