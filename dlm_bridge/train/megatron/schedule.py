@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,15 +13,21 @@ from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch
 from dlm_bridge.parallel.core import finalize_model_grads, get_forward_backward_func
 
-# Of a micro-batch on the device and a chunk of the model: what the chunk returns, on the last stage (loss, sums).
-Forward = Callable[[MicroBatch, Any], Any]
-
 
 def run_schedule(
-    chunks: Sequence[Any], batches: Sequence[MicroBatch], forward: Forward, cp: int, forward_only: bool
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    inputs: Callable[[MicroBatch], dict[str, Any]],
+    cp: int,
+    forward_only: bool,
+    timed: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext,
 ) -> list[torch.Tensor]:
     """Run megatron-core's pipeline schedule over micro-batches of one shape, of which this rank has a `cp`-th of each
     row.
+
+    Args:
+        inputs: of a micro-batch on the device, the keyword arguments of a forward pass.
+        timed: a context in which each forward pass runs.
 
     Returns the sums of each micro-batch on the last stage's ranks, nothing on others. Unless `forward_only` the
     gradients of the losses, summed over all ranks, are in the chunks' buffers.
@@ -29,7 +36,9 @@ def run_schedule(
     no_tokens = torch.zeros((), dtype=torch.int, device=device)
 
     def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
-        return forward(next(data).to(device), model), loss
+        batch = next(data).to(device)
+        with timed():
+            return model(**inputs(batch)), loss
 
     def loss(output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return output[0], no_tokens, output[1]

@@ -184,17 +184,17 @@ class MegatronTrainer(Trainer):
         weight_K = _copy_async(1 / divisors_K, self.device)
         terms = self.objective.terms
 
-        def forward(batch: MicroBatch, model: Any) -> Any:
+        def inputs(batch: MicroBatch) -> dict[str, Any]:
             weights = batch.weights * (weight_K[0] if batch.terms is None else weight_K[batch.terms])
             predictions = tuple(
                 dataclasses.replace(each, weights=each.weights * weight_K[0]) for each in batch.predictions
             )
             z_weights = (weights != 0) * (self.z_loss_coeff * weight_K[terms]) if len(weight_K) > terms else None
             batch = dataclasses.replace(batch, weights=weights, predictions=predictions, z_weights=z_weights)
-            with contextlib.nullcontext() if self.stragglers is None or forward_only else self.stragglers.timed():
-                return model(**model_inputs(batch, terms))
+            return model_inputs(batch, terms)
 
-        results = run_schedule(self.chunks, batches, forward, self.config.parallel.cp, forward_only)
+        timed = contextlib.nullcontext if self.stragglers is None or forward_only else self.stragglers.timed
+        results = run_schedule(self.chunks, batches, inputs, self.config.parallel.cp, forward_only, timed)
         extra = int(self.depths > 0 and not forward_only)
         sums_K = torch.zeros(len(divisors_K) + extra, dtype=torch.float64, device=self.device)
         if results and parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -200,10 +200,10 @@ class MegatronUpdates(UpdateEngine):
         absolute = scales_queries(chunks[0].config)
         micro_batches = [micro_batch(noisy, *self._form(), absolute=absolute) for noisy in batches]
 
-        def forward(batch: MicroBatch, model: Any) -> Any:
-            return model(**model_inputs(batch, summed=summed))
+        def inputs(batch: MicroBatch) -> dict[str, Any]:
+            return model_inputs(batch, summed=summed)
 
-        return run_schedule(chunks, micro_batches, forward, self.config.parallel.cp, forward_only)
+        return run_schedule(chunks, micro_batches, inputs, self.config.parallel.cp, forward_only)
 
     def _form(self) -> tuple[str, int | None, int, int]:
         """Attention pattern and block size of the model, and this rank's part of a row."""
