@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +34,15 @@ from dlm_bridge.parallel.self_attention import (
 IGNORED_SETTINGS = {
     "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
     "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
-    "overlap_moe_expert_parallel_comm": "that schedule has an output layer and a loss of its own",
 }
+
+
+@dataclass
+class PlannedLoss:
+    """The loss positions of a micro-batch that runs by a schedule plan, and the sums of its loss when that has run."""
+
+    loss_positions: LossPositions
+    sums: torch.Tensor | None = None
 
 
 def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> dict[str, Any]:
@@ -132,6 +140,29 @@ class BridgeGPTModel(GPTModel):
         logits_SBV, _ = self.output_layer(hidden_SBH, weight)
         return logits_SBV.transpose(0, 1).contiguous().float()
 
+    def build_schedule_plan(  # type: ignore[override, unused-ignore]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        loss_positions: LossPositions | None = None,
+        predictions: Sequence[Prediction] = (),
+    ) -> Any:
+        """megatron-core's plan of a training forward pass and its backward pass, layer by layer, which runs with
+        another micro-batch's (`overlap_moe_expert_parallel_comm`). Arguments as of `forward`; the last stage's loss is
+        that of the `loss_positions`, whose sums are in the plan's `state.labels`, a `PlannedLoss`. There are no
+        `predictions`."""
+        assert loss_positions is not None
+        assert not predictions
+        return super().build_schedule_plan(
+            input_ids,
+            position_ids,
+            attention_mask,
+            labels=PlannedLoss(loss_positions),
+            packed_seq_params=packed_seq_params,
+        )
+
     def _with_predictions(
         self,
         loss: torch.Tensor,
@@ -181,10 +212,15 @@ class BridgeGPTModel(GPTModel):
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
         packed_seq_params: Any = None,
+        labels: PlannedLoss | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """The hidden states [S, B, H] as they are, or followed by those of each depth [(1 + D) S, B, H]: `forward`
-        calls the output layer."""
+        calls the output layer. In a schedule plan the loss of the `labels`."""
+        if labels is not None and self.post_process:
+            weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            loss, labels.sums = self.output_layer(hidden_states, weight, loss_positions=labels.loss_positions)
+            return loss
         if self._next_ids is None:
             return hidden_states
         found: torch.Tensor = self.mtp(

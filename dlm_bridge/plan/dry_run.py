@@ -218,6 +218,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
         DTYPES,
         check_experts,
         check_mcore_config,
+        check_overlap,
         check_sequence,
         prediction_fields,
     )
@@ -230,7 +231,9 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     check_sequence(config)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
-    own |= prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
+    predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
+    check_overlap(config, dims.experts, bool(predicting), model.family.mapping.settings(model.config))
+    own |= predicting
     with contextlib.suppress(NotInstalledError):
         model_config(
             model.family.mapping,

@@ -24,6 +24,8 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "
 _STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments a parameter, but for the matrices of Muon
 _MATRICES = ("attention", "mlp", "shared experts")  # of which Muon keeps one; of experts it depends on the family
 
+_GATHERED, _REDUCED = 8, 4  # userbuffers of Transformer Engine, of a micro-batch's hidden states each
+
 
 @dataclass(frozen=True)
 class StageMemory:
@@ -162,6 +164,8 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     allocated = max(weights + gradients + optimizer + kept + transient, building)
     groups = sum(size > 1 for size in (run.layout.tp, run.layout.pp, run.cp, run.dp, run.layout.ep, run.expert_dp))
     overhead = OVERHEADS.cuda_context + groups * OVERHEADS.nccl_group + OVERHEADS.reserved_share * allocated
+    if run.tp_overlap:
+        overhead += (_GATHERED * (1 if run.precision == "fp8" else 2) + _REDUCED * 2) * run.tokens * model.dims.hidden
     return StageMemory(
         pp_rank=pp,
         chunks=chunks,

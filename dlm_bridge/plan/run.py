@@ -129,6 +129,7 @@ class PlannedRun:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     recompute_layers: int | None = None  # of each stage, with full recomputation; all where None
     moe_dispatcher: str = "alltoall"
+    tp_overlap: bool = False
     gradient_bytes: int = field(default=OVERHEADS.gradient_bytes)
     streams: int = 1
     loss_share: float = 1.0
@@ -233,8 +234,8 @@ class PlannedRun:
         names = (
             "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
             "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "fsdp", "sharded_sequence", "recompute",
-            "recompute_modules", "recompute_layers", "moe_dispatcher", "gradient_bytes", "streams", "loss_share",
-            "all_logits",
+            "recompute_modules", "recompute_layers", "moe_dispatcher", "tp_overlap", "gradient_bytes", "streams",
+            "loss_share", "all_logits",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":
@@ -270,6 +271,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         recompute_modules=tuple(config.engine.recomputed),
         recompute_layers=config.engine.recompute_layers,
         moe_dispatcher=config.parallel.moe_dispatcher,
+        tp_overlap=config.parallel.tp_overlap,
         **objective_settings(objective),
     )
 

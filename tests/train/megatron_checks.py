@@ -25,6 +25,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import options_of
@@ -35,7 +36,7 @@ from dlm_bridge.train.megatron.checkpoints import CheckpointManager
 from dlm_bridge.train.megatron.schedule import gathered_weights
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
-from tests.train.conftest import read_metrics
+from tests.train.conftest import read_metrics, without_speed
 from tests.train.megatron_cases import Cell, Files, refusal
 
 TOLERANCE = 1e-4  # relative; of a gradient, to its largest element
@@ -67,6 +68,37 @@ def equals_one_process(files: Files, cell: Cell, **changes: Any) -> None:
         assert largest > 0 or "expert" in name or "correction_bias" in name, name
         apart = float((found["moved"][name] - moved).abs().max())
         assert apart <= TOLERANCE * largest, f"{name}: {apart:.1e} of {largest:.1e}"
+
+
+def overlaps_expert_communication(files: Files, cell: Cell, **changes: Any) -> None:
+    """As `equals_one_process`, two micro-batches at a time. In fp32, which megatron-core's configuration refuses: it
+    is set when everything has been built."""
+    assemble, plans, planned = engine.assemble, BridgeGPTModel.build_schedule_plan, []
+
+    def overlapping(*arguments: Any, **options: Any) -> Any:
+        trainer = assemble(*arguments, **options)
+        for chunk in trainer.chunks:
+            chunk.config.overlap_moe_expert_parallel_comm = True
+        return trainer
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        planned.append(plans(self, *arguments, **options))
+        return planned[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "assemble", overlapping)
+        patch.setattr(BridgeGPTModel, "build_schedule_plan", counted)
+        equals_one_process(files, cell, **changes)
+    assert len(planned) == 2 * changes.get("vp", 1)  # of each of the step's micro-batches, and of no evaluation
+
+
+def trains_as_without(files: Files, name: str, extra: dict[str, Any], **changes: Any) -> None:
+    """A run with some options more has the figures, to the last bit, of the run without."""
+    found = []
+    for run, options in ((name, extra), (f"{name}-without", {})):
+        _train(files.run_options(run, **changes, **options))
+        found.append(without_speed(read_metrics(files.run(run))))
+    assert found[0] == found[1]
 
 
 def starts_from_an_imported_checkpoint(files: Files, cell: Cell) -> None:

@@ -32,6 +32,12 @@ RECOMPUTED: tuple[tuple[Cell, str, str, dict[str, Any]], ...] = (
     (Cell("predicting", True, "pp2"), "layers", "full", {}),
     (Cell("latent", True, "tp2-sp"), "heads", "selective", {"recompute_modules": "mla_up_proj"}),
 )
+# Two micro-batches at a time: shared experts and a dense layer, packed rows; and interleaved stages.
+OVERLAPPED: dict[int, tuple[tuple[Cell, dict[str, Any]], ...]] = {
+    1: (),
+    2: ((Cell("block-moe", False, "ep2"), {}), (Cell("balanced-moe", True, "ep2"), {})),
+    4: ((Cell("masked-moe", False, "ep2-pp2"), {"vp": 2}),),
+}
 
 Plan = dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]
 Results = dict[int, dict[str, list[str]]]  # what each rank reported, by the number of processes and the check
@@ -41,7 +47,7 @@ def plan(processes: int, root: Path = Path()) -> Plan:
     """Every check on so many processes, in order: its name, the function of `megatron_checks` and its arguments."""
     if processes == 1:
         return _alone() | bad_input(Files(root), 1)
-    found = layouts(processes, quick=True)
+    found = layouts(processes, quick=True) | _overlapped(processes)
     if processes == 2:
         return found | _two(Files(root)) | bad_input(Files(root), 2)
     stopped = {"name": "terminated", "layout": "tp2-sp-pp2", "keep_last": 2}
@@ -62,7 +68,8 @@ def layouts(processes: int, quick: bool) -> Plan:
         return {str(cell): ("equals_one_process", (cell,), {}) for cell in cells(processes, quick)}
     rows = {(cell.subject, cell.packed) for number in (2, 4) for cell in cells(number, quick)}
     if quick:
-        rows |= {(cell.subject, cell.packed) for cell in (IMPORTED, *(cell for cell, *_ in RECOMPUTED))}
+        overlapped = [cell for chosen in OVERLAPPED.values() for cell, _ in chosen]
+        rows |= {(cell.subject, cell.packed) for cell in (IMPORTED, *overlapped, *(cell for cell, *_ in RECOMPUTED))}
     return {
         f"one process: {subject}{' packed' * packed}": ("writes_reference", (Cell(subject, packed, "one"),), {})
         for subject, packed in sorted(rows)
@@ -91,6 +98,17 @@ def _alone() -> Plan:
         "validation noise": ("evaluates_with_the_same_noise", (), {}),
         "finished": ("resumes_a_finished_run", ("whole",), {}),
         "early": ("starts_again_before_the_first_checkpoint", (), {}),
+    }
+
+
+def _overlapped(processes: int) -> Plan:
+    return {
+        f"{cell}{''.join(f' {name} {value}' for name, value in changes.items())}, two micro-batches at a time": (
+            "overlaps_expert_communication",
+            (cell,),
+            changes,
+        )
+        for cell, changes in OVERLAPPED[processes]
     }
 
 
@@ -149,6 +167,11 @@ def _two(files: Files) -> Plan:
             {**plain, "layout": "ep2", "steps": 3},
         ),
         "experts stop": ("trains", ("experts-cut",), {**EXPERTS, "layout": "ep2", "steps": 3}),
+        "two micro-batches at a time, in bf16": (
+            "trains_as_without",
+            ("overlapped", {"ep_overlap": True}),
+            {**EXPERTS, "layout": "ep2", "steps": 3, "eval_interval": 2, "precision": "bf16"},
+        ),
         **{
             f"experts, {of} then {name}": (
                 "resumes_a_copy",

@@ -86,6 +86,11 @@ _CUDA_ONLY_MODULES = (
     "megatron.core.transformer.moe.moe_utils",
     # The rotary embedding under context parallelism pins its indices.
     "megatron.core.models.common.embeddings.rope_utils",
+    # Schedule plans run on two streams.
+    "megatron.core.pipeline_parallel.utils",
+    "megatron.core.pipeline_parallel.combined_1f1b",
+    "megatron.core.models.common.model_chunk_schedule_plan",
+    "megatron.core.models.gpt.fine_grained_callables",
     # Ranks that share the reading of a checkpoint exchange tensors; savers agree on whether a plan can be used again.
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
@@ -100,7 +105,7 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSyst
 
 CPU_PATCHES = (
     Patch(
-        target="torch, in 14 modules",
+        target="torch, in 18 modules",
         what='the device "cuda" is the CPU, memory is never pinned, streams do nothing',
         why='they make tensors with device="cuda" and use streams',
         source="pipeline_parallel/schedules.py:596",
@@ -120,13 +125,15 @@ CPU_PATCHES = (
     ),
     Patch(
         target="torch.Tensor",
-        what="cuda() is the tensor itself, type() names CUDA",
-        why="a tied output layer fetches the embedding by .cuda(); optimizers look for torch.cuda.FloatTensor by name",
+        what="cuda() is the tensor itself, type() names CUDA, record_stream() does nothing",
+        why="a tied output layer fetches the embedding by .cuda(); optimizers look for torch.cuda.FloatTensor by "
+        "name; schedule plans run on two streams",
         source="models/common/language_module/language_module.py:244",
         when=ON_CPU,
         replaces={
             "torch.Tensor.cuda": process.replace_with(process.same_tensor),
             "torch.Tensor.type": process.cuda_type_name,
+            "torch.Tensor.record_stream": process.replace_with(process.do_nothing),
         },
     ),
     Patch(
@@ -201,6 +208,14 @@ MODULE_PATCHES = (
         source="models/gpt/gpt_model.py:284",
         when=_anywhere("always"),
         code="dlm_bridge.parallel.gpt:BridgeGPTModel",
+    ),
+    Patch(
+        target="GPTModel.build_schedule_plan",
+        what="loss positions in place of labels",
+        why="its loss is one of every position",
+        source="models/gpt/gpt_model.py:739",
+        when=_anywhere("--ep-overlap"),
+        code="dlm_bridge.parallel.gpt:PlannedLoss",
     ),
     Patch(
         target="ColumnParallelLinear._forward_impl",

@@ -169,6 +169,11 @@ class _Stream:
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
 
+    wait = wait_stream
+
+    def record(self, stream: Any = None) -> None:
+        """Everything before has happened."""
+
     def record_event(self) -> _Stream:
         return self
 
@@ -179,7 +184,8 @@ class _Stream:
 class _CudaOnCPU(types.ModuleType):
     """`torch.cuda` where there is one stream, on which everything happens at once."""
 
-    Stream = _Stream
+    Stream = Event = _Stream
+    nvtx = types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
     _only = _Stream()
 
     def __getattr__(self, name: str) -> Any:

@@ -170,6 +170,8 @@ class TrainConfig:
             )
         if parallel.tp_overlap:
             self._check_tp_overlap()
+        if parallel.ep_overlap:
+            self._check_ep_overlap()
         if optimizer.name == "muon":
             cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
             _exclude(
@@ -238,6 +240,36 @@ class TrainConfig:
                 self.model.adapts,
                 "an adapter",
                 "gradients of hidden states are reduced beside the weights' gradients, which a frozen base has not",
+            ),
+            remedy="leave one of them out",
+        )
+
+    def _check_ep_overlap(self) -> None:
+        """Raise OptionError for what megatron-core's schedule of two micro-batches at a time cannot do."""
+        parallel, dispatcher = self.parallel, self.parallel.moe_dispatcher
+        if parallel.ep == 1:
+            raise OptionError("--ep-overlap", "needs --ep above 1, whose communication overlaps")
+        if parallel.pp > 1 and parallel.vp == 1:
+            raise OptionError(
+                "--ep-overlap", f"with --pp {parallel.pp} needs --vp 2 or more, which megatron-core interleaves"
+            )
+        if self.precision.name == "fp32":
+            raise OptionError("--ep-overlap", "needs --precision bf16, fp16 or fp8: megatron-core has it for these")
+        layers = "layers run in parts, which nothing recomputes"
+        recomputed = self.engine.recomputed if self.engine.recompute == "selective" else []
+        _exclude(
+            "--ep-overlap",
+            "",
+            (self.model.adapts, "an adapter", "every part has a backward pass, which a frozen embedding has not"),
+            (dispatcher == "allgather", "--moe-dispatcher allgather", "only alltoall and flex have parts to overlap"),
+            (parallel.moe_shared_expert_overlap, "--moe-shared-expert-overlap", "both would overlap the same"),
+            (parallel.fsdp, f"--fsdp {parallel.fsdp}", "layers run in parts, before which no shard is gathered"),
+            (self.engine.recompute == "full", "--recompute full", layers),
+            ("moe" in recomputed, "--recompute-modules moe", layers),
+            (
+                self.logging.straggler_interval,
+                "--straggler-interval",
+                "forward and backward passes of two micro-batches are not timed apart",
             ),
             remedy="leave one of them out",
         )

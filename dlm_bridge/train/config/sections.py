@@ -265,6 +265,9 @@ class ParallelOptions:
         choices=("auto", "alltoall", "allgather", "flex"),
     )  # fmt: skip
     moe_shared_expert_overlap: bool = megatron_option(False, "Overlap shared experts with the dispatcher.")
+    ep_overlap: bool = megatron_option(
+        False, "Overlap the dispatch of tokens to experts with another micro-batch's computation.", tasks=TRAINING
+    )
 
     @property
     def shards(self) -> bool:

@@ -23,6 +23,7 @@ from dlm_bridge.parallel.core import (
     parallel_state,
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
+from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.megatron.settings import passed_on
 
@@ -87,14 +88,11 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         raise DlmBridgeError(
             "--megatron transformer.moe_apply_probs_on_input is for routers that choose one expert: leave it out"
         )
-    if parallel.tp_overlap and described.get("multi_latent_attention"):
-        raise DlmBridgeError(
-            "--tp-overlap: projections of multi-head latent attention have no userbuffers: leave it out"
-        )
     if bridge.dims.experts:
         check_experts(config)
         tokens = config.data.global_batch_size * config.data.seq_length * objective.tokens_read
         fields |= _moe_fields(config, has_te, tokens, _dispatcher(config, described["moe_router_topk"], passed))
+    check_overlap(config, bridge.dims.experts, bool(fields.get("mtp_num_layers")), described)
     return fields | passed
 
 
@@ -141,7 +139,7 @@ def _dispatcher(config: TrainConfig, top_k: int, passed: dict[str, Any]) -> str:
     parallel = config.parallel
     if parallel.moe_dispatcher != "auto":
         return parallel.moe_dispatcher
-    if parallel.moe_shared_expert_overlap or any(passed.get(name) for name in ALLTOALL_ONLY):
+    if parallel.moe_shared_expert_overlap or parallel.ep_overlap or any(passed.get(name) for name in ALLTOALL_ONLY):
         return "alltoall"
     return "allgather" if 1 < parallel.ep * parallel.expert_tp < top_k else "alltoall"
 
@@ -167,6 +165,7 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
         "moe_grouped_gemm": has_te if grouped is None else grouped,
         "moe_permute_fusion": has_te,
         "moe_shared_expert_overlap": parallel.moe_shared_expert_overlap,
+        "overlap_moe_expert_parallel_comm": parallel.ep_overlap,
         "moe_router_bias_update_rate": objective.moe_expert_bias_update_rate,
         "moe_router_load_balancing_type": objective.moe_aux_loss if objective.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": objective.moe_aux_loss_coeff * scale * rows,
@@ -307,3 +306,25 @@ def check_experts(config: TrainConfig) -> None:
         )
     if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
+
+
+def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: dict[str, Any]) -> None:
+    """Raise DlmBridgeError for a model whose communication cannot be overlapped as asked: one of so many `experts`,
+    that `predicts` or not with multi-token prediction layers, and is `described` by `Mapping.settings`."""
+    parallel = config.parallel
+    if parallel.tp_overlap and described.get("multi_latent_attention"):
+        raise DlmBridgeError("--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out")
+    if not parallel.ep_overlap:
+        return
+    if experts == parallel.ep and parallel.expert_tp == 1:
+        raise DlmBridgeError(
+            f"--ep-overlap: with one of {experts} experts on each rank megatron-core frees the tokens that their "
+            "gradients need: use a smaller --ep, or leave it out"
+        )
+    if predicts:
+        raise DlmBridgeError(
+            "--ep-overlap: megatron-core's schedule gives multi-token prediction layers other tokens than they read: "
+            "set --mtp-loss-scaling-factor 0, which leaves those layers as they are, or leave it out"
+        )
+    if BLOCK_ROUTING_CAPACITY in described:
+        raise DlmBridgeError("--ep-overlap: this model's routers go by their layer's mask: leave it out")

@@ -35,8 +35,12 @@ def run_schedule(
     device = platform.current().device()
     no_tokens = torch.zeros((), dtype=torch.int, device=device)
 
-    def step(data: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
+    def step(data: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
         batch = next(data).to(device)
+        if return_schedule_plan:  # megatron-core runs it, with another micro-batch's backward pass
+            plan = model.build_schedule_plan(**inputs(batch))
+            planned = plan.state.labels
+            return plan, lambda output: (output, no_tokens, planned.sums)
         with timed():
             return model(**inputs(batch)), loss
 

@@ -68,6 +68,7 @@ OURS: dict[str, dict[str, str]] = {
         "moe_token_dispatcher_type": "--moe-dispatcher",
         "moe_grouped_gemm": "--moe-grouped-gemm",
         "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+        "overlap_moe_expert_parallel_comm": "--ep-overlap",
         "moe_router_bias_update_rate": "--moe-expert-bias-update-rate",
         "moe_router_load_balancing_type": "--moe-aux-loss",
         "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
@@ -125,7 +126,7 @@ CALLABLES = (
 )  # fmt: skip
 _GRAPHS = "the engine records no CUDA graphs: the number of masked positions changes from step to step"
 _LOADS = "the bridge loads every rank's weights, and the gradient norm needs the attributes that initialisation sets"
-_DELAYED = "weight gradients would be missing: only the schedule of overlap_moe_expert_parallel_comm computes them"
+_DELAYED = "weight gradients would be missing without --ep-overlap, and were never compared with it"
 _MUON = "--optimizer muon is the engine's own, with torch.optim.Muon's settings"
 _MUON_SETTINGS = (
     "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
