@@ -78,6 +78,10 @@ class Platform(ABC):
         """Whether layers are built of Transformer Engine's modules."""
         return False
 
+    def records_graphs(self) -> bool:
+        """Whether megatron-core records CUDA graphs here."""
+        return False
+
     def overrides(self) -> Overrides | None:
         """What of megatron-core and torch has to be replaced here, beside what `mcore_patches` replaces."""
         return None
@@ -136,6 +140,9 @@ class Accelerator(Platform):
 class CUDA(Accelerator):
     name = "cuda"
     backend = "nccl"
+
+    def records_graphs(self) -> bool:
+        return True
 
     def uses_transformer_engine(self) -> bool:
         return importlib.util.find_spec("transformer_engine") is not None

@@ -16,13 +16,19 @@ from dlm_bridge.parallel.devices import Platform
 from dlm_bridge.parallel.mcore_patches.process_wide import destroy_process_groups
 
 
-def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig | None = None) -> None:
+def initialize(
+    layout: Layout,
+    seed: int = 1234,
+    parallel: ContextParallelConfig | None = None,
+    graphs: bool = False,
+) -> None:
     """Initialise the process groups of `layout` and `parallel` (None: no context parallelism); the remaining ranks are
     data parallel.
 
     Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
     plainly it is a world of one. Groups that already exist are kept if they fit. Where megatron-core's random number
-    tracker is not seeded yet, `seed` seeds it and, as megatron-core does, the platform's default generator.
+    tracker is not seeded yet, `seed` seeds it and, as megatron-core does, the platform's default generator; for
+    `graphs` it becomes one whose states CUDA graphs can advance.
 
     Raises DlmBridgeError where the number of processes or existing groups do not fit the layout.
     """
@@ -43,8 +49,9 @@ def initialize(layout: Layout, seed: int = 1234, parallel: ContextParallelConfig
             context_parallel_size=parallel.cp,
             hierarchical_context_parallel_sizes=_list(parallel.hierarchical_cp_sizes),
         )
-    if not get_cuda_rng_tracker().is_initialized():
-        model_parallel_cuda_manual_seed(seed)
+    tracker = get_cuda_rng_tracker()
+    if not tracker.is_initialized() or (graphs and not tracker.use_cudagraphable_rng):
+        model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphs, force_reset_rng=True)
 
 
 def destroy() -> None:

@@ -51,7 +51,7 @@ def build_megatron_model(
     config = model_config(
         checkpoint.mapping, checkpoint.config, checkpoint.dims, layout, params_dtype, parallel, **overrides
     )
-    groups.initialize(layout, parallel=parallel)
+    groups.initialize(layout, parallel=parallel, graphs=config.transformer.cuda_graph_impl != "none")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunks = []
     pattern = checkpoint.family.attention_pattern

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.base import Objective
 from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
 from dlm_bridge.plan.model import PlannedModel, open_model
 from dlm_bridge.plan.run import run_of
@@ -111,7 +112,7 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     config, objective = resolve_objective(config, model, step)
     config = with_lora(config, model)
     _check_tokens(config, found, model, objective.mask_token)
-    memory, notes = _memory(config, gpus, checkpoint)
+    memory, notes = _memory(config, objective, gpus, checkpoint)
     groups = _parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
     micro_batch_size, micro_batches = config.data.accumulation(replicas)
@@ -174,12 +175,14 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
 
 
-def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[MemoryPlan | None, list[str]]:
+def _memory(
+    config: TrainConfig, objective: Objective, gpus: int, checkpoint: Path | None
+) -> tuple[MemoryPlan | None, list[str]]:
     """The memory plan, with notes."""
     source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
     if config.engine.name == "megatron":
         model = open_model(source, family=config.model.family)
-        _check_megatron(config, model)
+        _check_megatron(config, model, objective)
         planned = run_of(config, str(config.objective.name), gpus)
         return memory_plan(model, planned), building_notes(model, planned)
     config.data.accumulation(gpus)
@@ -210,12 +213,13 @@ def _memory(config: TrainConfig, gpus: int, checkpoint: Path | None) -> tuple[Me
     return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]
 
 
-def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
+def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objective) -> None:
     """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import NotInstalledError
     from dlm_bridge.train.megatron.mcore_config import (
         DTYPES,
+        check_cuda_graphs,
         check_experts,
         check_mcore_config,
         check_overlap,
@@ -229,6 +233,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel) -> None:
     if model.dims.experts:
         check_experts(config)
     check_sequence(config)
+    check_cuda_graphs(config, objective, model.family.attention_pattern)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
     predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)

@@ -133,7 +133,7 @@ def test_values_get_their_fields_types() -> None:
         ("transformer.calculate_per_token_loss=false", "--loss-normalisation"),
         ("transformer.hidden_dropout=-1", "-1"),
         ("transformer.attention_dropout=1.0", "1"),
-        ("transformer.cuda_graph_impl=local", "CUDA graphs"),
+        ("transformer.cuda_graph_impl=local", "--cuda-graphs"),
         ("transformer.delay_wgrad_compute=true", ""),
         ("transformer.hybrid_context_parallel=true", "--cp"),
         ("transformer.timers=1", ""),

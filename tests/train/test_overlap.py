@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from tests.interop.cases import BLOCK_ROUTED, PREDICTING, models
+from tests.train.conftest import Run
+from tests.train.megatron_cases import Cell, Files
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 TP = {"tp": 2, "tp_overlap": True, "precision": "bf16"}
@@ -50,6 +54,26 @@ def test_what_options_exclude(options: dict[str, Any], flag: str, named: str) ->
     with pytest.raises(OptionError, match=named) as raised:
         check_settings(configured(**options))
     assert raised.value.flag.split()[0] == flag
+
+
+@pytest.mark.parametrize("subject", ["masked", "block", "complementary"])
+def test_userbuffers_have_a_micro_batchs_tokens(
+    subject: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Transformer Engine's products take their sizes from, in evaluations as in steps."""
+    from dlm_bridge.parallel import userbuffers
+    from dlm_bridge.train.megatron.engine import assemble, initialize_userbuffers
+
+    made: list[int] = []
+    monkeypatch.setattr(userbuffers, "initialize", lambda tokens, *_, **__: made.append(tokens))
+    files = Files(tmp_path).write_some(subject)
+    config = TrainConfig.from_flags(**files.options(Cell(subject, False, "one"), micro_batch_size=2))
+    trainer = assemble(config, Console(quiet=True))
+    objective = trainer.objective
+    initialize_userbuffers(config, 8, objective.tokens_read, {"tp_comm_bootstrap_backend": "gloo"})
+    batches = [*trainer.produce(1).batches, *trainer.prepare([trainer.evaluation_batch(objective, [0, 1], 1)])]
+    assert [batch.input_ids.numel() for batch in batches] == made * 3
+    trainer.close()
 
 
 def test_what_goes_together() -> None:

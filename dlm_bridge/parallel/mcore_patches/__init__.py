@@ -234,6 +234,25 @@ MODULE_PATCHES = (
         code="modules:LossPositionsLayer",
     ),
     Patch(
+        target="TensorReusePool.insert",
+        what="nothing: a buffer that CUDA graphs read or write belongs to one of them",
+        why="an input is given back when its forward pass has been recorded, and becomes another layer's gradient "
+        "before its own backward pass reads it",
+        source="transformer/cuda_graphs.py:995",
+        when=_anywhere("--cuda-graphs"),
+        replaces={
+            "megatron.core.transformer.cuda_graphs.TensorReusePool.insert": process.replace_with(process.do_nothing)
+        },
+    ),
+    Patch(
+        target="_CudagraphGlobalRecord",
+        what="the buffers that CUDA graphs share are let go when a run ends",
+        why="it keeps them, and `delete_cuda_graphs` leaves them",
+        source="transformer/cuda_graphs.py:319",
+        when=_anywhere("--cuda-graphs"),
+        code="process_wide:release_cuda_graphs",
+    ),
+    Patch(
         target="MoEAllGatherTokenDispatcher",
         what="token counts go to the CPU while tokens are gathered; one sum in the hidden states' dtype",
         why="it waits for the device twice a layer, and adds up in the router's dtype",

@@ -327,7 +327,8 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 class LossPositionsLayer(TransformerLayer):
-    """The last layer, whose feed-forward computes the rows of `positions` only where those are set."""
+    """The last layer, whose feed-forward computes the rows of `positions` only where those are set. It is in no CUDA
+    graph: their number changes from step to step."""
 
     positions: torch.Tensor | None = None  # [M] int64, b * S + s, during a forward pass
 
@@ -361,6 +362,8 @@ def patch_last_layer(layer: Any, config: TransformerConfig) -> None:
         and config.recompute_granularity != "full"
     ):
         layer.__class__ = LossPositionsLayer
+        if hasattr(layer, "cudagraph_manager"):
+            del layer.cudagraph_manager
 
 
 def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:

@@ -278,6 +278,17 @@ def init_data_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_data
 
 
+def release_cuda_graphs() -> None:
+    """Forget the layers that CUDA graphs were made for, with the memory that graphs share, so that those of another
+    model can be made. megatron-core has one list of them for the process, and no layer of another model in it."""
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs.delete_cuda_graphs()
+    buffers = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
+    for kept in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
+        kept.clear()
+
+
 def start_results_queue() -> None:
     """Start the process through which megatron-core's checkpoint writers report, to end with this one and not before:
     whoever stops a job (Slurm, a shell) signals all its processes, and this one is needed for the last checkpoint."""

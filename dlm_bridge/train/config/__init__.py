@@ -172,6 +172,8 @@ class TrainConfig:
             self._check_tp_overlap()
         if parallel.ep_overlap:
             self._check_ep_overlap()
+        if self.engine.cuda_graphs:
+            self._check_cuda_graphs()
         if optimizer.name == "muon":
             cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
             _exclude(
@@ -272,6 +274,31 @@ class TrainConfig:
                 "forward and backward passes of two micro-batches are not timed apart",
             ),
             remedy="leave one of them out",
+        )
+
+    def _check_cuda_graphs(self) -> None:
+        """Raise OptionError for what changes the layers' inputs or memory from step to step."""
+        parallel, data, passed = self.parallel, self.data, self.engine.passed_through("transformer")
+        masked = "rows have an attention mask, which layers in graphs do not take"
+        _exclude(
+            "--cuda-graphs",
+            "",
+            (parallel.pp > 1, f"--pp {parallel.pp}", "each micro-batch of a stage would have graphs of its own"),
+            (parallel.fsdp, f"--fsdp {parallel.fsdp}", "weights have no place of their own in memory"),
+            (self.engine.recompute == "full", "--recompute full", "a recomputed layer is in no graph"),
+            (self.precision.name == "fp8", "--precision fp8", "FP8's scaling in graphs was never compared"),
+            (parallel.ep_overlap, "--ep-overlap", "its layers run in parts"),
+            (data.document_attention, "--document-attention", masked),
+            (self.objective.mask_annealing_steps, "--mask-annealing-steps", masked),
+            (
+                self.objective.length_variation,
+                f"--length-variation {self.objective.length_variation}",
+                "truncated rows have an attention mask: set it to 0",
+            ),
+            *(
+                (passed.get(name), f"--megatron transformer.{name}", "evaluations would replay a training step's")
+                for name in ("hidden_dropout", "attention_dropout")
+            ),
         )
 
 

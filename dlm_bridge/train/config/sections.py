@@ -423,6 +423,9 @@ class EngineOptions:
     moe_grouped_gemm: bool | None = megatron_option(
         None, "Grouped matrix product of experts; on with Transformer Engine."
     )
+    cuda_graphs: bool = megatron_option(
+        False, "Record dense layers in CUDA graphs; for rows without attention masks.", tasks=("pretrain",)
+    )
     megatron: list[str] = option(
         [], "megatron-core's other settings: transformer.KEY=VALUE, ddp.KEY=VALUE, optimizer.KEY=VALUE.",
         engine="megatron",

@@ -123,11 +123,12 @@ def assemble(
     config = with_lora(config, source.model)
     adapter = LoraRun.of(config, source, checkpoint)
     mcore_config.check_sizes(config, objective)
+    mcore_config.check_cuda_graphs(config, objective, source.bridge.family.attention_pattern)
 
     # Configuration of megatron-core, and the buffers that layers look for.
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
     if config.parallel.tp_overlap:
-        initialize_userbuffers(config, source.bridge.dims.hidden, objective.streams, overrides)
+        initialize_userbuffers(config, source.bridge.dims.hidden, objective.tokens_read, overrides)
 
     # The main process reads and packs the data, the others find them in the cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
@@ -171,17 +172,18 @@ def build_trained_model(
 def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     mcore_config.check_sequence(config)
-    groups.initialize(config.parallel.layout, config.data.seed, config.parallel.context)
+    parallel, graphs = config.parallel, config.engine.cuda_graphs
+    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs)
     config.check_batch(parallel_state.get_data_parallel_world_size())
 
 
-def initialize_userbuffers(config: TrainConfig, hidden_size: int, streams: int, overrides: dict[str, Any]) -> None:
+def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: int, overrides: dict[str, Any]) -> None:
     """Make Transformer Engine's buffers for a run's micro-batches; `overrides` as of `build_trained_model`. Raises
     DlmBridgeError."""
     parallel = config.parallel
     micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
     userbuffers.initialize(
-        micro * streams * config.data.seq_length // parallel.cp,
+        micro * tokens_read * config.data.seq_length // parallel.cp,
         hidden_size,
         parallel.tp,
         fp8=config.precision.name == "fp8",

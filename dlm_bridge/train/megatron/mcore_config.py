@@ -52,6 +52,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
     fields: dict[str, Any] = {
         "sequence_parallel": parallel.sharded_sequence,
         "tp_comm_overlap": parallel.tp_overlap,
+        "cuda_graph_impl": "local" if config.engine.cuda_graphs else "none",
         "tp_comm_bootstrap_backend": "gloo",
         # Gradients are sums; the objective's weights carry the global normaliser.
         "calculate_per_token_loss": True,
@@ -188,6 +189,8 @@ def check_mcore_config(config: TrainConfig) -> None:
         raise NotInstalledError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
     if config.parallel.tp_overlap:
         userbuffers.check_machine(config.parallel.tp)
+    if config.engine.cuda_graphs and not platform.current().records_graphs():
+        raise NotInstalledError("--cuda-graphs needs an NVIDIA GPU: leave it out")
     data_parallel_config(config)
     optimizer_config(config)
 
@@ -314,6 +317,13 @@ def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: 
     parallel = config.parallel
     if parallel.tp_overlap and described.get("multi_latent_attention"):
         raise DlmBridgeError("--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out")
+    if config.engine.cuda_graphs and experts:
+        raise DlmBridgeError("--cuda-graphs: experts get another number of tokens in each step: leave it out")
+    if config.engine.cuda_graphs and predicts:
+        raise DlmBridgeError(
+            "--cuda-graphs: multi-token prediction layers in graphs were never compared: set "
+            "--mtp-loss-scaling-factor 0, which leaves them as they are, or leave it out"
+        )
     if not parallel.ep_overlap:
         return
     if experts == parallel.ep and parallel.expert_tp == 1:
@@ -328,3 +338,12 @@ def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: 
         )
     if BLOCK_ROUTING_CAPACITY in described:
         raise DlmBridgeError("--ep-overlap: this model's routers go by their layer's mask: leave it out")
+
+
+def check_cuda_graphs(config: TrainConfig, objective: Objective, attention_pattern: str) -> None:
+    """Raise DlmBridgeError for an objective whose rows have an attention mask, where layers are in CUDA graphs."""
+    if config.engine.cuda_graphs and (objective.streams > 1 or attention_pattern == "block_causal"):
+        raise DlmBridgeError(
+            "--cuda-graphs: rows of this model and objective have an attention mask, which layers in graphs do not "
+            "take: leave it out"
+        )

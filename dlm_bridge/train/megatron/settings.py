@@ -65,6 +65,7 @@ OURS: dict[str, dict[str, str]] = {
         "overlap_p2p_comm": "--overlap-communication",
         "batch_p2p_comm": "--overlap-communication",
         "attention_backend": "--attention-backend",
+        **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "cuda_graph_scope"), "--cuda-graphs"),
         "moe_token_dispatcher_type": "--moe-dispatcher",
         "moe_grouped_gemm": "--moe-grouped-gemm",
         "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
@@ -124,7 +125,6 @@ CALLABLES = (
     "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func",
     "init_method", "output_layer_init_method", "embedding_init_method", "_cpu_offloading_context",
 )  # fmt: skip
-_GRAPHS = "the engine records no CUDA graphs: the number of masked positions changes from step to step"
 _LOADS = "the bridge loads every rank's weights, and the gradient norm needs the attributes that initialisation sets"
 _DELAYED = "weight gradients would be missing without --ep-overlap, and were never compared with it"
 _MUON = "--optimizer muon is the engine's own, with torch.optim.Muon's settings"
@@ -140,7 +140,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **IGNORED_SETTINGS,
         **dict.fromkeys(OF_THE_MODEL, "the model's config.json determines it"),
         **dict.fromkeys(CALLABLES, "the engine sets this function"),
-        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _GRAPHS),
+        "external_cuda_graph": "--cuda-graphs are megatron-core's own, not Transformer Engine's",
         **dict.fromkeys(("perform_initialization", "init_model_with_meta_device", "use_cpu_initialization"), _LOADS),
         **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), _DYNAMIC_CP),
         "delay_wgrad_compute": _DELAYED,

@@ -28,6 +28,7 @@ from dlm_bridge.parallel.handover import refresh_hf_model, stream_live_weights
 from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
+from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
@@ -90,6 +91,7 @@ class MegatronTrainer(Trainer):
         self.packs_documents = self._packs_documents()
         self.stragglers = self._straggler_detector() if config.logging.straggler_interval else None
         self.producing = threading.Lock()
+        self.records_graphs = config.engine.cuda_graphs  # at the end of the first pass over micro-batches
 
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
@@ -111,6 +113,8 @@ class MegatronTrainer(Trainer):
         self.gc_schedule.close()
         super().close()
         userbuffers.destroy()
+        if self.config.engine.cuda_graphs:
+            release_cuda_graphs()
 
     # -- one step
 
@@ -133,6 +137,8 @@ class MegatronTrainer(Trainer):
         absolute = scales_queries(self.chunks[0].config)
         form = (self.attention_pattern, block_size, rank, size, packed, absolute, self.depths)
         parts = [micro_batch(batch, *form) for batch in noisy]
+        if self.config.engine.cuda_graphs and any(part.attention_mask is not None or part.packed for part in parts):
+            raise DlmBridgeError("--cuda-graphs: rows with an attention mask are in no graph: leave it out")
         return [part.pin() for part in parts] if self.device.type == "cuda" else parts
 
     def between_steps(self) -> None:
@@ -157,7 +163,11 @@ class MegatronTrainer(Trainer):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run_schedule(batches, divisors_K, forward_only=False)
+        # While CUDA records, no other thread may pin memory.
+        with self.producing if self.records_graphs else contextlib.nullcontext():
+            sums_K = self._run_schedule(batches, divisors_K, forward_only=False)
+        self.records_graphs = False
+        return sums_K
 
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
         updated, norm = self.clipped_step()
