@@ -2,13 +2,16 @@
 
     python benchmarks/train.py --model 1.7b --precision bf16 --micro-batch-size 8
     torchrun --nproc-per-node 4 benchmarks/train.py --model 8b --micro-batch-size 2 --tp 2
+    UB_SKIPMC=1 torchrun --nproc-per-node 2 benchmarks/train.py --model 8b --layers 20 --tp 2 --tp-overlap \
+        --only without --only ours
 
 A masked diffusion step (forward, backward, optimizer) on made-up tokens, sequence 4096, bidirectional attention. The
 peer is megatron-core's GPTModel with Transformer Engine's layers, as its users run it: logits of every position,
 Transformer Engine's cross entropy, the same layout, data parallelism and optimizer. Medians over the steps after
 warm-up, timed on the device from the end of a step to the end of the next, one side after the other in one process;
-neither side's loop reads a loss before the next step is under way. Prints a line of each side when it is done, then a
-result line, and with --json FILE appends that there.
+neither side's loop reads a loss before the next step is under way. The side "without" is ours without --tp-overlap,
+--ep-overlap and --cuda-graphs, which both others have. Prints a line of each side when it is done, then a result line,
+and with --json FILE appends that there.
 """
 
 from __future__ import annotations
@@ -30,88 +33,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from shapes import SEQUENCE, SHAPES
 from step_profile import profile
 
 from dlm_bridge.convert.checkpoints import in_memory
 from dlm_bridge.models.initialisation import Constant
 from dlm_bridge.train.config import TrainConfig
 
-SEQUENCE = 4096
-SHAPES: dict[str, dict[str, Any]] = {
-    "1.7b": {
-        "architectures": ["A2DQwen3LMHeadModel"],
-        "model_type": "a2d-qwen3",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "mask_token_id": 151669,
-    },
-    "8b": {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "activation_type": "silu",
-        "block_type": "llama",
-        "d_model": 4096,
-        "mlp_hidden_size": 12288,
-        "n_layers": 32,
-        "n_heads": 32,
-        "n_kv_heads": 32,
-        "vocab_size": 126464,
-        "embedding_size": 126464,
-        "mask_token_id": 126336,
-        "eos_token_id": 126081,
-        "pad_token_id": 126081,
-        "max_sequence_length": 32768,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "weight_tying": False,
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "layer_norm_type": "rms",
-        "rope": True,
-        "alibi": False,
-    },
-    "moe": {
-        "architectures": ["LLaDAMoEModelLM"],
-        "model_type": "llada",
-        "hidden_size": 2048,
-        "dense_intermediate_size": 8192,
-        "expert_intermediate_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "moe_layer_freq": [1] * 16,
-        "norm_topk_prob": None,
-        "qk_layernorm": True,
-        "vocab_size": 157184,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 8192,
-        "rope_theta": 50000,
-        "partial_rotary_factor": 1,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "mask_token_id": 156895,
-        "eos_token_id": 156892,
-        "pad_token_id": 156892,
-    },
+OVERLAPS = {  # by flag: the option of a run, and what it is
+    "tp-overlap": ("tp_overlap", "tensor parallel communication beside matrix products"),
+    "ep-overlap": ("ep_overlap", "expert parallel communication beside another micro-batch"),
+    "cuda-graphs": ("cuda_graphs", "layers in CUDA graphs"),
 }
+VARIABLES = ("UB_SKIPMC", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE")
 
 
 def main() -> None:
@@ -121,8 +55,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = run_config(arguments, Path(folder))
         row: dict[str, Any] = {"model": arguments.model, "precision": arguments.precision, "layout": layout(arguments)}
-        for side, make in (("ours", ours), ("peer", peer)):
-            if arguments.only not in (None, side):
+        row["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        for side, make in (("without", without), ("ours", ours), ("peer", peer)):
+            if side not in (arguments.only or ("ours", "peer")):
                 continue
             try:
                 torch.cuda.reset_peak_memory_stats()
@@ -135,8 +70,9 @@ def main() -> None:
                 print(f"{side.upper()} {json.dumps(row[side])}", flush=True)
             free()
     if dist.get_rank() == 0:
-        if all("tokens_per_s" in row.get(side, {}) for side in ("ours", "peer")):
-            row["ratio"] = row["ours"]["tokens_per_s"] / row["peer"]["tokens_per_s"]
+        for name, side in (("ratio", "peer"), ("gain", "without")):
+            if all("tokens_per_s" in row.get(each, {}) for each in ("ours", side)):
+                row[name] = row["ours"]["tokens_per_s"] / row[side]["tokens_per_s"]
         print("RESULT " + json.dumps(row), flush=True)
         if arguments.json:
             with open(arguments.json, "a") as file:
@@ -156,6 +92,8 @@ def parse() -> argparse.Namespace:
     for name in ("tp", "pp", "vp", "cp", "ep"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--fsdp")
+    for name, (_, what) in OVERLAPS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=what)
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--set", action="append", default=[], help="of ours: a field of the run's configuration, K=V")
@@ -165,17 +103,21 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--only", choices=("ours", "peer"))
+    parser.add_argument("--only", action="append", choices=("without", "ours", "peer"), help="a side; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
     parser.add_argument("--json")
     parser.add_argument("--debug", action="store_true")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.tp_overlap and "UB_SKIPMC" not in os.environ:
+        parser.error("--tp-overlap: set UB_SKIPMC to 1 (CUDA IPC) or 0 (NVLink multicast), which the result is of")
+    return arguments
 
 
 def layout(arguments: argparse.Namespace) -> str:
     sizes = [
         f"{name}{getattr(arguments, name)}" for name in ("tp", "pp", "vp", "cp", "ep") if getattr(arguments, name) > 1
     ]
+    sizes += [name for name, (option, _) in OVERLAPS.items() if getattr(arguments, option)]
     return " ".join([f"gpus{world()}", *sizes, *([arguments.fsdp] if arguments.fsdp else [])]) + (
         f" batch {arguments.micro_batches} x {arguments.micro_batch_size} x {arguments.seq_length}"
     )
@@ -218,6 +160,7 @@ def run_config(arguments: argparse.Namespace, folder: Path) -> TrainConfig:
         fsdp=arguments.fsdp,
         optimizer=arguments.optimizer,
         recompute=arguments.recompute,
+        **{option: getattr(arguments, option) for option, _ in OVERLAPS.values()},
         length_variation=0.0,
         lr=1e-5,
         distributed_optimizer=world() > 1,
@@ -231,6 +174,11 @@ def draw(name: str, shape: tuple[int, ...], distribution: Any, seed: int) -> tor
         return torch.full(shape, distribution.value, device="cuda")
     generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, device="cuda", generator=generator) * distribution.std
+
+
+def without(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
+    """`ours` without overlap and graphs."""
+    return ours(config.replace(**{option: False for option, _ in OVERLAPS.values()}))
 
 
 def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
@@ -262,9 +210,15 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
 
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
+    from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
     from dlm_bridge.parallel.weights import load
     from dlm_bridge.train.loading import open_megatron_source
-    from dlm_bridge.train.megatron.engine import build_optimizer, initialize_parallel, wrap_chunks
+    from dlm_bridge.train.megatron.engine import (
+        build_optimizer,
+        initialize_parallel,
+        initialize_userbuffers,
+        wrap_chunks,
+    )
     from dlm_bridge.train.megatron.mcore_config import DTYPES
     from dlm_bridge.train.megatron.settings import passed_on
 
@@ -301,6 +255,9 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         "cross_entropy_loss_fusion": True,
         "cross_entropy_fusion_impl": "te",
         "deallocate_pipeline_outputs": config.parallel.pp > 1,
+        "tp_comm_overlap": config.parallel.tp_overlap,
+        "overlap_moe_expert_parallel_comm": config.parallel.ep_overlap,
+        "cuda_graph_impl": "local" if config.engine.cuda_graphs else "none",
         "init_method": torch.nn.init.normal_,
         "output_layer_init_method": torch.nn.init.normal_,
         "embedding_init_method": torch.nn.init.normal_,
@@ -314,6 +271,8 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         config.parallel.context,
         **settings | fp8 | moe | recompute | passed_on(config, "transformer"),
     )
+    if config.parallel.tp_overlap:
+        initialize_userbuffers(config, bridge.dims.hidden, 1, {"tp_comm_bootstrap_backend": "gloo"})
     arguments = {name: value for name, value in described.arguments.items() if name != "vocab"}
     chunks = []
     for number in range(config.parallel.vp):
@@ -355,14 +314,17 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             masked = torch.rand(shape, device="cuda", generator=generator) < level
             yield torch.where(masked, mask_token, labels), labels, masked / level
 
-    def forward(batches: Iterator[tuple[torch.Tensor, ...]], model: Any) -> tuple[torch.Tensor, Any]:
+    def forward(
+        batches: Iterator[tuple[torch.Tensor, ...]], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Any]:
         tokens, labels, weights = next(batches)
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             total = (losses.float() * weights).sum() / (config.data.global_batch_size * config.data.seq_length)
             return total, torch.zeros((), dtype=torch.int, device="cuda"), total.detach()
 
-        return model(tokens, positions, None, labels=labels), loss
+        call = model.build_schedule_plan if return_schedule_plan else model
+        return call(tokens, positions, None, labels=labels), loss
 
     iterators = [data() for _ in wrapped]
 
@@ -384,7 +346,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         dist.all_reduce(total)
         return lambda: total
 
-    return step, lambda: None, None
+    return step, release_cuda_graphs if config.engine.cuda_graphs else lambda: None, None
 
 
 def finalize(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
@@ -453,8 +415,9 @@ def release(trainer: Any) -> None:
 
 
 def free() -> None:
-    from dlm_bridge.parallel import groups
+    from dlm_bridge.parallel import groups, userbuffers
 
+    userbuffers.destroy()
     groups.destroy()
     if "transformer_engine.pytorch" in sys.modules:  # it keeps the process groups of FP8's scales
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
+from shapes import SEQUENCE, SHAPES  # the file beside this one
 from torch.nn.attention import SDPBackend
-from train import SEQUENCE, SHAPES  # the script beside this one
 
 TINY = {
     **SHAPES["1.7b"],

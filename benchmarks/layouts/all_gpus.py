@@ -25,6 +25,7 @@ import torch
 HERE = Path(__file__).parent
 # Of layouts of two ranks and of four, and whole runs: what is launched together, in the order in which it is run.
 TWO = (
+    ("userbuffers", "two micro-batches at a time"),
     ("^fsdp optim:", "^fsdp optim_grads_params:", "^fsdp .* x (ep2|pp2): .*(llada|moe) (masked|block)$"),
     ("^cp2 p2p: .*_moe (masked|block)$", "^cp2 p2p: (rnd1|dream)", "^(cp2 p2p|tp2.*): llada_moe masked packed$"),
     ("^cp2 (a2a|allgather): .*_moe", "^cp2 (a2a|allgather)"),
@@ -36,6 +37,7 @@ FOUR = (
     ("^fsdp .* x (tp2|cp2)", r"a2a\+p2p", "^cp2 p2p x tp2"),
 )
 RUNS = (
+    "as without",
     "main params start|fsdp optim:",
     "fsdp optim_grads:|fp8, delayed",
     "fsdp optim_grads_params: resumed|straggler",

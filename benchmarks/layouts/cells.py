@@ -53,6 +53,12 @@ OWN_ATTENTION = [
 ]
 SOME = [Task("llada", "masked"), Task("sdar", "block"), Task("qwen3", "causal"), Task("llada_moe", "masked")]
 FEW = [Task("llada", "masked"), Task("llada_moe", "masked")]
+OVERLAPPED = [
+    Task("llada", "masked"),
+    Task("sdar", "block"),
+    Task("qwen3", "causal", True),
+    Task("llada_moe", "masked"),
+]
 
 
 @dataclass(frozen=True)
@@ -97,16 +103,24 @@ def layouts() -> list[Layout]:
         Layout("dp, no overlap", 2, {"overlap_communication": False}, FEW),
         Layout("tp2, no sp", 2, {**tp, "sequence_parallel": False}, DENSE_TASKS),
         Layout("tp2 + sp", 2, tp, [*EVERYTHING, *OWN_ATTENTION]),
+        Layout("tp2 + sp, userbuffers", 2, {**tp, "tp_overlap": True}, OVERLAPPED),
         Layout("pp2", 2, {"pp": 2}, [*EVERYTHING, *OWN_ATTENTION]),
         Layout("pp2 x vp2", 2, {"pp": 2, "vp": 2}),
         Layout("tp2 + sp x pp2", 4, {**tp, "pp": 2}, SOME),
         Layout("ep2, alltoall", 2, experts, [*MOE_TASKS, Task(LATENT, "causal")]),
         Layout("ep2, allgather", 2, {**experts, "moe_dispatcher": "allgather"}, MOE_TASKS),
+        Layout("ep2, two micro-batches at a time", 2, {**experts, "ep_overlap": True}, MOE_TASKS),
         Layout("ep4", 4, {"ep": 4}, MOE_TASKS),
         Layout("tp2 + sp, ep2 x etp1", 2, {**tp, **experts, "etp": 1}, MOE_TASKS),
         Layout("tp2 + sp, ep2 x etp2", 4, {**tp, **experts, "etp": 2}, MOE_TASKS),
         Layout("etp2", 2, {"etp": 2}, MOE_TASKS),
         Layout("ep2 x pp2", 4, {**experts, "pp": 2}, MOE_TASKS),
+        Layout(
+            "ep2 x pp2 x vp2, two micro-batches at a time",
+            4,
+            {**experts, "pp": 2, "vp": 2, "ep_overlap": True},
+            [Task("llada_moe", "masked")],
+        ),
     ]
     for comm in ("p2p", "a2a", "allgather"):
         found.append(Layout(f"cp2 {comm}", 2, {"cp": 2, "cp_comm_type": comm}, [*EVERYTHING, *OWN_ATTENTION]))

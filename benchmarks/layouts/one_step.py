@@ -214,7 +214,10 @@ class Bench:
             dist.barrier()
 
     def precision(self, layout: Layout, task: Task) -> str:
-        """Transformer Engine's kernels for packed rows and for context parallelism take half precision only."""
+        """Transformer Engine's kernels for packed rows and for context parallelism take half precision only, and so do
+        userbuffers and megatron-core's schedule of two micro-batches at a time."""
+        if any(layout.flags.get(name) for name in ("tp_overlap", "ep_overlap")):
+            return "bf16"
         masked_by_codes = task.objective in ("block", "nemotron")
         if self.on_cpu or not (task.packed or (layout.flags.get("cp", 1) > 1 and not masked_by_codes)):
             return "fp32"

@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,13 +31,23 @@ from typing import Any
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
 # Losses are compared step by step: Transformer Engine's attention is to add up in one order.
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+os.environ.setdefault("UB_SKIPMC", "1")  # userbuffers by CUDA IPC, also where a machine has no NVLink multicast
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.cells import LATENT, Task
-from benchmarks.layouts.one_step import LAUNCHER, Bench
+from benchmarks.layouts.one_step import Bench
+from benchmarks.layouts.run_state import (
+    all_equal,
+    export_difference,
+    fp32_weights,
+    largest_difference,
+    losses_of,
+    optimizer_state,
+    weights_of,
+)
 from benchmarks.layouts.tables import RunLog, RunResult
 from dlm_bridge.errors import DlmBridgeError, one_line
 from tests.groups import make_way
@@ -48,9 +57,7 @@ SAME = 1e-6  # relative, of losses that nothing but a checkpoint lies between
 DENSE, EXPERTS = Task("llada", "masked"), Task("llada_moe", "masked")
 ROUTERS = Task(LATENT, "causal")  # kept in the dtype that they are stored in
 STRATEGIES = ("optim", "optim_grads", "optim_grads_params")
-KEPT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "master_param")  # of an optimizer, for each parameter
 LIMIT_S = 300  # of one check; those of experts take two minutes where many processes compile at once
-Losses = dict[int, float]
 
 
 def main() -> None:
@@ -158,6 +165,13 @@ class Runs:
             found["precision-aware optimizer: resumed, exported"] = self._bound(
                 self.resumed, DENSE, megatron=["optimizer.use_precision_aware_optimizer=true"]
             )
+        found["ep2, two micro-batches at a time: as without"] = self._bound(
+            self.as_without, {"ep_overlap": True}, 1e-4, EXPERTS, ep=2
+        )
+        if not self.bench.on_cpu:
+            found["cuda graphs: as without"] = self._bound(self.as_without, {"cuda_graphs": True}, 1e-5)
+            found["cuda graphs, tp2: as without"] = self._bound(self.as_without, {"cuda_graphs": True}, 1e-5, tp=2)
+            found["userbuffers, tp2: as without"] = self._bound(self.as_without, {"tp_overlap": True}, 5e-3, tp=2)
         found["straggler report"] = self.stragglers
         found["NaN guard"] = self.nan
         return found
@@ -188,16 +202,16 @@ class Runs:
         """A run; what its last checkpoint is read back as, and exported as; and the run again from its middle.
         `routers`: its routers must be in fp32."""
         with self.run("run", task, "bf16", **flags) as trainer:
-            output, live, kept = trainer.output, self._weights(trainer), _optimizer_state(trainer)
-            if routers and not _fp32_weights(trainer):
+            output, live, kept = trainer.output, weights_of(trainer), optimizer_state(trainer)
+            if routers and not fp32_weights(trainer):
                 return False, "no weight of the run is in fp32"
-        losses = _losses(output)
+        losses = losses_of(output)
         with self.assembled("run", task, "bf16", **flags) as trainer:
-            restored = self._everywhere(_equal(kept, _optimizer_state(trainer)))
+            restored = self._everywhere(all_equal(kept, optimizer_state(trainer)))
         exported = self._exported(output, live)
         self._back(output)
         with self.run("run", task, "bf16", resume=True, **flags):
-            apart = _apart(losses, _losses(output))
+            apart = largest_difference(losses, losses_of(output))
         said = (
             f"steps {SAVED + 1} to {STEPS} again: losses {apart:.0e} apart; main params and moments read back "
             f"{'equal to the bit' if restored else 'differ'}; "
@@ -212,7 +226,7 @@ class Runs:
         whole = self.bench.root / "killed.losses"
         if not self.log.interrupted:
             with self.run("whole", DENSE, "bf16", **flags) as trainer:
-                losses = _losses(trainer.output)
+                losses = losses_of(trainer.output)
             if dist.get_rank() == 0:
                 whole.write_text(json.dumps(losses))
             self.barrier()
@@ -220,12 +234,12 @@ class Runs:
             watch.start()
             with self.run(name, DENSE, "bf16", **flags):
                 return False, "the run ended before it was killed"
-        before = _losses(output)
+        before = losses_of(output)
         saved = sorted(path.name for path in (output / "checkpoints").glob("iter_*"))
         with self.run(name, DENSE, "bf16", resume=True, **flags):
-            again = _losses(output)
+            again = losses_of(output)
         wanted = {int(step): loss for step, loss in json.loads(whole.read_text()).items()}
-        apart = _apart(wanted, again)
+        apart = largest_difference(wanted, again)
         said = f"killed after step {max(before)} with {', '.join(saved)}; all {len(again)} losses {apart:.0e} apart"
         return apart <= SAME and len(again) == STEPS and len(saved) == 1, said
 
@@ -245,7 +259,7 @@ class Runs:
         root = output / "checkpoints"
         if not self.log.interrupted:
             with self.run("whole", DENSE, "bf16", async_save=True) as trainer:
-                losses = _losses(trainer.output)
+                losses = losses_of(trainer.output)
             if dist.get_rank() == 0:
                 whole.write_text(json.dumps(losses))
             self.barrier()
@@ -264,9 +278,9 @@ class Runs:
         saved = sorted(path.name for path in root.glob("iter_*"))
         unfinished = [path.name for path in root.glob(".iter_*")]
         with self.run("killed_save", DENSE, "bf16", resume=True, async_save=True) as trainer:
-            again, live = _losses(output), self._weights(trainer)
+            again, live = losses_of(output), weights_of(trainer)
         wanted = {int(step): loss for step, loss in json.loads(whole.read_text()).items()}
-        apart, left = _apart(wanted, again), [path.name for path in root.glob(".iter_*")]
+        apart, left = largest_difference(wanted, again), [path.name for path in root.glob(".iter_*")]
         exported = self._exported(output, live)
         said = (
             f"killed with {', '.join(saved)} complete and {len(unfinished)} not; all {len(again)} losses {apart:.0e} "
@@ -277,16 +291,16 @@ class Runs:
 
     def another_layout(self) -> tuple[bool, str]:
         with self.run("tp2", EXPERTS, "fp32", tp=2) as trainer:
-            losses, output = _losses(trainer.output), trainer.output
+            losses, output = losses_of(trainer.output), trainer.output
         self._back(output)
         with self.run("tp2", EXPERTS, "fp32", resume=True, pp=2):
-            again = _losses(output)
-        apart = _apart(losses, again)
+            again = losses_of(output)
+        apart = largest_difference(losses, again)
         return apart <= 1e-4, f"steps {SAVED + 1} to {STEPS} at pp2 from tp2's checkpoint: losses {apart:.0e} apart"
 
     def background(self) -> tuple[bool, str]:
         with self.run("sync", DENSE, "bf16") as trainer:
-            live = self._weights(trainer)
+            live = weights_of(trainer)
         with self.run("async", DENSE, "bf16", async_save=True) as trainer:
             output = trainer.output
         exported = self._exported(output, live)
@@ -296,23 +310,37 @@ class Runs:
 
     def fp8(self, recipe: str, task: Task = DENSE, **flags: Any) -> tuple[bool, str]:
         with self.run("bf16", task, "bf16", **flags) as trainer:
-            wanted = _losses(trainer.output)
+            wanted = losses_of(trainer.output)
         with self.run("fp8", task, "fp8", fp8_recipe=recipe, **flags) as trainer:
-            found, output = _losses(trainer.output), trainer.output
+            found, output = losses_of(trainer.output), trainer.output
         self._back(output)
         with self.run("fp8", task, "fp8", resume=True, fp8_recipe=recipe, **flags):
-            again = _losses(output)
-        apart, resumed = _apart(wanted, found), _apart(found, again)
+            again = losses_of(output)
+        apart, resumed = largest_difference(wanted, found), largest_difference(found, again)
         said = f"{STEPS} steps: losses {apart:.0e} from bf16's; resumed from the middle {resumed:.0e} apart"
         return apart <= 2e-2 and resumed <= 1e-3, said
 
     def offload(self) -> tuple[bool, str]:
         with self.run("on", DENSE, "bf16") as trainer:
-            wanted = _losses(trainer.output)
+            wanted = losses_of(trainer.output)
         with self.run("off", DENSE, "bf16", optimizer_cpu_offload=True) as trainer:
-            found = _losses(trainer.output)
-        apart = _apart(wanted, found)
+            found = losses_of(trainer.output)
+        apart = largest_difference(wanted, found)
         return apart <= 1e-3, f"{STEPS} steps: losses {apart:.0e} from those of the optimizer on the GPU"
+
+    def as_without(
+        self, options: dict[str, Any], tolerance: float, task: Task = DENSE, **flags: Any
+    ) -> tuple[bool, str]:
+        """A run with some options more against the run without: losses, validations among them, and weights."""
+        found = []
+        for name, more in (("without", {}), ("with", options)):
+            with self.run(name, task, "bf16", eval_interval=SAVED, **flags, **more) as trainer:
+                found.append((losses_of(trainer.output, validations=True), weights_of(trainer)))
+        (wanted, weights), (losses, others) = found
+        apart = largest_difference(wanted, losses)
+        other = [name for name, tensor in weights.items() if not torch.equal(others[name], tensor)]
+        said = f"{len(other)} of {len(weights)} weights differ" if other else "all weights equal to the bit"
+        return apart <= tolerance, f"{STEPS} steps: losses {apart:.0e} apart; {said}"
 
     def stragglers(self) -> tuple[bool, str]:
         said = io.StringIO()
@@ -416,82 +444,13 @@ class Runs:
             (root / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
         self.barrier()
 
-    def _weights(self, trainer: Any) -> dict[str, torch.Tensor]:
-        from dlm_bridge.parallel.handover import stream_hf_weights
-        from dlm_bridge.train.megatron.schedule import gathered_weights
-
-        with gathered_weights(trainer.chunks):
-            return {
-                name: tensor.cpu()
-                for name, tensor in stream_hf_weights(trainer.source.bridge.checkpoint, trainer.chunks)
-            }
-
     def _exported(self, output: Path, live: dict[str, torch.Tensor]) -> str:
         """What is wrong with `dlm-bridge export` and `verify` of a run's last checkpoint; nothing: ""."""
         said = [""]
         if dist.get_rank() == 0:
-            said = [self._export(output, live)]
+            said = [export_difference(output, live)]
         dist.broadcast_object_list(said, group=self.bench.answers)
         return said[0]
-
-    def _export(self, output: Path, live: dict[str, torch.Tensor]) -> str:
-        from safetensors import safe_open
-
-        folder = output / "exported"
-        root = Path(__file__).parents[2]
-        environment = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "LOCAL_RANK")}
-        environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-        checkpoints = str(output / "checkpoints")
-        for arguments in (["export", checkpoints, str(folder), "--overwrite"], ["verify", checkpoints]):
-            command = [sys.executable, "-m", "dlm_bridge.cli", *arguments]
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if ended.returncode:
-                return f"dlm-bridge {arguments[0]}: {one_line(ended.stderr or ended.stdout)[-300:]}"
-        found: dict[str, torch.Tensor] = {}
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        if missing := found.keys() ^ live.keys():
-            return f"exported on one side only: {min(missing)}"
-        other = [name for name, tensor in live.items() if not torch.equal(found[name].to(tensor.dtype), tensor)]
-        return f"{len(other)} of {len(live)} exported tensors differ, the first {other[0]}" if other else ""
-
-
-def _losses(output: Path) -> Losses:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}
-
-
-def _apart(wanted: Losses, found: Losses) -> float:
-    if wanted.keys() != found.keys():
-        return float("inf")
-    return max(abs(found[step] - loss) / abs(loss) for step, loss in wanted.items())
-
-
-def _optimizer_state(trainer: Any) -> list[torch.Tensor]:
-    """Copies of a rank's main params and moments, in their own order."""
-    parts = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    found = []
-    for part in parts:
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                moments = part.optimizer.state.get(parameter, {})
-                # The last where main params are left to the optimizer inside.
-                for tensor in (parameter, *(moments.get(name) for name in KEPT)):
-                    if isinstance(tensor, torch.Tensor):
-                        local = getattr(tensor, "_local_tensor", tensor)
-                        found.append(local.detach().float().cpu().clone())
-    return found
-
-
-def _fp32_weights(trainer: Any) -> list[str]:
-    """The model's own parameters in fp32, in a run in half precision."""
-    named = (pair for chunk in trainer.chunks for pair in chunk.named_parameters())
-    return [name for name, parameter in named if parameter.dtype == torch.float32]
-
-
-def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return bool(one) and len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 if __name__ == "__main__":
