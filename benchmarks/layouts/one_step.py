@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # read when CUDA's libraries are loaded: fp32 is fp32
+os.environ.setdefault("UB_SKIPMC", "1")  # userbuffers by CUDA IPC, also where a machine has no NVLink multicast
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
