@@ -129,9 +129,25 @@ def _annotation(option: Option, help: str, task: str) -> Any:
     panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     known = NAMES.get(option.key, tuple(filter(None, option.choices)))
     more: dict[str, Any] = {"autocompletion": completes(known)} if known else {}
+    if option.refusals:
+        more |= {"parser": _whole_number(option), "metavar": "INT"}
     return Annotated[
         option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel, **more)
     ]
+
+
+def _whole_number(option: Option) -> Callable[[str], int]:
+    """The reader of a whole number, which answers other values with the option's own refusals."""
+
+    def whole_number(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            if text in option.refusals:
+                raise typer.BadParameter(f"{text!r}: {option.refusals[text]}") from None
+            raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+    return whole_number
 
 
 def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:

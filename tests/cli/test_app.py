@@ -27,6 +27,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     [
         (["import"], "Missing argument 'HF' (see dlm-bridge import --help)"),
         (["import", "a", "b", "--tp", "x"], "'--tp'"),
+        (["pretrain", "--cp", "auto"], "docs/megatron.md"),
+        (["pretrain", "--cp", "x"], "'--cp'"),
         (["verify", "--foo"], "No such option: --foo (see dlm-bridge verify --help)"),
         (["nosuch"], "No such command 'nosuch' (see dlm-bridge --help)"),
         (["inspect", "/nowhere/at/all"], "/nowhere/at/all"),

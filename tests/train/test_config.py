@@ -93,6 +93,7 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
         ("model: {from_scratch: 1}\n", "model.from_scratch"),
         ("data: {paths: [1]}\n", "data.paths"),
         ("optimizer: {lr: fast}\n", "optimizer.lr"),
+        ("parallel: {cp: auto}\n", "docs/megatron.md"),
         ("- 1\n", "run.yaml"),
         ("a: [\n", "not YAML"),
     ],

@@ -50,6 +50,7 @@ class Option:
         None  # another flag, and the value that it must have (None: any but default)
     )
     fixed: bool = False  # a resume must not change it
+    refusals: Mapping[str, str] = field(default_factory=dict)  # values known from elsewhere, and why they are refused
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
     section: str = ""
     name: str = ""  # of the field, and the key in YAML
@@ -158,6 +159,8 @@ def _range(option: Option) -> str:
 def typed(option: Option, value: Any, where: str) -> Any:
     """`value` as the option's type, where YAML's reading of it is harmless (1 for 1.0, 1e-3, one path for a list).
     Raises OptionError, whose message begins with `where`."""
+    if isinstance(value, str) and value in option.refusals:
+        raise OptionError(where, f": {option.section}.{option.name} {value!r}: {option.refusals[value]}")
     kinds = typing.get_args(option.type) if isinstance(option.type, types.UnionType) else (option.type,)
     if value is None and type(None) in kinds:
         return None

@@ -27,6 +27,10 @@ ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
 TRACKERS = ("tensorboard", "wandb")
+DYNAMIC_CP = (
+    "megatron-core runs dynamic context parallelism on batches of its own, without masks: pack rows, and take the "
+    'smallest --cp at which one fits (docs/megatron.md, "Documents of very different lengths")'
+)
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ class ParallelOptions:
     pp: int = megatron_option(1, "Pipeline parallel size.", minimum=1)
     vp: int = megatron_option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1)
     pipeline_split: str | None = megatron_option(None, "Layers of uneven stages: FIRST,LAST or one per stage.")
-    cp: int = megatron_option(1, "Context parallel size.", minimum=1)
+    cp: int = megatron_option(1, "Context parallel size.", minimum=1, refusals={"auto": DYNAMIC_CP})
     cp_comm_type: str = megatron_option("p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.")
     hierarchical_cp_sizes: str | None = megatron_option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.")
     ep: int = megatron_option(1, "Expert parallel size.", minimum=1)

@@ -18,7 +18,7 @@ from dlm_bridge.parallel.core import DistributedDataParallelConfig, OptimizerCon
 from dlm_bridge.parallel.gpt import IGNORED_SETTINGS
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.config.sections import PASSED_THROUGH
+from dlm_bridge.train.config.sections import DYNAMIC_CP, PASSED_THROUGH
 
 CLASSES: dict[str, Any] = {
     "transformer": TransformerConfig,
@@ -132,7 +132,6 @@ _MUON_SETTINGS = (
     "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
     "muon_tp_mode", "muon_extra_scale_factor",
 )  # fmt: skip
-_DYNAMIC_CP = "its schedule takes no micro-batches of the engine's, and its groups reach no mask: use --cp"
 _SHARED_BUFFER = "the engine's steps do not fill a buffer that weights and gradients share"
 # Fields that would make a run silently wrong, and why.
 REFUSED: dict[str, dict[str, str]] = {
@@ -142,7 +141,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(CALLABLES, "the engine sets this function"),
         "external_cuda_graph": "--cuda-graphs are megatron-core's own, not Transformer Engine's",
         **dict.fromkeys(("perform_initialization", "init_model_with_meta_device", "use_cpu_initialization"), _LOADS),
-        **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), _DYNAMIC_CP),
+        **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), DYNAMIC_CP),
         "delay_wgrad_compute": _DELAYED,
         "mtp_standalone": "multi-token prediction layers are on the last stage, with the loss",
         "moe_router_topk_limited_devices": "the routing would depend on --ep, and no export carries it",
