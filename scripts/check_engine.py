@@ -9,6 +9,11 @@ Rows of --prompts hold "messages" or "prompt", of any length. The engine is star
 stopped. A line says how many texts are equal; where one is not, both are shown from the first difference on. Greedy
 texts of two programs are equal where rounding decides no token, so give the engine fp32. DiffusionGemma begins from
 random tokens: take one that is certain of its answers, such as one fine-tuned on them. Exits with 1 where any differs.
+
+A diffusion model's texts depend on its sampler: `--set NAME=VALUE` gives `generate` the engine's own setting. SGLang's
+LowConfidence commits every token above its threshold of 0.95, one at least, until a block has no mask:
+`--set confidence_threshold=0.95` of SDAR's sampler, and what LLaDA2's does by itself. Where the engine's machine has
+no dlm-bridge, write the texts elsewhere with `generate --jsonl PROMPTS --output TEXTS` and give --expected TEXTS.
 """
 
 from __future__ import annotations
@@ -39,6 +44,8 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--url", required=True, help="where the engine listens, such as http://127.0.0.1:8000")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for its start (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of our sampler")
+    parser.add_argument("--expected", type=Path, help="texts that `generate --output` wrote; otherwise made here")
     parser.add_argument("--log", type=Path, help="file of what the engine prints; otherwise shown where it fails")
     parser.add_argument("engine", nargs="+", metavar="COMMAND", help="after --: starts the engine")
     given = parser.parse_args()
@@ -49,7 +56,9 @@ def main() -> int:
         with ThreadPoolExecutor(len(rows)) as threads:
             found = list(threads.map(lambda row: ask(given.url, name, row, given.new_tokens), rows))
         print(f"engine: {len(rows)} texts, {time.monotonic() - began:.1f} s", flush=True)
-    wanted = expected(given.folder, given.prompts, given.new_tokens)
+    wanted = texts(given.expected) if given.expected else expected(given)
+    if len(wanted) != len(rows):
+        raise SystemExit(f"{given.expected}: {len(wanted)} texts for the {len(rows)} prompts of {given.prompts}")
     differ = [number for number, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
     print(f"{len(rows) - len(differ)} of {len(rows)} texts are equal")
     for number in differ[:SHOWN]:
@@ -108,16 +117,21 @@ def request(address: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         raise SystemExit(f"{address}: {error.code}: {error.read().decode(errors='replace')[:500]}") from None
 
 
-def expected(folder: Path, prompts: Path, new_tokens: int) -> list[str]:
+def expected(given: argparse.Namespace) -> list[str]:
     """The greedy texts of `dlm-bridge generate` in fp32."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((given.folder / "config.json").read_text(encoding="utf-8"))
     greedy = [] if "canvas_length" in config else ["--temperature", "0"]  # DiffusionGemma has no such setting
+    settings = [word for pair in given.set for word in ("--set", pair)]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "texts.jsonl"
-        words = ["--jsonl", str(prompts), "--output", str(output), "--gen-length", str(new_tokens)]
-        command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(folder), *words]
-        subprocess.run([*command, *greedy, "--dtype", "fp32"], check=True)
-        return [json.loads(line)["text"] for line in output.read_text(encoding="utf-8").splitlines()]
+        words = ["--jsonl", str(given.prompts), "--output", str(output), "--gen-length", str(given.new_tokens)]
+        command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(given.folder), *words]
+        subprocess.run([*command, *greedy, *settings, "--dtype", "fp32"], check=True)
+        return texts(output)
+
+
+def texts(file: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":
