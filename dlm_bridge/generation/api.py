@@ -241,7 +241,7 @@ def fit_spans(
             cache = KVCache()
             with ModelRunner.open(model, "eager", cache, rows=len(tried), width=canvas.width) as runner:
                 predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
-                predictor.open_block(columns)
+                predictor.open_block(columns, canvas.rows)
                 logits_ANV = predictor(None, columns)
             if spec.logits_bias is not None:
                 logits_ANV = spec.logits_bias(logits_ANV, canvas, None, columns)

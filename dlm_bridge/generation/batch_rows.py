@@ -135,10 +135,10 @@ class RowReporter:
         if self._stream:
             self._report_rows(canvas, rows, canvas.width if final else 0)
 
-    def block(self, canvas: Canvas, block: slice) -> None:
-        """After a block."""
+    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
+        """After these rows have completed the block."""
         if self._stream:
-            self._report_rows(canvas, canvas.rows, block.stop)
+            self._report_rows(canvas, rows, block.stop)
 
     def ended(self, canvas: RollingCanvas) -> None:
         """After rows have left the canvas."""

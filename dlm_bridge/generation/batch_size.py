@@ -66,7 +66,8 @@ def plan_batch(
         found = resolve_settings(model, None, settings, prompt_width=longest)
         spec = sampler_spec(found, None)
         new, layout = found.limits.gen_length, spec.layout
-        positions = spec.window or min(layout.block_length, new + layout.spare) if not found.limits.infill else longest
+        whole = new + layout.spare
+        positions = spec.window or min(layout.block_length or whole, whole) if not found.limits.infill else longest
         copies = 2 if spec.predictor_options.get("cfg_scale") else 1
         cache = choose_cache(spec.predictor, model, found.cache)
         stores, draws = cache.stores, spec.sampling.draws

@@ -41,14 +41,19 @@ from dlm_bridge.generation.batch_rows import (
     RowTokens,
     RunningRow,
 )
-from dlm_bridge.generation.canvas import StopCondition, read_flags
+from dlm_bridge.generation.canvas import StopCondition
 from dlm_bridge.generation.commit_rules import SamplerContext
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
-from dlm_bridge.generation.loop import choose_cache
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.loop import choose_cache, denoise_rows
 from dlm_bridge.generation.prompts import check_row
-from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas, cache_columns
+from dlm_bridge.generation.rolling_canvas import (
+    EnteringRow,
+    OwnBlocksCanvas,
+    RollingCanvas,
+    SharedBlocksCanvas,
+    cache_columns,
+)
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
@@ -254,7 +259,9 @@ class ContinuousBatch:
         self._stop = StopCondition(
             settings.eos_token_ids, torch.device("cpu"), settings.stop_strings, self._settings.get("tokenizer")
         )
-        self._canvas = RollingCanvas(layout, settings.limits.masked_token_id, stop, self._device, width)
+        # A cache in the canvas' columns keeps rows in theirs; that of a whole text's block is in each row's own.
+        kind = SharedBlocksCanvas if cache.stores and layout.block_length is not None else OwnBlocksCanvas
+        self._canvas = kind(layout, settings.limits.masked_token_id, stop, self._device, width)
         self._steps = self._denoise(plan, cache, self._canvas, self._runner)
 
     def _end_run(self) -> None:
@@ -268,13 +275,11 @@ class ContinuousBatch:
         _leave_turn(self._model, self)
 
     def _denoise(self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
-        """Denoise until no row is left, block by block. Yields at boundaries."""
+        """Denoise until no row is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
         rule = spec.rule.constrained(plan.constraints)
         noise = Noise(self._device, per_row=[])
-        entering = self._entering(plan.key)
-        self._admit(entering, canvas, noise)
-        block = canvas.next_block()
+        self._admit(self._entering(plan.key), canvas, noise, None)
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
         reporter = RowReporter(self._running, self._events, self._stop, self._stream)
@@ -290,34 +295,22 @@ class ContinuousBatch:
             window=spec.window,
             logits_bias=spec.logits_bias,
         )
-        while True:
-            predictor.open_block(block)
-            for _ in rule.denoise_block(context, block):
-                if self._stream:
-                    yield
-            reporter.block(canvas, block)
-            rows_left = canvas.retire(block, partial(read_flags, overlap_with=partial(self._launch, predictor)))
-            reporter.ended(canvas)
-            if rows_left is not None:
-                noise.select_rows(rows_left)
-                predictor.select_rows(rows_left)
-            if not canvas.names:
+
+        def enter() -> None:
+            if not canvas.admits:
                 return
-            entering = [] if spec.layout.whole or _others_wait(self._model, self) else self._entering(plan.key)
-            shift = canvas.shift_for([_entering_row(row) for row in entering], _cached_columns(cache))
+            entering = [] if _others_wait(self._model, self) else self._entering(plan.key)
+            shift = self._admit(entering, canvas, noise, _cached_columns(cache))
             if shift:
-                canvas.shift(shift)
                 predictor.shift_columns(shift)
             if entering:
-                self._admit(entering, canvas, noise)
                 predictor.admit(len(entering))
-            block = canvas.next_block()
-            yield
 
-    def _launch(self, predictor: Predictor) -> None:
-        """Launch a forward pass for the rows that go on, unless others may enter."""
-        if not self._waiting:
-            predictor.launch_speculatively(done=True)
+        # A forward pass for the rows that go on is of no use where others may enter.
+        for block_ended in denoise_rows(context, rule, enter, lambda: not self._waiting):
+            reporter.ended(canvas)
+            if self._stream or block_ended:
+                yield
 
     def _entering(self, key: Any) -> list[RunningRow]:
         """The next waiting rows that fit, as far as they may share the batch."""
@@ -328,7 +321,8 @@ class ContinuousBatch:
             rows.append(row)
         return rows
 
-    def _admit(self, rows: list[RunningRow], canvas: RollingCanvas, noise: Noise) -> None:
+    def _admit(self, rows: list[RunningRow], canvas: RollingCanvas, noise: Noise, cached: int | None) -> int:
+        """Let these rows enter. Returns by how many columns the others have moved."""
         seeds = []
         for row in rows:
             seed = row.request.seed
@@ -336,11 +330,9 @@ class ContinuousBatch:
                 seed = shared_seed(self._model)
             seeds.append(int(torch.randint(2**62, (1,))) if seed is None else seed)
         noise.admit(seeded_generators(seeds, self._device))
-        canvas.admit([_entering_row(row) for row in rows])
-
-
-def _entering_row(row: RunningRow) -> EnteringRow:
-    return EnteringRow(row.request.name, row.request.prompt, row.gen_length)
+        return canvas.admit(
+            [EnteringRow(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached
+        )
 
 
 def _cached_columns(cache: KVCache) -> int | None:

@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.prompts import PromptBatch, PromptLimits
+from dlm_bridge.generation.row_memory import RowMemory
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -95,20 +96,18 @@ class BlockLayout:
     """How a sampler divides the new tokens into blocks.
 
     Args:
-        block_length: tokens of a block.
+        block_length: tokens of a block; None: one block of any length, also of a prompt to fill.
         aligned: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block
             with new tokens, and the last block may go on behind the last new token. False: they start where the prompt
             ends, and the last one may be shorter.
-        whole: one block of any length, also of a prompt to fill.
         spare: mask columns behind the last new token, part of the last block.
         closing: a token that stands in the last new column from the start.
         first_masks: rows begin with so many new tokens, of at most `gen_length`, and then grow and shrink
             (`Canvas.resize`). None: they keep their length.
     """
 
-    block_length: int
+    block_length: int | None
     aligned: bool = False
-    whole: bool = False
     spare: int = 0
     closing: int | None = None
     first_masks: int | None = None
@@ -121,7 +120,11 @@ class Canvas:
         origins: the column of each row's first token.
         starts: of its first new token behind the prompt.
         ends: the column behind its last token.
-        stops: the column behind the last one that it may have; other than `ends` only of rows that grow and shrink.
+        stops: the column behind the last one that may hold a new token, without the layout's `closing` one.
+        block: the columns that rows denoise.
+        inside: whether each row denoises the block.
+        steps: each row's steps in the block so far.
+        memory: what the rule and the predictor keep of each row within its block.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class Canvas:
         batch, self.prompt_width = prompt.tokens.shape
         lengths = [self.prompt_width - pad for pad in prompt.pads]
         block = layout.block_length
-        if layout.aligned:
+        if layout.aligned and block is not None:
             first = max(length // block for length in lengths) * block
             self.origins = [first - length // block * block for length in lengths]  # where a row's prompt begins
         else:
@@ -147,11 +150,11 @@ class Canvas:
         closing = layout.closing if gen_length else None
         new = gen_length - (closing is not None)
         stop = max(self.starts) + new + layout.spare
-        if layout.aligned:
+        if layout.aligned and block is not None:
             stop = first - (first - stop) // block * block  # whole blocks
         self.width = stop + (closing is not None)
         holes = prompt.holes or ((),) * batch
-        self.stops, self.ends = [self.width] * batch, [self.width] * batch
+        self.stops, self.ends = [stop] * batch, [self.width] * batch
         self.grows = layout.first_masks is not None
         if layout.first_masks is not None:
             first_masks = 0 if limits.inside else min(layout.first_masks, gen_length)
@@ -159,11 +162,17 @@ class Canvas:
             replaced = [len(gaps) if limits.inside else 0 for gaps in holes]
             room = [gen_length if gaps or not limits.inside else 0 for gaps in holes]
             self.stops = [start + more - less for start, more, less in zip(self.starts, room, replaced, strict=True)]
-        if prompt.holes:
-            first, block = (0, stop) if layout.whole else (first % block, block)
+        if block is None:
+            first, block = (0, stop) if prompt.holes else (first, max(stop - first, 1))
+        elif prompt.holes:
+            first = first % block
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         if prompt.holes and first:
             self.blocks.insert(0, slice(0, first))
+        self.block = slice(0, 0)
+        self._blocks_opened = 0
+        self.inside, self.steps = [False] * batch, [0] * batch
+        self.memory = RowMemory(batch, device)
         self.mask_token_id = mask_token_id = limits.masked_token_id
         self._pad_token_id = pad_token_id
         # What follows a mask inside a prompt is given: it does not end a row.
@@ -208,14 +217,19 @@ class Canvas:
     def padded(self) -> bool:
         return any(self.origins) or any(end != self.width for end in self.ends)
 
-    def still_wanted(self, rows: list[int]) -> list[int]:
-        """Those of these rows that have not been cancelled."""
-        return rows
+    def unwanted(self) -> list[int]:
+        """Rows that have been cancelled."""
+        return []
 
     @property
     def rolls(self) -> bool:
         """Whether rows enter while others run."""
         return False
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether a row goes on to its next block only when all have completed theirs."""
+        return True
 
     @property
     def cache_width(self) -> int:
@@ -340,11 +354,35 @@ class Canvas:
             open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
         return open_AN.any(dim=1)
 
-    def retire(self, block: slice, read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
-        """Remove the rows that the block completes. Returns those that stay, None if all do. `read` copies flags to
-        the host."""
+    def open_block(self) -> list[int]:
+        """Let rows begin a block. Returns these rows: all, where none is inside of one."""
+        if any(self.inside):
+            return []
+        self.block = self.blocks[self._blocks_opened]
+        self._blocks_opened += 1
+        self._begin(self.rows)
+        return self.rows
+
+    def _begin(self, rows: list[int]) -> None:
+        for row in rows:
+            self.inside[row], self.steps[row] = True, 0
+
+    def close_block(self, rows: list[int]) -> list[int]:
+        """These rows take no further step in the block. Returns the rows that have completed it: all, where none is
+        inside any more."""
+        for row in rows:
+            self.inside[row] = False
+        if any(self.inside):
+            return []
+        self.memory.forget(self.rows)
+        return self.rows
+
+    def retire(self, rows: list[int], read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
+        """Remove those of these rows, which have completed the block, whose text is complete. Returns the rows that
+        stay, None if all do. `read` copies flags to the host."""
+        block = self.block
         done = [start + self._gen_length <= block.stop for start in self.starts]
-        if block is self.blocks[-1]:
+        if block == self.blocks[-1]:
             done = [True] * len(done)
         elif self._stop_condition.active:
             columns = slice(0, block.stop)
@@ -363,6 +401,9 @@ class Canvas:
         self.ends = [self.ends[row] for row in stay]
         self.names = [self.names[row] for row in stay]
         self.holes = [self.holes[row] for row in stay]
+        self.inside = [self.inside[row] for row in stay]
+        self.steps = [self.steps[row] for row in stay]
+        self.memory.select_rows(stay)
         self._measure_rows()
         if self._is_hole is not None:
             self._is_hole = self._is_hole[stay]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +14,7 @@ from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.row_memory import RowMemory
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf
@@ -57,7 +58,8 @@ class SamplerContext:
 
 
 class DenoisingRule(ABC):
-    """Denoises the blocks of one call of `generate`."""
+    """Denoises blocks, which rows begin and complete at different steps: what a rule keeps of a row within its block
+    is in `canvas.memory`."""
 
     edits = False  # True: committed tokens may still change until their block is complete
     needs_prompt: ClassVar[bool] = False  # True: a row needs a token to begin with
@@ -67,8 +69,12 @@ class DenoisingRule(ABC):
         return self
 
     @abstractmethod
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Write the tokens of the block to the canvas, step by step: the iterator yields after each step."""
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Let these rows begin the block. Returns those of them that have steps to take."""
+
+    @abstractmethod
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """One step of these rows: predict, propose, and write to the canvas. Returns those that need another one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Step:
     """Proposals of one forward pass for N columns of the A rows that still denoise the block."""
 
     rows: list[int]  # [A], rows of the canvas
-    index: int  # steps of the block so far
+    index: list[int]  # [A], steps of each row's block so far
     num_transfer_tokens: list[int]  # [A], this step's entry of what `CommitRule.begin` returned
     logits: torch.Tensor  # [A, N, V], after guidance and constraints
     shaped: torch.Tensor  # [A, N, V], after temperature, top-k and top-p
@@ -103,6 +109,9 @@ class Step:
 class CommitRule(DenoisingRule):
     """Chooses the positions to commit in each step. One object serves one call of `generate` at a time.
 
+    In a continuous batch rows begin their blocks at different steps, and change their numbers when others leave: what
+    a rule keeps of a row between two steps belongs into `memory` (a `RowMemory`), which moves with the rows.
+
     A rule of one's own is passed as `generate(..., commit_rule=EveryOther())`:
 
         class EveryOther(CommitRule):
@@ -116,10 +125,11 @@ class CommitRule(DenoisingRule):
     """
 
     exact = False  # True: `select` commits exactly `num_transfer_tokens`, so that progress need not be read back
+    memory: RowMemory  # set before `begin`
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        """Plan the steps of a block, in which each row has so many masks.
+        """Plan the steps of a block, in which each row has so many masks; 0 in rows that do not begin it now.
 
         Returns for each row the tokens that each step commits at least. A row may take fewer steps than planned
         unless the rule is exact.
@@ -140,65 +150,70 @@ class CommitRule(DenoisingRule):
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         return LeftToRightRule() if constraints.ordered else self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Predict, propose and commit, step by step. A row takes part until its own steps are over, so that its tokens
-        do not depend on the batch."""
-        canvas, predictor = context.canvas, context.predictor
-        masks = canvas.masks(block)
-        for row in self._commit_first_token(context, block):
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        canvas = context.canvas
+        masks = [0] * len(canvas.rows)
+        counts = canvas.masks(block)
+        for row in rows:
+            masks[row] = counts[row]
+        for row in self._commit_first_token(context, block, rows):
             masks[row] -= 1
         if not any(masks):  # a block of given tokens
-            return
+            return []
+        self.memory = canvas.memory
         schedules = self.begin(masks, context.noise)
-        active = [row for row in canvas.rows if masks[row] and schedules[row]]
-        index = 0
-        while active:
-            rows = context.selected(active)
-            columns = predictor.columns(rows, block)
-            if context.window is not None:
-                columns = _window_columns(canvas, rows, block, context.window)
-            logits = context.predict(active, columns)
-            shaped, tokens = propose_tokens(logits, canvas, active, columns, context.sampling, context.noise)
-            before = canvas.take(rows, columns)
-            new = canvas.behind_prompt(rows, columns)
-            step = Step(
-                rows=active,
-                index=index,
-                num_transfer_tokens=[schedules[row][index] for row in active],
-                logits=logits,
-                shaped=shaped,
-                tokens=tokens,
-                before=before,
-                masked=(before == canvas.mask_token_id) & new,
-                new=new,
-                columns=columns,
-                width=predictor.end(block),
-                origins=[canvas.origins[row] for row in active],
-                stops=[canvas.stops[row] for row in active],
-                noise=context.noise,
-                mask_token_id=canvas.mask_token_id,
-            )
-            canvas.put(rows, columns, self.write(step))
-            context.callbacks.step(canvas, active, columns, logits, predictor.forwards, final=not self.edits)
-            index += 1
-            more = [index < len(schedules[row]) for row in active]
-            if not self.exact and any(more):
-                unfinished_A = self.continues(step, canvas.unfinished(rows, block))
-                unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
-                more = [a and b for a, b in zip(more, unfinished, strict=True)]
-            active = [row for row, on in zip(active, more, strict=True) if on]
-            yield
-            active = canvas.still_wanted(active)
+        planned = canvas.memory.values("schedule")
+        for row in rows:
+            planned[row] = schedules[row]
+        return [row for row in rows if masks[row] and schedules[row]]
 
-    def _commit_first_token(self, context: SamplerContext, block: slice) -> list[int]:
-        """Commit the block's first token where it is new and has a token before it, as an autoregressive model would.
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Predict, propose and commit. A row takes part until its own steps are over, so that its tokens do not depend
+        on the batch."""
+        canvas, predictor = context.canvas, context.predictor
+        planned = canvas.memory.values("schedule")
+        selected = context.selected(rows)
+        columns = predictor.columns(selected, block)
+        if context.window is not None:
+            columns = _window_columns(canvas, selected, block, context.window)
+        logits = context.predict(rows, columns)
+        shaped, tokens = propose_tokens(logits, canvas, rows, columns, context.sampling, context.noise)
+        before = canvas.take(selected, columns)
+        new = canvas.behind_prompt(selected, columns)
+        index = [canvas.steps[row] for row in rows]
+        step = Step(
+            rows=rows,
+            index=index,
+            num_transfer_tokens=[planned[row][done] for row, done in zip(rows, index, strict=True)],
+            logits=logits,
+            shaped=shaped,
+            tokens=tokens,
+            before=before,
+            masked=(before == canvas.mask_token_id) & new,
+            new=new,
+            columns=columns,
+            width=predictor.end(block),
+            origins=[canvas.origins[row] for row in rows],
+            stops=[canvas.stops[row] for row in rows],
+            noise=context.noise,
+            mask_token_id=canvas.mask_token_id,
+        )
+        canvas.put(selected, columns, self.write(step))
+        context.callbacks.step(canvas, rows, columns, logits, predictor.forwards, final=not self.edits)
+        more = [done + 1 < len(planned[row]) for row, done in zip(rows, index, strict=True)]
+        if not self.exact and any(more):
+            unfinished_A = self.continues(step, canvas.unfinished(selected, block))
+            unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
+            more = [a and b for a, b in zip(more, unfinished, strict=True)]
+        return [row for row, on in zip(rows, more, strict=True) if on]
 
-        Returns the rows in which it did.
-        """
+    def _commit_first_token(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Commit the first token of these rows' block where it is new and has a token before it, as an autoregressive
+        model would. Returns the rows in which it did."""
         if context.first_token is None:
             return []
         canvas = context.canvas
-        active = [row for row in canvas.rows if canvas.opens(row, block.start)]
+        active = [row for row in rows if canvas.opens(row, block.start)]
         if active:
             first = slice(block.start, block.start + 1)
             sampling = context.sampling if context.first_token == "sampled" else TokenSampling()
@@ -228,6 +243,7 @@ class CheckedRule(CommitRule):
         self.edits = rule.edits
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        self._rule.memory = self.memory
         schedules = self._rule.begin(masks, noise)
         if len(schedules) != len(masks):
             raise DlmBridgeError(f"{self._name}.begin has steps for {len(schedules)} rows, there are {len(masks)}")
@@ -253,12 +269,12 @@ class CheckedRule(CommitRule):
         counts = picked_AN.sum(dim=1).tolist()
         if self.exact and counts != step.num_transfer_tokens:
             raise DlmBridgeError(
-                f"{self._name} is exact, but step {step.index} picks {counts}, not {step.num_transfer_tokens}"
+                f"{self._name} is exact, but step {step.index[0]} picks {counts}, not {step.num_transfer_tokens}"
             )
-        last = [self._steps[row] == step.index + 1 for row in step.rows]
+        last = [self._steps[row] == done + 1 for row, done in zip(step.rows, step.index, strict=True)]
         left = (step.masked & ~picked_AN).any(dim=1).tolist()
         if any(over and masked for over, masked in zip(last, left, strict=True)):
-            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index}: plan more in begin")
+            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index[0]}: plan more in begin")
         return picked_AN
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
@@ -346,8 +362,8 @@ def one_each_then_rest(steps: int, masks: int) -> list[int]:
 
 
 def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
-    """[A, N], True at all masks in the last of `steps` steps."""
-    return step.masked if step.index == steps - 1 else torch.zeros_like(step.masked)
+    """[A, N], True at all masks of rows in the last of `steps` steps."""
+    return step.masked & (to_device(step.index, step.masked.device) == steps - 1)[:, None]
 
 
 # ---- Rules that several samplers use.

@@ -106,8 +106,8 @@ class SmallBlockPredictor(BlockCausalPredictor):
         self._by_small_block = isinstance(cache, SmallBlockKVCache)
         self._has_run = False  # in this block
 
-    def open_block(self, block: slice) -> None:
-        super().open_block(block)
+    def open_block(self, block: slice, rows: list[int]) -> None:
+        super().open_block(block, rows)
         self._has_run = False
 
     def launch_speculatively(self, *, done: bool = False) -> None:

@@ -67,13 +67,9 @@ class EditingRule(CommitRule):
         self._editing_threshold = editing_threshold
         self._max_post_steps = max_post_steps
         self._num_to_transfer = num_to_transfer
-        self._rows = 0
-        self._post_steps: torch.Tensor | None = None  # [B], steps without masks so far
         self._more_A: torch.Tensor | None = None
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        self._post_steps = None
-        self._rows = len(masks)
         return [[1] * count + [0] * self._max_post_steps for count in masks]
 
     def select(self, step: Step) -> torch.Tensor:
@@ -86,12 +82,12 @@ class EditingRule(CommitRule):
         differs_AN = (scores_AN > self._editing_threshold) & (step.tokens != step.before)
         edits_AN = differs_AN & step.new & ~step.masked
 
-        if self._post_steps is None:  # a block's first step
-            self._post_steps = torch.zeros(self._rows, dtype=torch.long, device=scores_AN.device)
         full_A = ~step.masked.any(dim=1)
-        self._post_steps[step.rows] += full_A
+        post_steps_B = self.memory.tensor("post steps")  # without masks, so far
+        post_steps_A = post_steps_B[step.rows] + full_A
+        post_steps_B[step.rows] = post_steps_A
         masks_left_A = (step.masked & ~filled_AN).any(dim=1)
-        may_edit_A = self._post_steps[step.rows] < self._max_post_steps
+        may_edit_A = post_steps_A < self._max_post_steps
         self._more_A = masks_left_A | (~(full_A & ~edits_AN.any(dim=1)) & may_edit_A)
         return filled_AN | edits_AN
 
