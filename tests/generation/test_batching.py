@@ -29,6 +29,7 @@ from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
+
 def requests(
     count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0
 ) -> list[RowRequest]:
@@ -50,7 +51,7 @@ def alone(model: Any, row: RowRequest, settings: dict[str, Any]) -> list[int]:
     output = generate(
         model,
         torch.tensor([row.prompt]),
-        generator=[torch.Generator().manual_seed(row.seed or 0)],
+        seed=[row.seed or 0],
         **settings | {"gen_length": row.gen_length},
     )
     assert isinstance(output, torch.Tensor)
