@@ -30,6 +30,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, Sa
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
@@ -275,20 +276,23 @@ class SpeculativePredictor(RowCachePredictor):
         if draft:
             inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
             mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
-        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+            return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+        needed_AS = real_AS & (torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:])
+        ends = [first + tokens_AN.shape[1] for first in firsts]
+        lengths = tuple(end - self.canvas.origins[row] for row, end in zip(rows, ends, strict=True))
+        packing = Packing(needed_AS, lengths, causal=True)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
 
     def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
-        width, variant = tokens_AN.shape[1], self._adapter.variant(draft)
+        width, variant, block = tokens_AN.shape[1], self._adapter.variant(draft), None if draft else 1
         before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
         stop = max(before) + width
         if min(before) == max(before):  # one range of columns: attention needs no mask
-            block = None if draft else 1
             return CanvasView(tokens_AN, None, None, before[0], stop, block=block, variant=variant)
         stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
         own_AN = columns_from(before, width, tokens_AN.device)
-        limit_AN = own_AN[:, -1:].expand(-1, width) if draft else own_AN
-        attended_ANS = torch.arange(stop, device=own_AN.device) <= limit_AN[..., None]
-        return CanvasView(tokens_AN, attended_ANS[:, None], own_AN, end=stop, columns=own_AN, variant=variant)
+        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
+        return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block, variant=variant)
 
 
 class DraftAdapter:
