@@ -9,9 +9,10 @@
     a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
         it leaves where they hold an end token or nothing is missing; else the encoder reads them
 
-It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: a row's tokens are those of that
-function for its prompt alone after `torch.manual_seed` of the row's seed. There all rows of a batch take the decoder
-passes of the slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next.
+It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: with the same random numbers a row's
+tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
+slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next, and its random
+numbers are a function of its own seed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
+from dlm_bridge.generation.token_sampling import Noise, draw_token
+from dlm_bridge.objectives.random_tokens import random_tokens
 
 ENCODED_TOGETHER = 4  # a fraction of the rows, 1/4, waits for one encoder pass
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
@@ -65,19 +68,26 @@ class CanvasBatch:
         self.forwards = 0  # decoder passes, of all rows together
 
     def run(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int], streamer: Any = None
     ) -> Iterator[CanvasText]:
-        """The texts of the prompts with these numbers, as they end; they enter in this order. Raises DlmBridgeError
-        for a prompt that the model cannot continue."""
+        """The texts of the prompts with these numbers, as they end; they enter in this order.
+
+        A `streamer`, of one prompt, is told what transformers' loop would tell it. Raises DlmBridgeError for a prompt
+        that the model cannot continue.
+        """
         for number in order:
             check_prompt(self._model, prompts[number], self._given)
         check_length(self._model, self._given.get("block_length"))
         device = self._model.model.decoder.embed_tokens.weight.device
-        generators = [torch.Generator(device).manual_seed(seeds[number]) for number in order]
-        rows = [_Row(number, list(prompts[number]), noise) for number, noise in zip(order, generators, strict=True)]
-        yield from self._run(rows, _Settings.of(self._model, self._given))
+        noise = Noise([seeds[number] for number in order], device)
+        rows = [_Row(number, place, list(prompts[number])) for place, number in enumerate(order)]
+        for row in rows if streamer is not None else []:
+            streamer.put(torch.tensor([row.text]))
+        yield from self._run(rows, noise, _Settings.of(self._model, self._given), streamer)
+        if streamer is not None:
+            streamer.end()
 
-    def _run(self, waiting: list[_Row], settings: _Settings) -> Iterator[CanvasText]:
+    def _run(self, waiting: list[_Row], noise: Noise, settings: _Settings, streamer: Any) -> Iterator[CanvasText]:
         cache = EncodedRows(self._model)
         running: list[_Row] = []  # row i of the canvases
         unread: list[_Row] = []  # with tokens that the encoder has not read
@@ -87,18 +97,28 @@ class CanvasBatch:
             unread, waiting = [*unread, *waiting[:entering]], waiting[entering:]
             if unread and (not running or len(unread) * ENCODED_TOGETHER >= self._rows):
                 cache.read([row.encoded for row in unread], [row.unread() for row in unread])
-                begun = _Canvases.begin(unread, settings, cache.dtype)
+                begun = _Canvases.begin(unread, noise, settings, cache.dtype)
                 canvases = begun if canvases is None else canvases.joined(begun)
                 running, unread = [*running, *unread], []
                 cache.show([row.encoded for row in running], settings.length)
             assert canvases is not None, "a row runs"
-            ended_A = self._step(running, canvases, cache, settings)
+            ended_A = self._step(running, canvases, noise, cache, settings)
+            if hasattr(streamer, "put_draft"):
+                assert canvases.logits is not None, "a step has been taken"
+                logits = getattr(streamer, "_takes_logits", False)
+                streamer.put_draft(canvases.logits.cpu() if logits else canvases.best.cpu())
             if not any(ended_A):
                 continue
             for row, ended, best in zip(running, ended_A, canvases.best.tolist(), strict=True):
-                if ended and row.commit(best, settings):
+                if not ended:
+                    continue
+                written = len(row.new)
+                complete = row.commit(best, settings)
+                if streamer is not None:
+                    streamer.put(torch.tensor([row.new[written:]]))
+                if complete:
                     yield CanvasText(row.number, row.new, row.forwards)
-                elif ended:
+                else:
                     unread.append(row)
             left = [place for place, ended in enumerate(ended_A) if not ended]
             running, canvases = [running[place] for place in left], canvases.selected(left)
@@ -106,7 +126,9 @@ class CanvasBatch:
                 cache.show([row.encoded for row in running], settings.length)
 
     @torch.no_grad()
-    def _step(self, running: list[_Row], canvases: _Canvases, cache: EncodedRows, settings: _Settings) -> list[bool]:
+    def _step(
+        self, running: list[_Row], canvases: _Canvases, noise: Noise, cache: EncodedRows, settings: _Settings
+    ) -> list[bool]:
         """A denoising step of the running rows: which of them have ended their canvas."""
         for row in running:
             row.forwards += 1
@@ -119,7 +141,7 @@ class CanvasBatch:
             self_conditioning_logits=canvases.logits,
             self_conditioning_mask=None if canvases.logits is None else canvases.conditioned,
         ).logits
-        ended: list[bool] = canvases.denoise(logits_AQV, running, settings).tolist()
+        ended: list[bool] = canvases.denoise(logits_AQV, running, noise, settings).tolist()
         return ended
 
 
@@ -166,8 +188,8 @@ class _Row:
     """A prompt with what was written behind it."""
 
     number: int
+    place: int  # among the rows of the noise
     text: list[int]  # the prompt and the committed canvases
-    generator: torch.Generator
     new: list[int] = field(default_factory=list)
     encoded: EncodedRow = field(default_factory=EncodedRow)
     forwards: int = 0
@@ -184,11 +206,6 @@ class _Row:
         missing = settings.new_tokens - len(self.new)
         self.new = self.new[: settings.new_tokens]
         return end is not None or missing <= 0
-
-    def random_tokens(self, settings: _Settings) -> torch.Tensor:
-        """[Q] uniform random tokens."""
-        noise = self.generator
-        return torch.randint(0, settings.vocabulary, (settings.length,), generator=noise, device=noise.device)
 
 
 _PER_ROW = ("tokens", "best", "history", "left", "conditioned")
@@ -207,8 +224,8 @@ class _Canvases:
     dtype: torch.dtype  # of what the decoder is given of them
 
     @classmethod
-    def begin(cls, rows: Sequence[_Row], settings: _Settings, dtype: torch.dtype) -> _Canvases:
-        tokens = torch.stack([row.random_tokens(settings) for row in rows])
+    def begin(cls, rows: Sequence[_Row], noise: Noise, settings: _Settings, dtype: torch.dtype) -> _Canvases:
+        tokens = _random_tokens(rows, noise, settings)
         return cls(
             tokens=tokens,
             best=tokens,
@@ -234,7 +251,9 @@ class _Canvases:
         parts = {name: getattr(self, name)[places] for name in _PER_ROW}
         return _Canvases(**parts, logits=None if self.logits is None else self.logits[places], dtype=self.dtype)
 
-    def denoise(self, logits_AQV: torch.Tensor, rows: Sequence[_Row], settings: _Settings) -> torch.Tensor:
+    def denoise(
+        self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
+    ) -> torch.Tensor:
         """One step, in place: [A] bool, the canvases that have ended."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
@@ -243,15 +262,11 @@ class _Canvases:
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)
         lowest = torch.finfo(logs_AQV.dtype).min
         entropy_AQ = -(logs_AQV.clamp(min=lowest) * probabilities_AQV).sum(dim=-1)
-        # torch.multinomial of one draw is the largest ratio to exponential noise, here with each row's own numbers.
-        for row, noise_QV in zip(rows, logs_AQV, strict=True):
-            noise_QV.exponential_(generator=row.generator)
-        drawn_AQ = (probabilities_AQV / logs_AQV).argmax(dim=-1)
+        drawn_AQ = draw_token(logits_AQV, _uniform(rows, noise, settings))
         sorted_AQ, order_AQ = entropy_AQ.sort(dim=-1)
         within_AQ = sorted_AQ.cumsum(dim=-1) - sorted_AQ <= settings.bound
         accepted_AQ = torch.zeros_like(within_AQ).scatter(-1, order_AQ, within_AQ)
-        random_AQ = torch.stack([row.random_tokens(settings) for row in rows])
-        self.tokens = torch.where(accepted_AQ, drawn_AQ, random_AQ)
+        self.tokens = torch.where(accepted_AQ, drawn_AQ, _random_tokens(rows, noise, settings))
         self.logits = logits_AQV.to(self.dtype)
         self.conditioned = torch.ones_like(self.conditioned)
         self.left = self.left - 1
@@ -261,6 +276,17 @@ class _Canvases:
             ended_A = ended_A | stable_A & (entropy_AQ.mean(dim=-1) < settings.confidence)
             self.history = torch.cat([self.history, self.best[:, None]], dim=1)[:, 1:]
         return ended_A
+
+
+def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """float64 [A, Q], the rows' next numbers on (0, 1)."""
+    places_AQ = torch.arange(settings.length, device=noise.device).expand(len(rows), -1)
+    return noise.uniform([row.place for row in rows], places_AQ)
+
+
+def _random_tokens(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """[A, Q], all tokens equally likely."""
+    return random_tokens(_uniform(rows, noise, settings), settings.vocabulary, mask_token_id=-1)
 
 
 def _plain(model: Any) -> Any:
