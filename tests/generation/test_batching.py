@@ -29,6 +29,7 @@ from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
+
 def requests(
     count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0
 ) -> list[RowRequest]:
@@ -69,7 +70,7 @@ def run(
     while waiting or not batch.idle:
         for event in batch.advance():
             events[event.name].append(event)
-        while waiting and (batch.idle or draw.random() < 0.2):
+        while waiting and (batch.idle or draw.random() < 0.5):
             batch.submit(waiting.pop(0))
         for name in sorted(doomed):
             if draw.random() < 0.15 and batch.cancel(name):
