@@ -54,6 +54,7 @@ from dlm_bridge.generation.rolling_canvas import (
     SharedBlocksCanvas,
     cache_columns,
 )
+from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
@@ -328,6 +329,7 @@ class ContinuousBatch:
             if seed is None:
                 seed = shared_seed(self._model)
             seeds.append(int(torch.randint(2**62, (1,))) if seed is None else seed)
+        noise.select_rows(order_behind(len(rows), len(canvas.names)))
         noise.admit(seeded_generators(seeds, self._device))
         return canvas.admit(
             [EnteringRow(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached
