@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
-from dlm_bridge.generation.canvas import Canvas, StopCondition
+from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
@@ -30,6 +30,7 @@ from dlm_bridge.generation.prompts import PromptBatch, check_ids, warn_of_paddin
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
+from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, shared_seed, without_token
 
 

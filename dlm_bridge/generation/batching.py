@@ -7,7 +7,7 @@
             ...  # RowTokens, RowCommits, RowEnded, RowFailed
         # submit() and cancel() at any time between two calls of advance(), from the same thread
 
-Each row's tokens are those of `generate` with its prompt alone and `generator=torch.Generator(device)` with its seed.
+Each row's tokens are those of `generate` with its prompt alone and `seed=[seed]`, the row's own.
 
 Rows enter at a block boundary. Samplers with one block of the whole length (dream, dreamon, diffullama, rnd1, uniform,
 wedlm, idlm, linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose
@@ -41,7 +41,6 @@ from dlm_bridge.generation.batch_rows import (
     RowTokens,
     RunningRow,
 )
-from dlm_bridge.generation.canvas import StopCondition
 from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
@@ -57,7 +56,8 @@ from dlm_bridge.generation.rolling_canvas import (
 from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
+from dlm_bridge.generation.stopping import StopCondition
+from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
 
 __all__ = ["ContinuousBatch", "Event", "RowCommits", "RowEnded", "RowFailed", "RowRequest", "RowTokens"]
 
@@ -80,8 +80,10 @@ class ContinuousBatch:
         max_rows: rows that run at once. Others wait, in the order of their arrival.
         max_length: tokens of a row, prompt and new ones together, for which KV cache is planned; None: the model's
             context.
-        stream: report `RowTokens` and `RowCommits`, and return from `advance` after each step; False: only rows that
-            have left, and return after each block.
+        stream: report `RowTokens` and `RowCommits` of rows that are live, and return from `advance` after each step;
+            False: only rows that have left, and return after each block.
+        record: report with a row that has left which step committed each of its tokens (`RowEnded.steps`). That needs
+            no `stream`, and no more waiting for the device.
 
     Raises:
         DlmBridgeError: a setting that the sampler cannot run with, or no `max_length` where the model names no
@@ -96,6 +98,7 @@ class ContinuousBatch:
         max_rows: int,
         max_length: int | None = None,
         stream: bool = True,
+        record: bool = False,
     ) -> None:
         self._model = model
         self._settings = dict(settings or {})
@@ -114,6 +117,7 @@ class ContinuousBatch:
         self.max_rows = max_rows
         self.forwards = 0  # forward passes of the model in all runs that are over
         self._stream = stream
+        self._record = record
         self._device = input_device(model)
         self._plans: dict[tuple[int | None, int], RowPlan] = {}
         self._waiting: deque[RunningRow] = deque()
@@ -255,13 +259,11 @@ class ContinuousBatch:
         stop = StopCondition(
             settings.eos_token_ids, self._device, settings.stop_strings, self._settings.get("tokenizer")
         )
-        self._stop = StopCondition(
-            settings.eos_token_ids, torch.device("cpu"), settings.stop_strings, self._settings.get("tokenizer")
-        )
         # A cache in the canvas' columns keeps rows in theirs; that of a whole text's block is in each row's own.
         kind = SharedBlocksCanvas if cache.stores and layout.block_length is not None else OwnBlocksCanvas
         self._canvas = kind(layout, settings.limits.masked_token_id, stop, self._device, width)
-        self._steps = self._denoise(plan, cache, self._canvas, self._runner)
+        reporter = RowReporter(self._running, self._events, stop, stream=self._stream, record=self._record)
+        self._steps = self._denoise(plan, cache, self._canvas, self._runner, reporter)
 
     def _end_run(self) -> None:
         if self._steps is not None:
@@ -273,14 +275,15 @@ class ContinuousBatch:
             self._runner = None
         _leave_turn(self._model, self)
 
-    def _denoise(self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
+    def _denoise(
+        self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner, reporter: RowReporter
+    ) -> Iterator[None]:
         """Denoise until no row is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
-        noise = Noise(self._device, per_row=[])
+        noise = Noise([], self._device)
         self._admit(self._entering(plan.key), canvas, noise, None)
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
-        reporter = RowReporter(self._running, self._events, self._stop, self._stream)
         context = SamplerContext(
             canvas,
             predictor,
@@ -308,6 +311,7 @@ class ContinuousBatch:
         # A forward pass for the rows that go on is of no use where others may enter.
         for block_ended in denoise_rows(context, plan.rule, enter, lambda: not self._waiting):
             reporter.ended(canvas)
+            reporter.poll()
             if self._stream or block_ended:
                 yield
         reporter.ended(canvas)  # those that have left with the last cancelled row
@@ -328,9 +332,9 @@ class ContinuousBatch:
             seed = row.request.seed
             if seed is None:
                 seed = shared_seed(self._model)
-            seeds.append(int(torch.randint(2**62, (1,))) if seed is None else seed)
+            seeds.append(drawn_seeds(1)[0] if seed is None else seed)
         noise.select_rows(order_behind(len(rows), len(canvas.names)))
-        noise.admit(seeded_generators(seeds, self._device))
+        noise.admit(seeds)
         return canvas.admit(
             [EnteringRow(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached
         )

@@ -25,7 +25,6 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
-from dlm_bridge.generation.token_sampling import seeded_generators
 
 ENCODED_TOGETHER = 4  # a fraction of the rows, 1/4, waits for one encoder pass
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
@@ -74,7 +73,7 @@ class CanvasBatch:
             check_prompt(self._model, prompts[number], self._given)
         check_length(self._model, self._given.get("block_length"))
         device = self._model.model.decoder.embed_tokens.weight.device
-        generators = seeded_generators([seeds[number] for number in order], device)
+        generators = [torch.Generator(device).manual_seed(seeds[number]) for number in order]
         rows = [_Row(number, list(prompts[number]), noise) for number, noise in zip(order, generators, strict=True)]
         yield from self._run(rows, _Settings.of(self._model, self._given))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -93,11 +94,13 @@ class Step:
     masked: torch.Tensor  # [A, N], True at masks
     new: torch.Tensor  # [A, N], True behind the prompt
     columns: slice | torch.Tensor  # the N columns on the canvas
-    width: int  # S, columns of the canvas that the model attended to
-    origins: list[int]  # [A], each row's first column that is no padding
-    stops: list[int]  # [A], the column behind each row's last one
+    places: torch.Tensor  # [A, N], the columns counted from each row's first token
     noise: Noise
     mask_token_id: int
+
+    def uniform(self) -> torch.Tensor:
+        """float64 [A, N], random numbers on (0, 1), each row's from its own seed; other ones at every call."""
+        return self.noise.uniform(self.rows, self.places)
 
     def probabilities(self) -> torch.Tensor:
         """[A, N], each proposal's probability in the distribution that it was drawn from."""
@@ -202,9 +205,7 @@ class CommitRule(DenoisingRule):
             masked=(before == canvas.mask_token_id) & new,
             new=new,
             columns=columns,
-            width=predictor.end(block),
-            origins=[canvas.origins[row] for row in rows],
-            stops=[canvas.stops[row] for row in rows],
+            places=canvas.places(selected, columns),
             noise=context.noise,
             mask_token_id=canvas.mask_token_id,
         )
@@ -212,8 +213,8 @@ class CommitRule(DenoisingRule):
         context.callbacks.step(canvas, rows, columns, logits, predictor.forwards, final=not self.edits)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, index, strict=True)]
         if not self.exact and any(more):
-            unfinished_A = self.continues(step, canvas.unfinished(selected, block))
-            unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
+            read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+            unfinished = canvas.read_unfinished(selected, block, read, partial(self.continues, step))
             more = [a and b for a, b in zip(more, unfinished, strict=True)]
         return [row for row, on in zip(rows, more, strict=True) if on]
 
@@ -314,7 +315,7 @@ def precise_confidence(step: Step) -> torch.Tensor:
 
 def random_order(step: Step) -> torch.Tensor:
     """LLaDA's random remasking (algorithm 4)."""
-    return step.noise.per_position(step.rows, step.width, step.origins, step.stops)[:, step.columns]
+    return step.uniform()
 
 
 def probability(step: Step) -> torch.Tensor:
@@ -407,9 +408,7 @@ class TopScoresRule(CommitRule):
         scores_AN = self._score(step)
         if self._rank_temperature:
             # The highest of score / T + Gumbel noise are draws without replacement.
-            uniform_AS = step.noise.per_position(step.rows, step.width, step.origins, step.stops)
-            uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
-            scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
+            scores_AN = scores_AN / self._rank_temperature - step.uniform().log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
         return top_scores(scores_AN, step.num_transfer_tokens)
 

@@ -15,7 +15,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler
-from dlm_bridge.generation.canvas import Canvas, StopCondition, read_flags
+from dlm_bridge.generation.canvas import Canvas, read_flags
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
@@ -24,6 +24,7 @@ from dlm_bridge.generation.prompts import PromptBatch
 from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
+from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise
 
 

@@ -16,14 +16,15 @@ have completed it, and rows enter then.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, StopCondition, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
 from dlm_bridge.generation.row_memory import RowMemory, order_behind, order_without
+from dlm_bridge.generation.stopping import Read, StopCondition
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,15 @@ class RollingCanvas(Canvas):
     def cache_width(self) -> int:
         return self._cache_width
 
-    def retire(self, rows: list[int], read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
+    def written(self) -> torch.Tensor:
+        """[B, G], the new tokens of each row, G those of the longest; the mask token behind a row's own."""
+        places_G = torch.arange(max(self.gen_lengths), device=self.tokens.device)
+        columns_BG = self._starts[:, None] + places_G
+        own_BG = (places_G < self._lengths[:, None]) & (columns_BG < self.width)
+        tokens_BG = self.tokens.gather(1, columns_BG.clamp(max=self.width - 1))
+        return tokens_BG.masked_fill(~own_BG, self.mask_token_id)
+
+    def retire(self, rows: list[int], read: Read) -> list[int] | None:
         """As `Canvas.retire`; cancelled rows leave as well, without a result."""
         stop = self.block.stop
         over = {row for row in rows if self.starts[row] + self.gen_lengths[row] - self._closing <= stop}
@@ -121,8 +130,8 @@ class RollingCanvas(Canvas):
         if self._stop_condition.active and perhaps:
             columns = slice(0, stop)
             tokens_AN, new_AN = self.take(perhaps, columns), self._wanted(perhaps, columns)
-            ended_A = self._stop_condition.marks(tokens_AN, new_AN, self.mask_token_id).any(dim=1)
-            over |= {row for row, ended in zip(perhaps, read(ended_A), strict=True) if ended}
+            ended = self._stop_condition.read_ended(tokens_AN, new_AN, self.mask_token_id, read)
+            over |= {row for row, ends in zip(perhaps, ended, strict=True) if ends}
         if not over:
             return None
         leaving, stay = sorted(over), order_without(over, len(self.names))

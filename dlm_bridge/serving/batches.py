@@ -66,7 +66,7 @@ class DiffusionRows:
         self, batch: ContinuousBatch, row: Row, name: int, running: dict[Hashable, Row], scheduler: Scheduler
     ) -> None:
         try:
-            batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed))
+            batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed, live=row.live))
             running[name] = row
         except DlmBridgeError as error:
             scheduler.tell(row, Failed(error))

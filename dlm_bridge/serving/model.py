@@ -122,7 +122,8 @@ class ServedModel:
     def _stored_seed(self, settings: Mapping[str, Any]) -> int | None:
         if not self.loaded.diffusion:
             return None
-        return resolve_settings(self.loaded.model, None, settings, prompt_width=1).seed
+        seed = resolve_settings(self.loaded.model, None, settings, prompt_width=1).seed
+        return seed if isinstance(seed, int) else None
 
     def _seeds(self, seed: int | None, prompts: list[list[int]]) -> list[int | None]:
         """Of each row. Those of a diffusion model are as `generate` with this seed has them."""

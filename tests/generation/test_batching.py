@@ -51,7 +51,7 @@ def alone(model: Any, row: RowRequest, settings: dict[str, Any]) -> list[int]:
     output = generate(
         model,
         torch.tensor([row.prompt]),
-        generator=[torch.Generator().manual_seed(row.seed or 0)],
+        seed=[row.seed or 0],
         **settings | {"gen_length": row.gen_length},
     )
     assert isinstance(output, torch.Tensor)

@@ -141,9 +141,9 @@ class AncestralRule(CommitRule):
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         rows = [row for row, count in enumerate(masks) if count]
         counts, width = [masks[row] for row in rows], max(masks)
-        uniform_AM = noise.per_position(rows, width, [0] * len(rows), counts)
+        uniform_AM = noise.uniform(rows, torch.arange(width, device=noise.device).expand(len(rows), -1))
         # A position is still masked after the steps whose level is above its number.
-        levels = self._rising_levels.to(uniform_AM.device)
+        levels = self._rising_levels.to(uniform_AM)
         when_AM = len(levels) - torch.searchsorted(levels, uniform_AM, right=True)
         is_mask_AM = torch.arange(width, device=when_AM.device) < to_device(counts, when_AM.device)[:, None]
         # Steps that commit nothing are left out: of each mask, how many of the others remain before its own.
@@ -152,7 +152,7 @@ class AncestralRule(CommitRule):
         ranks_AM[:, 1:] = (ordered_AM[:, 1:] > ordered_AM[:, :-1]).cumsum(dim=1)
         ranks_AM = torch.zeros_like(order_AM).scatter(1, order_AM, ranks_AM)
         commits_AM = torch.zeros_like(ranks_AM).scatter_add(1, ranks_AM, is_mask_AM.long())
-        self.memory.tensor("ranks", width)[rows] = ranks_AM
+        self.memory.tensor("ranks", width)[to_device(rows, ranks_AM.device)] = ranks_AM
         schedules: list[list[int]] = [[] for _ in masks]
         for row, commits in zip(rows, commits_AM.tolist(), strict=True):
             schedules[row] = [count for count in commits if count]
@@ -194,7 +194,6 @@ class StepBudgetRule(CommitRule):
         later = [
             max(0, count - count // self._steps * (done + 1)) for count, done in zip(masks, step.index, strict=True)
         ]
-        left = step.masked.sum(dim=1).tolist()
-        allowed_AN = top_scores(scores_AN, [a - b for a, b in zip(left, later, strict=True)])
+        allowed_AN = top_scores(scores_AN, step.masked.sum(dim=1) - to_device(later, scores_AN.device))
         best_AN = top_scores(scores_AN, [1] * len(step.rows))
         return (allowed_AN & (scores_AN >= self._threshold)) | best_AN

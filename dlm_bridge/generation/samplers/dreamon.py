@@ -24,7 +24,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, to_device
+from dlm_bridge.generation.canvas import BlockLayout, read_flags, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import KVCache
@@ -106,11 +106,12 @@ class ExpandDeleteRule(DenoisingRule):
         canvas, budget = context.canvas, self._sampler.expand_budget
         self._check_tokens(context.vocabulary_size)
         masked_AN = canvas.masked(context.selected(rows), block)
-        firsts = (block.start + masked_AN.int().argmax(dim=1)).tolist()
+        firsts_and_masks = torch.stack([block.start + masked_AN.int().argmax(dim=1), masked_AN.sum(dim=1)])
+        firsts, masks = read_flags(firsts_and_masks, context.predictor.launch_speculatively)
         budgets = canvas.memory.values("budget")
         for row, first in zip(rows, firsts, strict=True):
             budgets[row] = 2 * (canvas.stops[row] - first) if budget is None else budget
-        return [row for row, masks in zip(rows, masked_AN.any(dim=1).tolist(), strict=True) if masks]
+        return [row for row, count in zip(rows, masks, strict=True) if count]
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas, budgets = context.canvas, context.canvas.memory.values("budget")
@@ -120,16 +121,19 @@ class ExpandDeleteRule(DenoisingRule):
         deleted_AN, expanded_AN = self._edits(step, picked_AN, room)
         committed_AN = picked_AN & (step.tokens != self._sampler.expand_token_id)
         canvas.put(context.selected(rows), block, torch.where(committed_AN, step.tokens, step.before))
-        read = torch.stack([picked_AN.any(dim=1), deleted_AN.any(dim=1), expanded_AN.sum(dim=1)]).tolist()
-        for row, expansions in zip(rows, read[2], strict=True):
+        left_AN = step.masked & ~committed_AN & ~deleted_AN
+        # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
+        more_A = left_AN.any(dim=1) & picked_AN.any(dim=1)
+        counts = torch.stack([more_A.long(), deleted_AN.sum(dim=1), expanded_AN.sum(dim=1)])
+        more, deleted, expanded = read_flags(counts, context.predictor.launch_speculatively)
+        for row, expansions in zip(rows, expanded, strict=True):
             budgets[row] -= expansions
-        if any(read[1]) or any(read[2]):
-            source_AN = canvas.resize(rows, block, 1 - deleted_AN.long() + expanded_AN.long())
+        if any(deleted) or any(expanded):
+            growth = [plus - minus for plus, minus in zip(expanded, deleted, strict=True)]
+            source_AN = canvas.resize(rows, block, 1 - deleted_AN.long() + expanded_AN.long(), growth)
             logits = logits.gather(1, source_AN[..., None].expand_as(logits))
         context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
-        masks = canvas.masked(context.selected(rows), block).any(dim=1).tolist()
-        # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
-        return [row for row, left, some in zip(rows, masks, read[0], strict=True) if left and some]
+        return [row for row, on in zip(rows, more, strict=True) if on]
 
     def _check_tokens(self, vocabulary: int) -> None:
         ids = {name: getattr(self._sampler, name) for name in ("expand_token_id", "delete_token_id")}
@@ -160,9 +164,7 @@ class ExpandDeleteRule(DenoisingRule):
             masked=(before == canvas.mask_token_id) & new,
             new=new,
             columns=block,
-            width=context.predictor.end(block),
-            origins=[canvas.origins[row] for row in active],
-            stops=[canvas.stops[row] for row in active],
+            places=canvas.places(rows, block),
             noise=context.noise,
             mask_token_id=canvas.mask_token_id,
         )

@@ -19,17 +19,18 @@ text's distribution is that of the causal model under the same filters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, read_flags
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from, refuse_empty_rows
-from dlm_bridge.generation.token_sampling import gather_tokens, propose_tokens
+from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class StridedRule(DenoisingRule):
         _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         canvas.put(rows, columns_AN, tokens_AN)
         context.callbacks.step(canvas, rows, columns_AN, logits_ANV, predictor.forwards, final=True)
-        return predictor.advance(rows, canvas.unfinished(rows, block).long().tolist())
+        return self._go_on(context, block, rows, torch.ones_like(tokens_AN[:, 0]))
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """One forward pass: check the drafts and write the next ones."""
@@ -118,7 +119,10 @@ class StridedRule(DenoisingRule):
         columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
         logits_ANV = context.constraints(predictor.check(rows, firsts, input_AN), canvas, rows, columns_AN)
         shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
-        accepted_AM, corrected_AM = self._verify(context, rows, shaped_ANV[:, :count], tokens_AN[:, :count], drafts)
+        places_AM = canvas.places(rows, columns_AN[:, :count])
+        accepted_AM, corrected_AM = self._verify(
+            context, rows, places_AM, shaped_ANV[:, :count], tokens_AN[:, :count], drafts
+        )
         accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
         rejected_A = drafts.exist & (accepted_A < count)
         # The token behind what is accepted: the correction of a rejected one, else a draw of its own.
@@ -136,8 +140,16 @@ class StridedRule(DenoisingRule):
         from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
         from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # of rejected rows, whose draft is dropped
         self._keep(context, rows, tokens_AN.gather(1, from_AM), shaped_ANV, from_AM, ~rejected_A)
-        counts_A = (accepted_A + 1) * canvas.unfinished(rows, block)
-        return predictor.advance(rows, counts_A.tolist())
+        return self._go_on(context, block, rows, accepted_A + 1)
+
+    @staticmethod
+    def _go_on(context: SamplerContext, block: slice, rows: list[int], committed_A: torch.Tensor) -> list[int]:
+        """The rows that have not ended, after so many more tokens."""
+        predictor = context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        return predictor.advance(rows, counts)
 
     def _drafts(self, context: SamplerContext, rows: list[int]) -> _Drafts:
         """What the rows' last step has drafted."""
@@ -171,6 +183,7 @@ class StridedRule(DenoisingRule):
         self,
         context: SamplerContext,
         rows: list[int],
+        places_AM: torch.Tensor,
         shaped_AMV: torch.Tensor,
         drawn_AM: torch.Tensor,
         drafts: _Drafts,
@@ -178,15 +191,12 @@ class StridedRule(DenoisingRule):
         """[A, M] twice: which tokens of the drafts pass, and what would be in their place."""
         if drafts.probabilities is None:
             return drawn_AM == drafts.tokens, drawn_AM
-        noise, count, vocabulary = context.noise, self._drafted, shaped_AMV.shape[-1]
-        begins, ends = [0] * len(rows), [count] * len(rows)
         p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
-        bound_AM = noise.per_position(rows, count, begins, ends) * gather_tokens(q_AMV, drafts.tokens)
+        bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, drafts.tokens)
         accepted_AM = bound_AM < gather_tokens(p_AMV, drafts.tokens)
         rest_AMV = (p_AMV - q_AMV).clamp(min=0)
         rest_AMV = torch.where(rest_AMV.sum(dim=-1, keepdim=True) > 0, rest_AMV, p_AMV)
-        uniform_AMV = noise.per_token(rows, count, vocabulary, begins, ends)
-        return accepted_AM, (rest_AMV.log() - uniform_AMV.log().neg().log()).argmax(dim=-1)
+        return accepted_AM, invert(rest_AMV, context.noise.uniform(rows, places_AM))
 
     @staticmethod
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
@@ -110,7 +111,9 @@ class SpeculativeRule(DenoisingRule):
         predictor = context.predictor
         assert isinstance(predictor, SpeculativePredictor)
         committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
-        return predictor.advance(rows, (committed_A * context.canvas.unfinished(rows, block)).tolist())
+        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        return predictor.advance(rows, counts)
 
     def _draft(
         self, context: SamplerContext, predictor: SpeculativePredictor, rows: list[int], firsts: list[int]
@@ -190,8 +193,9 @@ class SpeculativeRule(DenoisingRule):
             committed_A[going] += 1
             if place + 1 == columns_AN.shape[1]:
                 break
-            accepted = (tokens[:, 0] == drafts_AN[going, place + 1]) & canvas.unfinished(some, block)
-            going = [one for one, on in zip(going, accepted.tolist(), strict=True) if on]
+            right = tokens[:, 0] == drafts_AN[going, place + 1]
+            accepted = canvas.read_unfinished(some, block, torch.Tensor.tolist, partial(torch.mul, right))
+            going = [one for one, on in zip(going, accepted, strict=True) if on]
             if not going:
                 break
         return committed_A, logits_ANV

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, probability, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -84,8 +84,9 @@ class EditingRule(CommitRule):
 
         full_A = ~step.masked.any(dim=1)
         post_steps_B = self.memory.tensor("post steps")  # without masks, so far
-        post_steps_A = post_steps_B[step.rows] + full_A
-        post_steps_B[step.rows] = post_steps_A
+        rows_A = to_device(step.rows, full_A.device)
+        post_steps_A = post_steps_B[rows_A] + full_A
+        post_steps_B[rows_A] = post_steps_A
         masks_left_A = (step.masked & ~filled_AN).any(dim=1)
         may_edit_A = post_steps_A < self._max_post_steps
         self._more_A = masks_left_A | (~(full_A & ~edits_AN.any(dim=1)) & may_edit_A)

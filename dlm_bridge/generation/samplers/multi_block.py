@@ -29,7 +29,7 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
@@ -95,9 +95,10 @@ class MultiBlockRule(OneOrMoreRule):
         """[A] blocks that are begun, after beginning the next one where the last one is far enough."""
         masks_AK = step.masked.unflatten(1, (-1, self._block_length)).sum(dim=-1)
         more_B = self.memory.tensor("blocks begun behind the first")
-        begun_A = (more_B[step.rows] + 1).clamp(max=masks_AK.shape[1])  # a row may have fewer blocks than others
+        rows_A = to_device(step.rows, masks_AK.device)
+        begun_A = (more_B[rows_A] + 1).clamp(max=masks_AK.shape[1])  # a row may have fewer blocks than others
         masks_A = masks_AK.gather(1, begun_A[:, None] - 1)[:, 0]
         far_enough_A = 1 - masks_A.double() / self._block_length >= self._block_add_threshold
         begun_A = (begun_A + far_enough_A).clamp(max=masks_AK.shape[1])
-        more_B[step.rows] = begun_A - 1
+        more_B[rows_A] = begun_A - 1
         return begun_A

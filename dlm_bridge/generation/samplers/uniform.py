@@ -37,6 +37,7 @@ from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.random_tokens import NoiseProcess, random_tokens
 from dlm_bridge.objectives.registry import noise_process
@@ -96,7 +97,7 @@ class ResamplingRule(DenoisingRule):
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens after a step [A, N], and True [A, N] where they are replaced by noise.
 
@@ -105,7 +106,7 @@ class ResamplingRule(DenoisingRule):
             x_ANV: float64 probabilities of the text.
             tokens_AN: the current tokens.
             noise_V: float64 probabilities of noise, 1 / N; 0 for the mask token.
-            uniform_ANV: float64 numbers in [0, 1), to draw with.
+            uniform_AN: float64 numbers on (0, 1), to draw with.
         """
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
@@ -126,7 +127,7 @@ class ResamplingRule(DenoisingRule):
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """Draw the block's tokens again. Every row takes every step."""
-        canvas, noise = context.canvas, context.noise
+        canvas = context.canvas
         vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
         selected = context.selected(rows)
         count = vocabulary - (0 <= mask < vocabulary)
@@ -139,16 +140,14 @@ class ResamplingRule(DenoisingRule):
         x_ANV = shaped.softmax(dim=-1)
         if not context.sampling.draws:
             x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
-        pads = [max(0, canvas.origins[row] - block.start) for row in rows]
-        ends = [canvas.stops[row] - block.start for row in rows]
-        uniform_ANV = noise.per_token(rows, logits.shape[1], vocabulary, pads, ends)
+        uniform_AN = context.noise.uniform(rows, canvas.places(selected, block))
         before_AN, new_AN = canvas.take(selected, block), canvas.behind_prompt(selected, block)
-        if any(canvas.holes) or min(ends) < logits.shape[1]:
+        if any(canvas.holes) or min(canvas.stops[row] for row in rows) < block.stop:
             # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
             given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
             x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
         index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
-        tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, before_AN, noise_V, uniform_ANV)
+        tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, before_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
         context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
@@ -164,7 +163,7 @@ class PosteriorRule(ResamplingRule):
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         levels_2A = torch.stack([1 - index_A / self.steps, 1 - (index_A + 1) / self.steps])
         keep, masked, replaced = self.process.probabilities(levels_2A[..., None, None])
@@ -174,7 +173,7 @@ class PosteriorRule(ResamplingRule):
         text_ANV = keep[1] * x_ANV + after_A1V
         now_AN1 = tokens_AN[..., None]
         jumps_ANV = text_ANV * (before_A1V - stays_A11 * after_A1V).expand_as(x_ANV).gather(-1, now_AN1)
-        drawn_AN = _draw(jumps_ANV.scatter_add(-1, now_AN1, stays_A11 * text_ANV.gather(-1, now_AN1)), uniform_ANV)
+        drawn_AN = invert(jumps_ANV.scatter_add(-1, now_AN1, stays_A11 * text_ANV.gather(-1, now_AN1)), uniform_AN)
         return drawn_AN, torch.zeros_like(drawn_AN, dtype=torch.bool)
 
 
@@ -192,24 +191,18 @@ class EntropyBoundResampling(ResamplingRule):
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         entropies_AN = -(x_ANV * x_ANV.clamp(min=1e-300).log()).sum(dim=-1)
         ordered_AN, order_AN = entropies_AN.sort(dim=1, stable=True)
         passed_AN = ordered_AN.cumsum(dim=1) - ordered_AN <= self._bound
         accepted_AN = torch.zeros_like(passed_AN).scatter(1, order_AN, passed_AN)
         last_A1 = (index_A == self.steps - 1)[:, None]
-        return torch.where(last_A1, x_ANV.argmax(dim=-1), _draw(x_ANV, uniform_ANV)), ~(accepted_AN | last_A1)
+        return torch.where(last_A1, x_ANV.argmax(dim=-1), invert(x_ANV, uniform_AN)), ~(accepted_AN | last_A1)
 
 
 def _noise(context: SamplerContext, block: slice, rows: list[int]) -> torch.Tensor:
     """[A, N] of equally likely tokens; the mask token is none of them."""
     canvas = context.canvas
-    origins, stops = [canvas.origins[row] for row in rows], [canvas.stops[row] for row in rows]
-    uniform_AS = context.noise.per_position(rows, canvas.width, origins, stops)
-    return random_tokens(uniform_AS[:, block], context.vocabulary_size, canvas.mask_token_id)
-
-
-def _draw(weights_ANV: torch.Tensor, uniform_ANV: torch.Tensor) -> torch.Tensor:
-    """[A, N], drawn in proportion to the weights, by the Gumbel-max trick."""
-    return (weights_ANV.log() - uniform_ANV.log().neg().log()).argmax(dim=-1)
+    uniform_AN = context.noise.uniform(rows, canvas.places(context.selected(rows), block))
+    return random_tokens(uniform_AN, context.vocabulary_size, canvas.mask_token_id)

@@ -126,7 +126,7 @@ class WINORule(DenoisingRule):
         masks, kept = canvas.masks(block), canvas.memory.values("masks")
         for row in rows:
             kept[row] = masks[row]
-        canvas.memory.tensor("accepted")[rows] = ACCEPTED_BEFORE
+        canvas.memory.tensor("accepted")[canvas.index(rows)] = ACCEPTED_BEFORE
         return [row for row in rows if masks[row]]
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:

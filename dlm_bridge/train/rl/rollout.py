@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowFailed, RowRequest
-from dlm_bridge.generation.texts import mask_token
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
@@ -102,13 +101,13 @@ class Rollouts:
                 settings,
                 max_rows=self.batch_size or len(problems),
                 max_length=max(len(problem.input_ids) for problem in problems) + self.gen_length,
+                stream=False,
+                record=True,
             )
-            mask = mask_token(model, settings)
             for number, (problem, sample) in enumerate(zip(problems, samples, strict=True)):
                 seed = int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
                 batch.submit(RowRequest(number, problem.input_ids, self.gen_length, seed))
-                tokens = torch.full((self.gen_length,), -1 if mask is None else mask)
-                rows.append(_Completed(problem.input_ids, tokens, torch.full_like(tokens, NEVER_COMMITTED)))
+                rows.append(_Completed(problem.input_ids))
             _run(batch, rows)
         finally:
             model.train(training)
@@ -126,11 +125,9 @@ def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
                 row = rows[event.name]
                 if isinstance(event, RowFailed):
                     raise event.error
-                if isinstance(event, RowCommits):
-                    places = list(event.places)
-                    row.tokens[places] = torch.tensor(event.tokens)
-                    row.order[places] = event.step
                 if isinstance(event, RowEnded):
+                    row.tokens, steps = torch.tensor(event.written), torch.tensor(event.steps)
+                    row.order = torch.where(steps > 0, steps, NEVER_COMMITTED)
                     row.length = len(event.tokens)
     finally:
         batch.close()
@@ -139,8 +136,8 @@ def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
 @dataclass
 class _Completed:
     prompt: list[int]
-    tokens: torch.Tensor  # [gen_length], mask tokens where nothing was committed
-    order: torch.Tensor  # [gen_length], the row's step that committed each, also behind its end
+    tokens: torch.Tensor = field(init=False)  # [gen_length], mask tokens where nothing was committed
+    order: torch.Tensor = field(init=False)  # [gen_length], the row's step that committed each, also behind its end
     length: int = 0  # up to the end of the sequence, that included
     text: str = ""
 
