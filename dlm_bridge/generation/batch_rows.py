@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
+from dlm_bridge.generation.commit_rules import DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
 from dlm_bridge.generation.samplers import SamplerSpec
@@ -94,11 +95,12 @@ Event = RowTokens | RowCommits | RowEnded | RowFailed
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How rows of one length are sampled. Rows of equal `key` share a batch."""
+    """How rows of one length are sampled, by a rule under their constraints. Rows of equal `key` share a batch."""
 
     settings: GenerationSettings
     spec: SamplerSpec
     constraints: Constraints
+    rule: DenoisingRule
     key: Any
 
 

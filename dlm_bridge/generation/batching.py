@@ -41,7 +41,7 @@ from dlm_bridge.generation.batch_rows import (
     RowTokens,
     RunningRow,
 )
-from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.loop import choose_cache, denoise_rows
@@ -53,6 +53,7 @@ from dlm_bridge.generation.rolling_canvas import (
     SharedBlocksCanvas,
     cache_columns,
 )
+from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.stopping import StopCondition
@@ -241,10 +242,8 @@ class ContinuousBatch:
                 suppress=spec.suppress,
             )
             key = _signature(spec), constraints.min_new_tokens
-            same = next((plan for plan in self._plans.values() if plan.key == key), None)
-            if same is not None:  # parts that compare by identity
-                spec, constraints, key = same.spec, same.constraints, same.key
-            self._plans[cache_key] = RowPlan(settings, spec, constraints, key)
+            rule = spec.rule.constrained(constraints)
+            self._plans[cache_key] = RowPlan(settings, spec, constraints, rule, key)
         return self._plans[cache_key]
 
     def _begin_run(self) -> None:
@@ -281,7 +280,6 @@ class ContinuousBatch:
     ) -> Iterator[None]:
         """Denoise until no row is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
-        rule = spec.rule.constrained(plan.constraints)
         noise = Noise([], self._device)
         self._admit(self._entering(plan.key), canvas, noise, None)
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
@@ -297,6 +295,7 @@ class ContinuousBatch:
             first_token=spec.first_token,
             window=spec.window,
             logits_bias=spec.logits_bias,
+            planner=lambda name: self._running[name].plan.rule,
         )
 
         def enter() -> None:
@@ -310,11 +309,12 @@ class ContinuousBatch:
                 predictor.admit(len(entering))
 
         # A forward pass for the rows that go on is of no use where others may enter.
-        for block_ended in denoise_rows(context, rule, enter, lambda: not self._waiting):
+        for block_ended in denoise_rows(context, plan.rule, enter, lambda: not self._waiting):
             reporter.ended(canvas)
             reporter.poll()
             if self._stream or block_ended:
                 yield
+        reporter.ended(canvas)  # those that have left with the last cancelled row
 
     def _entering(self, key: Any) -> list[RunningRow]:
         """The next waiting rows that fit, as far as they may share the batch."""
@@ -333,6 +333,7 @@ class ContinuousBatch:
             if seed is None:
                 seed = shared_seed(self._model)
             seeds.append(drawn_seeds(1)[0] if seed is None else seed)
+        noise.select_rows(order_behind(len(rows), len(canvas.names)))
         noise.admit(seeds)
         return canvas.admit(
             [EnteringRow(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached
@@ -357,7 +358,8 @@ def _signature(part: Any) -> Any:
         return part
     if is_dataclass(part):
         return type(part), tuple(_signature(getattr(part, one.name)) for one in fields(part))
-    return type(part), _signature(vars(part))
+    planning = part.planning if isinstance(part, CommitRule) else ()
+    return type(part), _signature({name: value for name, value in vars(part).items() if name not in planning})
 
 
 # ---- Turns of the batches of one model, the first one runs.

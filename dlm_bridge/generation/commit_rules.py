@@ -32,6 +32,7 @@ class SamplerContext:
             ("greedy") or a draw ("sampled").
         window: each step predicts so many columns from a row's first mask on, instead of the whole block.
         logits_bias: the sampler's own change of the logits.
+        planner: the rule that plans the steps of the row with this name; None: that of the batch plans them all.
     """
 
     canvas: Canvas
@@ -44,6 +45,7 @@ class SamplerContext:
     first_token: Literal["greedy", "sampled"] | None = None
     window: int | None = None
     logits_bias: LogitsBias | None = None
+    planner: Callable[[Any], DenoisingRule] | None = None
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
@@ -128,6 +130,8 @@ class CommitRule(DenoisingRule):
     """
 
     exact = False  # True: `select` commits exactly `num_transfer_tokens`, so that progress need not be read back
+    # Names of attributes that `begin` alone reads: rows of rules that differ in these share a continuous batch.
+    planning: ClassVar[tuple[str, ...]] = ()
     memory: RowMemory  # set before `begin`
 
     @abstractmethod
@@ -155,20 +159,26 @@ class CommitRule(DenoisingRule):
 
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas = context.canvas
-        masks = [0] * len(canvas.rows)
-        counts = canvas.masks(block)
-        for row in rows:
-            masks[row] = counts[row]
+        masks = canvas.masks(block)
         for row in self._commit_first_token(context, block, rows):
             masks[row] -= 1
-        if not any(masks):  # a block of given tokens
-            return []
-        self.memory = canvas.memory
-        schedules = self.begin(masks, context.noise)
-        planned = canvas.memory.values("schedule")
+        planners: dict[CommitRule, list[int]] = {}
         for row in rows:
-            planned[row] = schedules[row]
-        return [row for row in rows if masks[row] and schedules[row]]
+            if masks[row]:  # else a block of given tokens
+                planner = self if context.planner is None else context.planner(canvas.names[row])
+                assert isinstance(planner, CommitRule)
+                planners.setdefault(planner, []).append(row)
+        planned = canvas.memory.values("schedule")
+        for planner, own in planners.items():
+            planner.memory = canvas.memory
+            chosen = {*own}
+            schedules = planner.begin(
+                [count if row in chosen else 0 for row, count in enumerate(masks)], context.noise
+            )
+            for row in own:
+                planned[row] = schedules[row]
+        self.memory = canvas.memory
+        return [row for row in rows if planned[row]]
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """Predict, propose and commit. A row takes part until its own steps are over, so that its tokens do not depend
@@ -378,6 +388,7 @@ class TopScoresRule(CommitRule):
     """
 
     exact = True
+    planning: ClassVar[tuple[str, ...]] = ("_schedule",)
 
     def __init__(
         self,
@@ -439,6 +450,8 @@ class DynamicThresholdRule(CommitRule):
     SDAR's low_confidence_dynamic and LLaDA2.0's rule. The schedule is that of a whole block of masks; nothing is left
     after its last step. Without a threshold only the schedule decides (SDAR's low_confidence_static).
     """
+
+    planning: ClassVar[tuple[str, ...]] = ("_schedule",)
 
     def __init__(self, schedule: list[int], threshold: float | None) -> None:
         self._schedule = schedule

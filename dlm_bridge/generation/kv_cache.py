@@ -63,11 +63,16 @@ class StaticKVCache:
                     delattr(layer, name)
 
     def select_rows(self, rows: list[int]) -> None:
-        """Move these rows to the front."""
-        indices = {keys.device: to_device(rows, keys.device) for keys, _ in self._buffers}
+        """Move these rows to the front, in this order. Those that stand there already are not copied."""
+        moves = [(to, row) for to, row in enumerate(rows) if to != row]
+        if not moves:
+            return
+        devices = {keys.device for keys, _ in self._buffers}
+        indices = {device: to_device([one for move in moves for one in move], device) for device in devices}
         for buffers in self._buffers:
             for buffer in buffers:
-                buffer[: len(rows)] = buffer[indices[buffer.device]]
+                to_M, row_M = indices[buffer.device].view(-1, 2).unbind(dim=1)
+                buffer[to_M] = buffer[row_M]
 
     def shift(self, by: int) -> None:
         """Move the columns to the right, or to the left with `by` below 0."""

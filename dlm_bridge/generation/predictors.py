@@ -14,6 +14,7 @@ import torch
 from dlm_bridge.attention_mask import block_causal_mask, causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
+from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
@@ -72,8 +73,8 @@ class Predictor:
         self.cache.shift(by)
 
     def admit(self, count: int) -> None:
-        """So many rows have entered the canvas, in front of the others, which may be inside of their block unless rows
-        share blocks."""
+        """So many rows have entered the canvas, in front of the others in the order `order_behind`. These may be
+        inside of their block unless rows share blocks."""
         others = len(self.canvas.rows) - count
         if self.cache.stores and others and not self.canvas.shares_blocks:
             self.cache.select_rows(self._room_in_front(count, others))
@@ -200,8 +201,10 @@ class Predictor:
     def _room_in_front(self, count: int, others: int) -> list[int]:
         """Rows of the cache that make room in front for so many rows of the canvas, with guidance for their
         unconditional copies as well."""
-        copies = 2 if self.cfg_scale else 1
-        return [0] * (copies * count) + list(range(copies * others))
+        order = order_behind(count, others)
+        if not self.cfg_scale:
+            return [min(row, others - 1) for row in range(count)] + order
+        return [0] * (2 * count) + order + [others + row for row in order]
 
     def _copies_behind(self, count: int, others: int) -> list[int]:
         """The order of the cache's rows in which the unconditional ones follow the others, where they do so among the
@@ -289,8 +292,8 @@ class RowCachePredictor(Predictor):
 
     def admit(self, count: int) -> None:
         if self._rows:
-            self.cache.select_rows([0] * count + list(range(len(self._rows))))
-        self._rows = [*range(count), *(count + row for row in self._rows)]
+            self.cache.select_rows(self._room_in_front(count, len(self._rows)))
+        self._rows = self.canvas.rows
 
     def prompt_view(self, rows: list[int]) -> CanvasView:
         """These rows' prompts, each from the first column on. What is cached of the padding behind a prompt is
@@ -356,7 +359,9 @@ class BlockCachePredictor(Predictor):
             return
         others = len(self.canvas.rows) - count
         self.cache.select_rows(self._room_in_front(count, others))
-        self._last_cached = torch.cat([self._prefill(count), self._last_cached])
+        order = order_behind(count, others)
+        halves = self._last_cached.split(others)  # with guidance there are two
+        self._last_cached = torch.cat([self._prefill(count), *(half[order] for half in halves)])
         if self.cfg_scale:
             order = self._copies_behind(count, others)
             self.cache.select_rows(order)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
-from dlm_bridge.generation.row_memory import RowMemory
+from dlm_bridge.generation.row_memory import RowMemory, order_behind, order_without
 from dlm_bridge.generation.stopping import Read, StopCondition
 
 
@@ -95,8 +95,12 @@ class RollingCanvas(Canvas):
 
     @abstractmethod
     def admit(self, entering: Sequence[EnteringRow], cached: int | None) -> int:
-        """Let these rows enter, in front of the others. `cached` are the columns in a KV cache of committed blocks;
-        None: there is none. Returns by how many columns the others have moved to the right (below 0: left)."""
+        """Let these rows enter, in front of the others in the order `order_behind`. Returns by how many columns the
+        others have moved to the right (below 0: left).
+
+        Args:
+            cached: the columns in a KV cache of committed blocks; None: there is none.
+        """
 
     def unwanted(self) -> list[int]:
         return [row for row, name in enumerate(self.names) if name in self.cancelled] if self.cancelled else []
@@ -130,17 +134,14 @@ class RollingCanvas(Canvas):
             over |= {row for row, ends in zip(perhaps, ended, strict=True) if ends}
         if not over:
             return None
-        leaving, stay = sorted(over), [row for row in self.rows if row not in over]
+        leaving, stay = sorted(over), order_without(over, len(self.names))
         for row, tokens in zip(leaving, self.tokens[leaving].tolist(), strict=True):
             if self.names[row] not in self.cancelled:
                 start = self.starts[row]
                 end = min(start + self.gen_lengths[row], self.ends[row])
                 self.ended.append((self.names[row], tokens[start:end]))
         self.cancelled -= {self.names[row] for row in leaving}
-        self.tokens = self.tokens[stay]
-        for name in self._row_lists:
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in stay])
+        self._select_rows(stay)
         self.memory.select_rows(stay)
         self._refresh()
         return stay
@@ -173,9 +174,16 @@ class RollingCanvas(Canvas):
         length, block = len(row.prompt), self._layout.block_length
         return length // block * block if self._layout.aligned and block is not None else length
 
+    def _select_rows(self, rows: list[int]) -> None:
+        self.tokens = self.tokens[rows]
+        for name in self._row_lists:
+            values = getattr(self, name)
+            setattr(self, name, [values[row] for row in rows])
+
     def _put_in_front(self, entering: Sequence[EnteringRow], origins: list[int]) -> None:
         """Add these rows, which begin in these columns."""
         layout, mask, count = self._layout, self.mask_token_id, len(entering)
+        self._select_rows(order_behind(count, len(self.names)))
         starts = [origin + len(row.prompt) for origin, row in zip(origins, entering, strict=True)]
         stops = [
             start + row.gen_length + layout.spare - self._closing for start, row in zip(starts, entering, strict=True)

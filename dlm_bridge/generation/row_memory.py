@@ -55,7 +55,21 @@ class RowMemory:
 
     def admit(self, count: int) -> None:
         """So many rows enter, in front of the others."""
+        self.select_rows(order_behind(count, self._rows))
         self._rows += count
         for name, stored in self._tensors.items():
             self._tensors[name] = torch.cat([stored.new_zeros(count, *stored.shape[1:]), stored])
         self._values = {name: [None] * count + values for name, values in self._values.items()}
+
+
+def order_behind(count: int, others: int) -> list[int]:
+    """The order of the other rows when so many enter in front of them: the first make room behind the rest, so that
+    few have to move in a KV cache."""
+    return [*range(count, others), *range(min(count, others))]
+
+
+def order_without(rows: set[int], total: int) -> list[int]:
+    """The order of the rows of `total` that stay when these leave: the last take their places."""
+    left = total - len(rows)
+    last = (row for row in range(left, total) if row not in rows)
+    return [next(last) if row in rows else row for row in range(left)]

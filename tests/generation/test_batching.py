@@ -71,7 +71,7 @@ def run(
     while waiting or not batch.idle:
         for event in batch.advance():
             events[event.name].append(event)
-        while waiting and (batch.idle or draw.random() < 0.2):
+        while waiting and (batch.idle or draw.random() < 0.5):
             batch.submit(waiting.pop(0))
         for name in sorted(doomed):
             if draw.random() < 0.15 and batch.cancel(name):
@@ -129,6 +129,8 @@ def check_rows(model: Any, settings: dict[str, Any], rows: list[RowRequest], **o
 )
 def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
+    for weights in ("embed", "query", "value", "head"):
+        setattr(model, weights, getattr(model, weights).float())
     settings |= {"temperature": temperature, "eos_token_id": None}
     lengths = [6, 12, 18] if name.startswith(("llada-", "difflm")) or name == "llada" else [8, 12, 20]
     rows = requests(9, lengths)
@@ -187,6 +189,30 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
                     patch.setattr(commit_rules, "read_flags", read_with_overlap)
                     rows = [RowRequest(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
                 check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("dream", {"alg": "entropy", "steps": 8, "cache": "prefix"}),
+        ("dream", {"alg": "origin", "steps": 8, "cache": "dual"}),
+        ("rnd1", {"num_diffusion_steps": 6, "cache": "prefix", "eos_token_id": 5}),
+        ("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
+        ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
+        ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
+        ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block"}),
+        ("nemotron_labs_diffusion", {"algorithm": "linear_spec", "block_length": 5, "cache": "block"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["cache"],
+)
+def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == family), tmp_path)
+    settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": [5, 9, 21, 33], **settings}
+    rows = requests(8, [8, 12, 20])
+    for temperature in (0.0, 0.7):
+        check_rows(model, settings | {"temperature": temperature}, rows)
 
 
 def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class MultiBlockRule(OneOrMoreRule):
         masks_AK = step.masked.unflatten(1, (-1, self._block_length)).sum(dim=-1)
         more_B = self.memory.tensor("blocks begun behind the first")
         rows_A = to_device(step.rows, masks_AK.device)
-        begun_A = more_B[rows_A] + 1
+        begun_A = (more_B[rows_A] + 1).clamp(max=masks_AK.shape[1])  # a row may have fewer blocks than others
         masks_A = masks_AK.gather(1, begun_A[:, None] - 1)[:, 0]
         far_enough_A = 1 - masks_A.double() / self._block_length >= self._block_add_threshold
         begun_A = (begun_A + far_enough_A).clamp(max=masks_AK.shape[1])
