@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
 from dlm_bridge.generation.token_sampling import Noise, draw_token
@@ -168,15 +169,17 @@ class _Settings:
             found = given.get(name, getattr(stored, name, None))
             return defaults[name] if found is None else found
 
-        bound = given.get("entropy_bound")
+        bound, t_min, t_max = given.get("entropy_bound"), value("t_min"), value("t_max")
+        if t_min >= t_max:
+            raise DlmBridgeError(f"t_min {t_min} is not below t_max {t_max}, from which the temperature falls to it")
         return cls(
             length=given.get("block_length") or model.config.canvas_length,
             vocabulary=model.config.text_config.vocab_size,
             new_tokens=given["max_new_tokens"],
             steps=value("max_denoising_steps"),
             bound=value("sampler_config").entropy_bound if bound is None else bound,
-            t_min=value("t_min"),
-            t_max=value("t_max"),
+            t_min=t_min,
+            t_max=t_max,
             stability=value("stability_threshold"),
             confidence=value("confidence_threshold"),
             ends=frozenset(given["eos_token_id"] or ()),
