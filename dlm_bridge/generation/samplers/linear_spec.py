@@ -126,7 +126,8 @@ class SpeculativeRule(DenoisingRule):
         going = list(range(len(rows))) if self.block_length > 1 else []  # places in `rows`
         while going:
             some = [rows[place] for place in going]
-            which = slice(None) if some == rows else going  # of all rows nothing is copied
+            # Of all rows nothing is copied.
+            which = slice(None) if some == rows else to_device(going, columns_AN.device)
             columns = columns_AN[which, 1:]
             logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
             # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
@@ -186,15 +187,16 @@ class SpeculativeRule(DenoisingRule):
         committed_A = torch.zeros_like(columns_AN[:, 0])
         going = list(range(len(rows)))  # places in `rows`
         for place in range(columns_AN.shape[1]):
-            some, columns = [rows[one] for one in going], columns_AN[going, place : place + 1]
-            logits = context.constraints(logits_ANV[going, place : place + 1], canvas, some, columns)
+            some, index = [rows[one] for one in going], to_device(going, columns_AN.device)
+            columns = columns_AN[index, place : place + 1]
+            logits = context.constraints(logits_ANV[index, place : place + 1], canvas, some, columns)
             _, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             canvas.put(some, columns, tokens)
-            logits_ANV[going, place : place + 1] = logits
-            committed_A[going] += 1
+            logits_ANV[index, place : place + 1] = logits
+            committed_A[index] += 1
             if place + 1 == columns_AN.shape[1]:
                 break
-            right = tokens[:, 0] == drafts_AN[going, place + 1]
+            right = tokens[:, 0] == drafts_AN[index, place + 1]
             accepted = canvas.read_unfinished(some, block, torch.Tensor.tolist, partial(torch.mul, right))
             going = [one for one, on in zip(going, accepted, strict=True) if on]
             if not going:
