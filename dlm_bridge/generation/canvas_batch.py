@@ -17,7 +17,8 @@ passes of the slowest one, canvas by canvas, and of the longest text; here a row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,17 @@ import torch
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
 
-ENCODED_TOGETHER = 4  # a fraction of the rows, 1/4, waits for one encoder pass
+ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of those that run
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
+
+
+@dataclass(frozen=True)
+class CanvasTokens:
+    """New tokens of a text that one more canvas adds: its number, the tokens, and the decoder passes so far."""
+
+    number: int
+    tokens: list[int]
+    forwards: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class CanvasBatch:
 
     Args:
         given: `canvases.keywords` of the call.
-        rows: the most rows that run together.
+        rows: the most rows that run together. Others wait, in the order of their arrival.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], rows: int) -> None:
@@ -63,6 +73,33 @@ class CanvasBatch:
         self._given = given
         self._rows = rows
         self.forwards = 0  # decoder passes, of all rows together
+        check_length(self._model, given.get("block_length"))
+        self._settings = _Settings.of(self._model, given)
+        self._device = self._model.model.decoder.embed_tokens.weight.device
+        self._cache = EncodedRows(self._model)
+        self._waiting: deque[_Row] = deque()
+        self._unread: list[_Row] = []  # with tokens that the encoder has not read
+        self._running: list[_Row] = []  # row i of the canvases
+        self._canvases: _Canvases | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is waiting or running."""
+        return not (self._waiting or self._unread or self._running)
+
+    def submit(self, number: int, prompt: Sequence[int], seed: int, new_tokens: int | None = None) -> None:
+        """Add a row to those that wait, with `max_new_tokens` of its own, if given. Raises DlmBridgeError for a prompt
+        that the model cannot continue."""
+        new_tokens = self._given["max_new_tokens"] if new_tokens is None else new_tokens
+        check_prompt(self._model, prompt, {**self._given, "max_new_tokens": new_tokens})
+        noise = torch.Generator(self._device).manual_seed(seed)
+        self._waiting.append(_Row(number, list(prompt), new_tokens, noise))
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Drop these rows, of which there is nothing more to tell."""
+        self._waiting = deque(row for row in self._waiting if row.number not in numbers)
+        self._unread = [row for row in self._unread if row.number not in numbers]
+        self._keep([place for place, row in enumerate(self._running) if row.number not in numbers])
 
     def run(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int]
@@ -70,56 +107,70 @@ class CanvasBatch:
         """The texts of the prompts with these numbers, as they end; they enter in this order. Raises DlmBridgeError
         for a prompt that the model cannot continue."""
         for number in order:
-            check_prompt(self._model, prompts[number], self._given)
-        check_length(self._model, self._given.get("block_length"))
-        device = self._model.model.decoder.embed_tokens.weight.device
-        generators = [torch.Generator(device).manual_seed(seeds[number]) for number in order]
-        rows = [_Row(number, list(prompts[number]), noise) for number, noise in zip(order, generators, strict=True)]
-        yield from self._run(rows, _Settings.of(self._model, self._given))
-
-    def _run(self, waiting: list[_Row], settings: _Settings) -> Iterator[CanvasText]:
-        cache = EncodedRows(self._model)
-        running: list[_Row] = []  # row i of the canvases
-        unread: list[_Row] = []  # with tokens that the encoder has not read
-        canvases: _Canvases | None = None
-        while waiting or running or unread:
-            entering = self._rows - len(running) - len(unread)
-            unread, waiting = [*unread, *waiting[:entering]], waiting[entering:]
-            if unread and (not running or len(unread) * ENCODED_TOGETHER >= self._rows):
-                cache.read([row.encoded for row in unread], [row.unread() for row in unread])
-                begun = _Canvases.begin(unread, settings, cache.dtype)
-                canvases = begun if canvases is None else canvases.joined(begun)
-                running, unread = [*running, *unread], []
-                cache.show([row.encoded for row in running], settings.length)
-            assert canvases is not None, "a row runs"
-            ended_A = self._step(running, canvases, cache, settings)
-            if not any(ended_A):
-                continue
-            for row, ended, best in zip(running, ended_A, canvases.best.tolist(), strict=True):
-                if ended and row.commit(best, settings):
-                    yield CanvasText(row.number, row.new, row.forwards)
-                elif ended:
-                    unread.append(row)
-            left = [place for place, ended in enumerate(ended_A) if not ended]
-            running, canvases = [running[place] for place in left], canvases.selected(left)
-            if running:
-                cache.show([row.encoded for row in running], settings.length)
+            self.submit(number, prompts[number], seeds[number])
+        while not self.idle:
+            yield from (event for event in self.advance() if isinstance(event, CanvasText))
 
     @torch.no_grad()
-    def _step(self, running: list[_Row], canvases: _Canvases, cache: EncodedRows, settings: _Settings) -> list[bool]:
+    def advance(self) -> list[CanvasTokens | CanvasText]:
+        """A denoising step of the rows that run, after others have entered where there is room: the canvases that it
+        has completed, and the texts that have ended with them."""
+        while self._waiting and len(self._running) + len(self._unread) < self._rows:
+            self._unread.append(self._waiting.popleft())
+        if self._unread and len(self._unread) * ENCODED_TOGETHER >= len(self._running):
+            self._read()
+        if self._canvases is None:
+            return []
+        ended_A = self._step(self._canvases)
+        if not any(ended_A):
+            return []
+        events: list[CanvasTokens | CanvasText] = []
+        for row, ended, best in zip(self._running, ended_A, self._canvases.best.tolist(), strict=True):
+            if not ended:
+                continue
+            before = len(row.new)
+            complete = row.commit(best, self._settings)
+            events.append(CanvasTokens(row.number, row.new[before:], row.forwards))
+            if complete:
+                events.append(CanvasText(row.number, row.new, row.forwards))
+            else:
+                self._unread.append(row)
+        self._keep([place for place, ended in enumerate(ended_A) if not ended])
+        return events
+
+    def _read(self) -> None:
+        """Let the encoder read the rows that it has not read, and begin their next canvases."""
+        rows, self._unread = self._unread, []
+        self._cache.read([row.encoded for row in rows], [row.unread() for row in rows])
+        begun = _Canvases.begin(rows, self._settings, self._cache.dtype)
+        self._canvases = begun if self._canvases is None else self._canvases.joined(begun)
+        self._running += rows
+        self._cache.show([row.encoded for row in self._running], self._settings.length)
+
+    def _keep(self, places: list[int]) -> None:
+        """Go on with the running rows at these places."""
+        if len(places) == len(self._running):
+            return
+        assert self._canvases is not None
+        self._running = [self._running[place] for place in places]
+        self._canvases = self._canvases.selected(places)
+        if self._running:
+            self._cache.show([row.encoded for row in self._running], self._settings.length)
+
+    def _step(self, canvases: _Canvases) -> list[bool]:
         """A denoising step of the running rows: which of them have ended their canvas."""
-        for row in running:
+        for row in self._running:
             row.forwards += 1
         self.forwards += 1
         logits_AQV = self._model(
             decoder_input_ids=canvases.tokens,
-            past_key_values=cache,
-            decoder_attention_mask=cache.masks,
-            decoder_position_ids=cache.positions,
+            past_key_values=self._cache,
+            decoder_attention_mask=self._cache.masks,
+            decoder_position_ids=self._cache.positions,
             self_conditioning_logits=canvases.logits,
             self_conditioning_mask=None if canvases.logits is None else canvases.conditioned,
         ).logits
-        ended: list[bool] = canvases.denoise(logits_AQV, running, settings).tolist()
+        ended: list[bool] = canvases.denoise(logits_AQV, self._running, self._settings).tolist()
         return ended
 
 
@@ -129,7 +180,6 @@ class _Settings:
 
     length: int
     vocabulary: int
-    new_tokens: int
     steps: int
     bound: float
     t_min: float
@@ -150,7 +200,6 @@ class _Settings:
         return cls(
             length=given.get("block_length") or model.config.canvas_length,
             vocabulary=model.config.text_config.vocab_size,
-            new_tokens=given["max_new_tokens"],
             steps=value("max_denoising_steps"),
             bound=value("sampler_config").entropy_bound if bound is None else bound,
             t_min=value("t_min"),
@@ -167,6 +216,7 @@ class _Row:
 
     number: int
     text: list[int]  # the prompt and the committed canvases
+    new_tokens: int  # at most
     generator: torch.Generator
     new: list[int] = field(default_factory=list)
     encoded: EncodedRow = field(default_factory=EncodedRow)
@@ -181,8 +231,8 @@ class _Row:
         end = next((place for place, token in enumerate(canvas) if token in settings.ends), None)
         self.text += canvas
         self.new += canvas if end is None else canvas[: end + 1]
-        missing = settings.new_tokens - len(self.new)
-        self.new = self.new[: settings.new_tokens]
+        missing = self.new_tokens - len(self.new)
+        self.new = self.new[: self.new_tokens]
         return end is not None or missing <= 0
 
     def random_tokens(self, settings: _Settings) -> torch.Tensor:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.native import NEW_TOKENS
+from dlm_bridge.generation.canvas_batch import batches_canvases
+from dlm_bridge.generation.native import NEW_TOKENS, native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import check_prompts, encode_chat, encode_text
@@ -55,6 +56,11 @@ class ServedModel:
             return self.max_length if context is None else min(self.max_length, context)
         return DEFAULT_LENGTH if context is None else min(context, DEFAULT_LENGTH)
 
+    def continuous(self, settings: Mapping[str, Any]) -> bool:
+        """Whether rows of these settings enter a batch while it runs, each with its own length and seed."""
+        model = self.loaded.model
+        return self.loaded.diffusion or batches_canvases(model, native_settings(model, settings))
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of new tokens, without special ones."""
         return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -79,7 +85,7 @@ class ServedModel:
         rows = []
         for index, ((prompt, own), row_seed) in enumerate(zip(copies, seeds, strict=True)):
             shared = dict(own)
-            if self.loaded.diffusion:
+            if self.continuous(own):
                 del shared["gen_length"]  # rows have their own
             elif row_seed is not None:
                 shared["seed"] = [row_seed, secrets.token_hex(8)]  # transformers draws for a batch from one stream

@@ -1,4 +1,4 @@
-"""DiffusionGemma by transformers' own `generate`: the command, its views, evaluation, the server, what is refused."""
+"""DiffusionGemma by transformers' own `generate`: the command, its views, evaluation, what is refused."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.loading import LoadedModel, load_model
-from dlm_bridge.serving.batches import row_sampler
-from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Ended, Extended, Scheduler
 from tests.canvas_models import CANVAS, CONTEXT, has_class, write_canvas_model
 from tests.cli.conftest import Cli, cli  # noqa: F401  a fixture
 from tests.cli.pages import Page, played
@@ -179,18 +175,3 @@ def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Pa
     assert code == 2
     assert "in.jsonl, line 2" in err
     assert "image" in err
-
-
-def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
-    served, told = ServedModel(loaded, "tiny", {}), []
-    served.check()
-    settings = {"gen_length": 12, "steps": STEPS, "eos_token_id": None}
-    request = TextRequest(chat=False, prompts=("the cat", "a longer one"), settings=settings, seed=1)
-    rows = served.rows(request, lambda index: lambda event: told.append((index, event)))
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
-    row_sampler(served).run(rows, scheduler)
-    for index in (0, 1):
-        pieces = [event.tokens for who, event in told if who == index and isinstance(event, Extended)]
-        (ended,) = [event for who, event in told if who == index and isinstance(event, Ended)]
-        assert [len(piece) for piece in pieces] == [CANVAS, 12 - CANVAS]
-        assert sum(pieces, ()) == tuple(ended.tokens)
