@@ -52,12 +52,22 @@ class BatchPlan:
 
 
 def plan_batch(
-    model: Any, lengths: Sequence[int], settings: Mapping[str, Any], *, diffusion: bool, scored: bool = False
+    model: Any,
+    lengths: Sequence[int],
+    settings: Mapping[str, Any],
+    *,
+    diffusion: bool,
+    scored: bool = False,
+    more: bool = False,
 ) -> BatchPlan:
     """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
 
     Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
-    settings; 128 are assumed without it. `scored`: rows are scored as well, which takes all their logits.
+    settings; 128 are assumed without it.
+
+    Args:
+        scored: rows are scored as well, which takes all their logits.
+        more: there may be more rows than these lengths.
     """
     plain = unwrapped(model)
     longest = max(lengths)
@@ -97,7 +107,9 @@ def plan_batch(
         smallest = torch.tensor([rows], device=device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=plain._device_mesh["tp"].get_group())
         rows = int(smallest)
-    return BatchPlan(rows if scored else min(rows, len(lengths)), length, cache_bytes, activations, logits, free)
+    return BatchPlan(
+        rows if scored or more else min(rows, len(lengths)), length, cache_bytes, activations, logits, free
+    )
 
 
 def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> BatchPlan:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.batch_size import BatchPlan, plan_batch
 from dlm_bridge.generation.canvas_batch import batches_canvases
 from dlm_bridge.generation.native import NEW_TOKENS, native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
@@ -60,6 +61,17 @@ class ServedModel:
         """Whether rows of these settings enter a batch while it runs, each with its own length and seed."""
         model = self.loaded.model
         return self.loaded.diffusion or batches_canvases(model, native_settings(model, settings))
+
+    def plan(self) -> BatchPlan:
+        """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
+        loaded, settings = self.loaded, dict(self.defaults)
+        if loaded.diffusion:
+            new = resolve_settings(loaded.model, None, settings, prompt_width=1).limits.gen_length
+        else:
+            new = native_settings(loaded.model, settings)["max_new_tokens"]
+            settings["gen_length"] = new
+        prompt = max(self.limit - new, 1)
+        return plan_batch(loaded.model, [prompt], settings, diffusion=loaded.diffusion, more=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of new tokens, without special ones."""
