@@ -89,9 +89,9 @@ def generate(
         generation_config: a `DiffusionGenerationConfig`, or transformers' own with such fields.
         attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
             is computed as if it were alone: the model sees neither the padding nor the positions it takes.
-        generator: a torch.Generator for the whole batch, or one per row, which makes rows independent of the batch.
-            Without it and without `seed`, torch's global random state is used, of a tensor-parallel model the first
-            process's.
+        generator: a torch.Generator that the rows' seeds are drawn from, or one per row, which makes rows independent
+            of the batch. Without it and without `seed`, torch's global random state is used, of a tensor-parallel
+            model the first process's.
         streamer: one object or a list of them: a transformers streamer, which gets the prompts and then each run of
             new tokens as soon as they are final, or a step callback with `on_step(step)`, which gets a `DenoisingStep`
             after every forward pass; see `dlm_bridge.generation.callbacks`.

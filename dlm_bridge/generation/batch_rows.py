@@ -236,9 +236,10 @@ class RowReporter:
     def _recorded(self, rows: Sequence[RunningRow]) -> list[list[int]]:
         """The recorded steps of rows that have left, of each of their new tokens."""
         places = {id(row): place for place, row in enumerate(self._rows)}
-        index_A = to_device([places[id(row)] for row in rows], self._steps.device)
-        steps = self._steps[index_A].tolist()
-        return [own[: row.gen_length] for row, own in zip(rows, steps, strict=True)]
+        known = [row for row in rows if id(row) in places]  # the others have taken no step
+        index_A = to_device([places[id(row)] for row in known], self._steps.device)
+        steps = dict(zip(map(id, known), self._steps[index_A].tolist(), strict=True))
+        return [steps.get(id(row), [0] * row.gen_length)[: row.gen_length] for row in rows]
 
     def _report_pending(self) -> None:
         while self._pending:

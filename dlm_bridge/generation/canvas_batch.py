@@ -9,9 +9,10 @@
     a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
         it leaves where they hold an end token or nothing is missing; else the encoder reads them
 
-It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: a row's tokens are those of that
-function for its prompt alone after `torch.manual_seed` of the row's seed. There all rows of a batch take the decoder
-passes of the slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next.
+It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: with the same random numbers a row's
+tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
+slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next, and its random
+numbers are a function of its own seed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
+from dlm_bridge.generation.token_sampling import Noise, draw_token
+from dlm_bridge.objectives.random_tokens import random_tokens
 
 ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of those that run
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
@@ -77,6 +80,8 @@ class CanvasBatch:
         self._settings = _Settings.of(self._model, given)
         self._device = self._model.model.decoder.embed_tokens.weight.device
         self._cache = EncodedRows(self._model)
+        self._noise = Noise([], self._device)
+        self._drawing: list[_Row] = []  # row i of the noise, running or unread
         self._waiting: deque[_Row] = deque()
         self._unread: list[_Row] = []  # with tokens that the encoder has not read
         self._running: list[_Row] = []  # row i of the canvases
@@ -92,36 +97,52 @@ class CanvasBatch:
         that the model cannot continue."""
         new_tokens = self._given["max_new_tokens"] if new_tokens is None else new_tokens
         check_prompt(self._model, prompt, {**self._given, "max_new_tokens": new_tokens})
-        noise = torch.Generator(self._device).manual_seed(seed)
-        self._waiting.append(_Row(number, list(prompt), new_tokens, noise))
+        self._waiting.append(_Row(number, list(prompt), new_tokens, seed))
 
     def cancel(self, numbers: Collection[int]) -> None:
         """Drop these rows, of which there is nothing more to tell."""
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
         self._unread = [row for row in self._unread if row.number not in numbers]
         self._keep([place for place, row in enumerate(self._running) if row.number not in numbers])
+        self._forget(numbers)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int], streamer: Any = None
     ) -> Iterator[CanvasText]:
-        """The texts of the prompts with these numbers, as they end; they enter in this order. Raises DlmBridgeError
-        for a prompt that the model cannot continue."""
+        """The texts of the prompts with these numbers, as they end; they enter in this order.
+
+        A `streamer`, of one prompt, is told what transformers' loop would tell it. Raises DlmBridgeError for a prompt
+        that the model cannot continue.
+        """
         for number in order:
             self.submit(number, prompts[number], seeds[number])
+            if streamer is not None:
+                streamer.put(torch.tensor([prompts[number]]))
         while not self.idle:
-            yield from (event for event in self.advance() if isinstance(event, CanvasText))
+            for event in self.advance(streamer):
+                if isinstance(event, CanvasText):
+                    yield event
+                elif streamer is not None:
+                    streamer.put(torch.tensor([event.tokens]))
+        if streamer is not None:
+            streamer.end()
 
     @torch.no_grad()
-    def advance(self) -> list[CanvasTokens | CanvasText]:
+    def advance(self, streamer: Any = None) -> list[CanvasTokens | CanvasText]:
         """A denoising step of the rows that run, after others have entered where there is room: the canvases that it
-        has completed, and the texts that have ended with them."""
-        while self._waiting and len(self._running) + len(self._unread) < self._rows:
-            self._unread.append(self._waiting.popleft())
+        has completed, and the texts that have ended with them. A `streamer` with `put_draft` gets the best tokens."""
+        room = self._rows - len(self._drawing)
+        if self._waiting and room > 0:
+            self._enter([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
         if self._unread and len(self._unread) * ENCODED_TOGETHER >= len(self._running):
             self._read()
         if self._canvases is None:
             return []
         ended_A = self._step(self._canvases)
+        if hasattr(streamer, "put_draft"):
+            assert self._canvases.logits is not None, "a step has been taken"
+            logits = getattr(streamer, "_takes_logits", False)
+            streamer.put_draft(self._canvases.logits.cpu() if logits else self._canvases.best.cpu())
         if not any(ended_A):
             return []
         events: list[CanvasTokens | CanvasText] = []
@@ -136,13 +157,33 @@ class CanvasBatch:
             else:
                 self._unread.append(row)
         self._keep([place for place, ended in enumerate(ended_A) if not ended])
+        self._forget({event.number for event in events if isinstance(event, CanvasText)})
         return events
+
+    def _enter(self, rows: list[_Row]) -> None:
+        """Rows that the encoder has to read."""
+        self._noise.admit([row.seed for row in rows])
+        self._drawing = rows + self._drawing
+        self._unread += rows
+        self._number_draws()
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """Drop the random numbers of these rows."""
+        left = [place for place, row in enumerate(self._drawing) if row.number not in numbers]
+        if len(left) < len(self._drawing):
+            self._noise.select_rows(left)
+            self._drawing = [self._drawing[place] for place in left]
+            self._number_draws()
+
+    def _number_draws(self) -> None:
+        for place, row in enumerate(self._drawing):
+            row.place = place
 
     def _read(self) -> None:
         """Let the encoder read the rows that it has not read, and begin their next canvases."""
         rows, self._unread = self._unread, []
         self._cache.read([row.encoded for row in rows], [row.unread() for row in rows])
-        begun = _Canvases.begin(rows, self._settings, self._cache.dtype)
+        begun = _Canvases.begin(rows, self._noise, self._settings, self._cache.dtype)
         self._canvases = begun if self._canvases is None else self._canvases.joined(begun)
         self._running += rows
         self._cache.show([row.encoded for row in self._running], self._settings.length)
@@ -170,7 +211,7 @@ class CanvasBatch:
             self_conditioning_logits=canvases.logits,
             self_conditioning_mask=None if canvases.logits is None else canvases.conditioned,
         ).logits
-        ended: list[bool] = canvases.denoise(logits_AQV, self._running, self._settings).tolist()
+        ended: list[bool] = canvases.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
         return ended
 
 
@@ -217,7 +258,8 @@ class _Row:
     number: int
     text: list[int]  # the prompt and the committed canvases
     new_tokens: int  # at most
-    generator: torch.Generator
+    seed: int
+    place: int = 0  # among the rows of the noise
     new: list[int] = field(default_factory=list)
     encoded: EncodedRow = field(default_factory=EncodedRow)
     forwards: int = 0
@@ -234,11 +276,6 @@ class _Row:
         missing = self.new_tokens - len(self.new)
         self.new = self.new[: self.new_tokens]
         return end is not None or missing <= 0
-
-    def random_tokens(self, settings: _Settings) -> torch.Tensor:
-        """[Q] uniform random tokens."""
-        noise = self.generator
-        return torch.randint(0, settings.vocabulary, (settings.length,), generator=noise, device=noise.device)
 
 
 _PER_ROW = ("tokens", "best", "history", "left", "conditioned")
@@ -257,8 +294,8 @@ class _Canvases:
     dtype: torch.dtype  # of what the decoder is given of them
 
     @classmethod
-    def begin(cls, rows: Sequence[_Row], settings: _Settings, dtype: torch.dtype) -> _Canvases:
-        tokens = torch.stack([row.random_tokens(settings) for row in rows])
+    def begin(cls, rows: Sequence[_Row], noise: Noise, settings: _Settings, dtype: torch.dtype) -> _Canvases:
+        tokens = _random_tokens(rows, noise, settings)
         return cls(
             tokens=tokens,
             best=tokens,
@@ -284,7 +321,9 @@ class _Canvases:
         parts = {name: getattr(self, name)[places] for name in _PER_ROW}
         return _Canvases(**parts, logits=None if self.logits is None else self.logits[places], dtype=self.dtype)
 
-    def denoise(self, logits_AQV: torch.Tensor, rows: Sequence[_Row], settings: _Settings) -> torch.Tensor:
+    def denoise(
+        self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
+    ) -> torch.Tensor:
         """One step, in place: [A] bool, the canvases that have ended."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
@@ -293,15 +332,11 @@ class _Canvases:
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)
         lowest = torch.finfo(logs_AQV.dtype).min
         entropy_AQ = -(logs_AQV.clamp(min=lowest) * probabilities_AQV).sum(dim=-1)
-        # torch.multinomial of one draw is the largest ratio to exponential noise, here with each row's own numbers.
-        for row, noise_QV in zip(rows, logs_AQV, strict=True):
-            noise_QV.exponential_(generator=row.generator)
-        drawn_AQ = (probabilities_AQV / logs_AQV).argmax(dim=-1)
+        drawn_AQ = draw_token(logits_AQV, _uniform(rows, noise, settings))
         sorted_AQ, order_AQ = entropy_AQ.sort(dim=-1)
         within_AQ = sorted_AQ.cumsum(dim=-1) - sorted_AQ <= settings.bound
         accepted_AQ = torch.zeros_like(within_AQ).scatter(-1, order_AQ, within_AQ)
-        random_AQ = torch.stack([row.random_tokens(settings) for row in rows])
-        self.tokens = torch.where(accepted_AQ, drawn_AQ, random_AQ)
+        self.tokens = torch.where(accepted_AQ, drawn_AQ, _random_tokens(rows, noise, settings))
         self.logits = logits_AQV.to(self.dtype)
         self.conditioned = torch.ones_like(self.conditioned)
         self.left = self.left - 1
@@ -311,6 +346,17 @@ class _Canvases:
             ended_A = ended_A | stable_A & (entropy_AQ.mean(dim=-1) < settings.confidence)
             self.history = torch.cat([self.history, self.best[:, None]], dim=1)[:, 1:]
         return ended_A
+
+
+def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """float64 [A, Q], the rows' next numbers on (0, 1)."""
+    places_AQ = torch.arange(settings.length, device=noise.device).expand(len(rows), -1)
+    return noise.uniform([row.place for row in rows], places_AQ)
+
+
+def _random_tokens(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """[A, Q], all tokens equally likely."""
+    return random_tokens(_uniform(rows, noise, settings), settings.vocabulary, mask_token_id=-1)
 
 
 def _plain(model: Any) -> Any:

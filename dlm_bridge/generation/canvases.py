@@ -76,11 +76,10 @@ def keywords(model: Any, given: Mapping[str, Any], ends: Sequence[int]) -> dict[
         check_value(name, SETTINGS[own], value)
         found[own] = float(value) if own in NUMBERS else value
     stored, defaults = model.generation_config, model.generation_config._get_default_generation_params()
-    t_min, t_max = (found.get(name, getattr(stored, name, None) or defaults[name]) for name in ("t_min", "t_max"))
-    if t_max <= t_min:
-        raise DlmBridgeError(
-            f"t_max {t_max:g} must be above t_min {t_min:g}: the temperature falls from one to the other"
-        )
+    t_min, t_max = (found.get(name, getattr(stored, name, None)) for name in ("t_min", "t_max"))
+    t_min, t_max = defaults["t_min"] if t_min is None else t_min, defaults["t_max"] if t_max is None else t_max
+    if t_min >= t_max:
+        raise DlmBridgeError(f"t_min {t_min} is not below t_max {t_max}, from which the temperature falls to it")
     if "max_new_tokens" not in found:
         found["max_new_tokens"] = stored.max_new_tokens or defaults["max_new_tokens"]
     found["eos_token_id"] = list(ends) or None

@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
+from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names
-from dlm_bridge.generation.token_sampling import shared_seed
+from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
@@ -33,9 +34,20 @@ def sample(
 ) -> NativeOutput:
     """Tokens behind prompts that are padded on the left; `seed` is a setting. Raises DlmBridgeError."""
     given = native_settings(model, settings)
-    for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True):
-        check_prompt(model, [token for token, is_real in zip(row, real, strict=True) if is_real], given)
+    prompts = [
+        [token for token, is_real in zip(row, real, strict=True) if is_real]
+        for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True)
+    ]
+    for prompt in prompts:
+        check_prompt(model, prompt, given)
     seed = given.pop("seed", None)
+    # A streamer of several rows gets them side by side, which only transformers' loop runs like that.
+    if batches_canvases(model, given) and (streamer is None or len(prompts) == 1):
+        return _canvases(model, input_ids, prompts, given, seed, streamer)
+    if isinstance(seed, list):
+        if len(seed) != 1 or len(prompts) != 1:
+            raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")
+        seed = seed[0]
     seed = shared_seed(model) if seed is None else seed
     if streamer is not None:
         given["streamer"] = streamer
@@ -58,6 +70,29 @@ def sample(
     except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
         raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
     return NativeOutput(sequences, len(forwards))
+
+
+def _canvases(
+    model: Any,
+    input_ids: torch.Tensor,
+    prompts: Sequence[Sequence[int]],
+    given: dict[str, Any],
+    seed: int | list[int] | None,
+    streamer: Any,
+) -> NativeOutput:
+    """By `CanvasBatch`, all rows at once."""
+    copies = given.pop("num_return_sequences", 1)
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    if streamer is not None and copies > 1:
+        raise DlmBridgeError(f"a streamer shows one text, num_return_sequences asks for {copies}: leave one out")
+    batch = CanvasBatch(model, given, len(rows))
+    seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
+    texts = {text.number: text.tokens for text in batch.run(rows, seeds, range(len(rows)), streamer)}
+    width = max(map(len, texts.values()))
+    padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
+    new = [texts[number] + [padding] * (width - len(texts[number])) for number in range(len(rows))]
+    sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
+    return NativeOutput(sequences, batch.forwards)
 
 
 def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

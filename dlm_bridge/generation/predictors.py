@@ -304,7 +304,8 @@ class RowCachePredictor(Predictor):
         source_AQ = canvas.origin(rows)[:, None] + places_Q
         real_AQ = source_AQ < canvas.first_new(rows)[:, None]
         tokens_AQ = canvas.take(rows, source_AQ.clamp(max=canvas.width - 1))
-        return CanvasView(tokens_AQ, causal_mask(real_AQ), places_Q.expand_as(source_AQ), 0, width)
+        packing = Packing(real_AQ, tuple(canvas.starts[row] - canvas.origins[row] for row in rows), causal=True)
+        return CanvasView(tokens_AQ, causal_mask(real_AQ), places_Q.expand_as(source_AQ), 0, width, packing=packing)
 
 
 class BlockCachePredictor(Predictor):

@@ -21,7 +21,7 @@ from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
-from dlm_bridge.generation.token_sampling import row_seeds
+from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
 from dlm_bridge.hub import check_characters, check_text_file
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
@@ -217,17 +217,17 @@ def canvas_texts(
     this process's share of them. Numbers are those of `batch_of_rows`. None where transformers' own loop has to sample
     (`write_texts`).
 
-    The text of a number is the one that transformers' `generate` gives for its prompt alone at `seed` plus the number.
+    The text of a number is the one that `write_texts` gives for its prompt alone, at the same `seed`.
     """
     given = native_settings(model, settings)
     if not batches_canvases(model, given):
         return None
     copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
-    first = int(torch.randint(2**31, (1,))) if seed is None else seed
     rows = [prompt for prompt in prompts for _ in range(copies)]
+    seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
     order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
     batch = CanvasBatch(model, given, min(max_rows, len(rows)))
-    found = batch.run(rows, [first + number for number in range(len(rows))], list(order))
+    found = batch.run(rows, seeds, list(order))
     stop = stop_condition(model, tokenizer, settings)
     return batch, (replace(row, tokens=row.tokens[: stop.end_of(row.tokens)]) for row in found)
 

@@ -137,13 +137,13 @@ def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
     return logits_ANV.argmax(dim=-1)
 
 
-def draw_token(logits_ANV: torch.Tensor, without: int, uniform_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N], a token drawn from softmax(logits) without the token `without`, by inversion; see `invert`."""
+def draw_token(logits_ANV: torch.Tensor, uniform_AN: torch.Tensor, without: int = -1) -> torch.Tensor:
+    """[A, N], a token drawn from softmax(logits), without the token `without` if there is one; see `invert`."""
     kernels = _triton_kernels() if logits_ANV.is_cuda else None
     if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.draw_token(logits_ANV, without, uniform_AN)
         return tokens_AN
-    scores_ANV = without_token(logits_ANV, without, logits_ANV.dtype)
+    scores_ANV = logits_ANV if without < 0 else without_token(logits_ANV, without, logits_ANV.dtype)
     return invert(scores_ANV.softmax(dim=-1, dtype=torch.float64), uniform_AN, scores_ANV.argmax(dim=-1))
 
 
@@ -245,7 +245,7 @@ class TokenSampling:
             scores = without_token(shaped, mask_token_id, shaped.dtype)
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
             shaped = torch.where(nothing, without_token(logits, mask_token_id, shaped.dtype), scores)
-        return best_token(shaped, mask_token_id) if uniform is None else draw_token(shaped, mask_token_id, uniform)
+        return best_token(shaped, mask_token_id) if uniform is None else draw_token(shaped, uniform, mask_token_id)
 
 
 def without_token(logits: torch.Tensor, token: int, dtype: torch.dtype) -> torch.Tensor:

@@ -177,7 +177,8 @@ class AutoregressiveRows:
     def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
         loaded = self._served.loaded
         settings = dict(rows[0].settings)
-        settings["seed"] = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
+        seed = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
+        settings["seed"] = [seed] if len(rows) == 1 else seed  # a row's own
         ends = frozenset(end_tokens(loaded.model, settings))
         watch = _Watch(rows, ends, scheduler)
         prompts = [row.prompt for row in rows]

@@ -11,6 +11,7 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import BatchPlan, plan_batch
 from dlm_bridge.generation.canvas_batch import batches_canvases
+from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import NEW_TOKENS, native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
@@ -145,6 +146,6 @@ class ServedModel:
 
     def _seeds(self, seed: int | None, prompts: list[list[int]]) -> list[int | None]:
         """Of each row. Those of a diffusion model are as `generate` with this seed has them."""
-        if self.loaded.diffusion:
+        if self.loaded.diffusion or (seed is not None and has_canvas(self.loaded.model)):
             return list(row_seeds(secrets.randbits(62) if seed is None else seed, prompts))
         return [None if seed is None else seed + number for number in range(len(prompts))]

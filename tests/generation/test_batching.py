@@ -21,6 +21,7 @@ from dlm_bridge.generation.batching import (
     RowRequest,
     RowTokens,
 )
+from dlm_bridge.generation.canvas import HostCopy
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.rolling_canvas import OwnBlocksCanvas
 from tests.families.case import FamilyCase
@@ -396,3 +397,59 @@ def test_the_batch_size_follows_from_free_memory(model: Any, monkeypatch: pytest
     assert (guided.cache, guided.logits) == (2 * plan.cache, 2 * plan.logits)
     uncached = batch_size.plan_batch(model, [20], settings | {"cache": "none"}, diffusion=True)
     assert uncached.cache == 0
+
+
+def steps_of_commits(events: list[Event], length: int) -> list[int]:
+    steps = [0] * length
+    for event in events:
+        if isinstance(event, RowCommits):
+            for place in event.places:
+                steps[place] = event.step
+    return steps
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["llada-threshold", "llada2.1", "dreamon", "idlm"])
+def test_a_recorded_row_says_what_a_streamed_one_told(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where changes arrive on the host a step later, as they may on a GPU, and of tokens behind the end."""
+    model, settings = build(name)
+    settings |= {"eos_token_id": [5, 9], "pad_token_id": 0, "gen_length": 12}
+    rows = requests(5, [12])
+
+    def run_all(**options: Any) -> dict[Any, list[Event]]:
+        batch = ContinuousBatch(model, settings, max_rows=3, max_length=40, **options)
+        events: dict[Any, list[Event]] = {row.name: [] for row in rows}
+        for row in rows:
+            batch.submit(row)
+        while not batch.idle:
+            for event in batch.advance():
+                events[event.name].append(event)
+        return events
+
+    with monkeypatch.context() as patch:
+        if late:
+            patch.setattr(HostCopy, "arrived", False)
+        told = run_all(stream=True)
+    recorded = run_all(stream=False, record=True)
+    for row in rows:
+        end = ended(told[row.name])
+        (record,) = recorded[row.name]
+        assert isinstance(record, RowEnded)
+        assert (record.tokens, record.finish_reason, record.forwards) == (end.tokens, end.finish_reason, end.forwards)
+        assert record.written[: len(record.tokens)] == record.tokens
+        assert list(record.steps) == steps_of_commits(told[row.name], 12)
+        assert (end.written, end.steps) == ((), ())
+
+
+def test_only_rows_that_are_live_are_reported_as_they_come() -> None:
+    model, settings = build("llada")
+    batch = ContinuousBatch(model, settings | {"eos_token_id": None}, max_rows=2, max_length=40)
+    quiet, live = requests(2, [12])
+    batch.submit(RowRequest(quiet.name, quiet.prompt, quiet.gen_length, quiet.seed, live=False))
+    batch.submit(live)
+    events: dict[Any, list[Event]] = {quiet.name: [], live.name: []}
+    while not batch.idle:
+        for event in batch.advance():
+            events[event.name].append(event)
+    assert [type(event) for event in events[quiet.name]] == [RowEnded]
+    assert {type(event) for event in events[live.name]} == {RowCommits, RowTokens, RowEnded}

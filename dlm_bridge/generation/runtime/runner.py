@@ -237,6 +237,7 @@ class ModelRunner:
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
             blocks=None if packing.blocks is None else rows.pack(packing.blocks),
+            causal=packing.causal,
             attended=attended,
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,

@@ -30,6 +30,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, Sa
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
@@ -125,7 +126,8 @@ class SpeculativeRule(DenoisingRule):
         going = list(range(len(rows))) if self.block_length > 1 else []  # places in `rows`
         while going:
             some = [rows[place] for place in going]
-            which = slice(None) if some == rows else going  # of all rows nothing is copied
+            # Of all rows nothing is copied.
+            which = slice(None) if some == rows else to_device(going, columns_AN.device)
             columns = columns_AN[which, 1:]
             logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
             # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
@@ -185,15 +187,16 @@ class SpeculativeRule(DenoisingRule):
         committed_A = torch.zeros_like(columns_AN[:, 0])
         going = list(range(len(rows)))  # places in `rows`
         for place in range(columns_AN.shape[1]):
-            some, columns = [rows[one] for one in going], columns_AN[going, place : place + 1]
-            logits = context.constraints(logits_ANV[going, place : place + 1], canvas, some, columns)
+            some, index = [rows[one] for one in going], to_device(going, columns_AN.device)
+            columns = columns_AN[index, place : place + 1]
+            logits = context.constraints(logits_ANV[index, place : place + 1], canvas, some, columns)
             _, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             canvas.put(some, columns, tokens)
-            logits_ANV[going, place : place + 1] = logits
-            committed_A[going] += 1
+            logits_ANV[index, place : place + 1] = logits
+            committed_A[index] += 1
             if place + 1 == columns_AN.shape[1]:
                 break
-            right = tokens[:, 0] == drafts_AN[going, place + 1]
+            right = tokens[:, 0] == drafts_AN[index, place + 1]
             accepted = canvas.read_unfinished(some, block, torch.Tensor.tolist, partial(torch.mul, right))
             going = [one for one, on in zip(going, accepted, strict=True) if on]
             if not going:
@@ -275,20 +278,23 @@ class SpeculativePredictor(RowCachePredictor):
         if draft:
             inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
             mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
-        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+            return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+        needed_AS = real_AS & (torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:])
+        ends = [first + tokens_AN.shape[1] for first in firsts]
+        lengths = tuple(end - self.canvas.origins[row] for row, end in zip(rows, ends, strict=True))
+        packing = Packing(needed_AS, lengths, causal=True)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
 
     def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
-        width, variant = tokens_AN.shape[1], self._adapter.variant(draft)
+        width, variant, block = tokens_AN.shape[1], self._adapter.variant(draft), None if draft else 1
         before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
         stop = max(before) + width
         if min(before) == max(before):  # one range of columns: attention needs no mask
-            block = None if draft else 1
             return CanvasView(tokens_AN, None, None, before[0], stop, block=block, variant=variant)
         stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
         own_AN = columns_from(before, width, tokens_AN.device)
-        limit_AN = own_AN[:, -1:].expand(-1, width) if draft else own_AN
-        attended_ANS = torch.arange(stop, device=own_AN.device) <= limit_AN[..., None]
-        return CanvasView(tokens_AN, attended_ANS[:, None], own_AN, end=stop, columns=own_AN, variant=variant)
+        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
+        return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block, variant=variant)
 
 
 class DraftAdapter:

@@ -21,10 +21,11 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
-from dlm_bridge.generation.canvas import BlockLayout, Columns
+from dlm_bridge.generation.canvas import BlockLayout, Columns, to_device
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
 from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import TokenSampling
 
@@ -106,7 +107,9 @@ class ReorderedPredictor(RowCachePredictor):
         tokens = canvas.take(rows, slice(0, canvas.width))
         positions, real = self._positions(rows, canvas.width)
         order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
-        view = CanvasView(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
+        tokens, positions, real = (each.gather(1, order) for each in (tokens, positions, real))
+        packing = Packing(real, canvas.lengths(rows, canvas.width), causal=True)
+        view = CanvasView(tokens, causal_mask(real), positions, packing=packing)
         return self._runner.logits_at(view, order.argsort(dim=1).gather(1, columns))
 
     @property
@@ -134,15 +137,20 @@ class ReorderedPredictor(RowCachePredictor):
         # Committed tokens, masks, padding.
         kind_AQ = torch.where(real_AK.gather(1, own_AQ), masked_AS.gather(1, source_AQ).long(), 2)
         order_AQ = kind_AQ.argsort(dim=1, stable=True)
-        before_AQK = torch.arange(end, device=own_AQ.device) <= own_AQ[..., None]
-        # Padding attends to itself.
-        attended_AQK = (before_AQK & real_AK[:, None]).scatter(2, own_AQ[..., None], True)
+        packing = None
+        if not self._has_run and not any(canvas.holes):  # nothing is cached: each row's prompt and its own window
+            rooms = [canvas.starts[row] + columns_AN.shape[1] - canvas.origins[row] for row in chosen]
+            lengths = tuple(min(room, width) for room in rooms)
+            needed_AQ = torch.arange(width, device=own_AQ.device) < to_device(lengths, own_AQ.device)[:, None]
+            packing = Packing(needed_AQ, lengths, causal=True)
         view = CanvasView(
             canvas.take(rows, source_AQ.gather(1, order_AQ)),
-            attended_AQK[:, None],
+            real_AK & (torch.arange(end, device=own_AQ.device) < first_A1 + width),
             first_A1 + order_AQ,
             end=end,
             columns=own_AQ,
+            block=1,
+            packing=packing,
         )
         hidden_AQH = self._runner.hidden(view, once=not self._has_run)
         self._has_run = True
