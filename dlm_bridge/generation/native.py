@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
@@ -29,14 +29,27 @@ class NativeOutput:
 
 
 def sample(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Mapping[str, Any],
+    streamer: Any = None,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> NativeOutput:
-    """Tokens behind prompts that are padded on the left; `seed` is a setting. Raises DlmBridgeError."""
+    """Tokens behind prompts that are padded on the left; `seed` is a setting.
+
+    With `generators`, of an autoregressive model, each row draws from its own: its tokens depend neither on the other
+    rows nor on their number, but for the rounding of matrix products. Raises DlmBridgeError.
+    """
     given = native_settings(model, settings)
     for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True):
         check_prompt(model, [token for token, is_real in zip(row, real, strict=True) if is_real], given)
     seed = given.pop("seed", None)
-    seed = shared_seed(model) if seed is None else seed
+    if generators is not None:
+        given["custom_generate"] = _drawing_from(generators)
+    elif seed is None:
+        seed = shared_seed(model)
     if streamer is not None:
         given["streamer"] = streamer
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
@@ -126,6 +139,34 @@ def random_state_preserved(enabled: bool = True) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=enabled):
         yield
+
+
+def _drawing_from(generators: Sequence[torch.Generator]) -> Callable[..., torch.Tensor]:
+    """transformers' sampling loop, in which the last of the logits processors draws."""
+
+    def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
+        logits_processor.append(_RowDraws(generators))
+        sequences: torch.Tensor = model._sample(input_ids, logits_processor=logits_processor, **rest)
+        return sequences
+
+    return decode
+
+
+class _RowDraws(LogitsProcessor):
+    """Draws each row's token from a generator of its own, and leaves no other a probability."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores after the sampler's own processors."""
+        waits = [
+            torch.empty_like(row).exponential_(generator=own)
+            for row, own in zip(scores, self._generators, strict=True)
+        ]
+        # Of events with rates p_i, i is the first with probability p_i.
+        drawn_B1 = (scores.softmax(dim=-1) / torch.stack(waits)).argmax(dim=-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn_B1, 0.0)
 
 
 def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
 from dlm_bridge.parallel.handover import stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import PREFERRED
 from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates
 from dlm_bridge.train.rl.engine import train
 from dlm_bridge.train.rl.megatron_engine import MegatronUpdates
@@ -40,9 +41,15 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "blocks": {"method": "block-grpo", **METHODS["block-grpo"]},  # of a block-causal model, in two streams
     "traced blocks": {"method": "tracerl", **METHODS["tracerl"], "trace_steps": 1},
     "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
+    "blocks of experts": {"method": "block-grpo", **METHODS["block-grpo"]},
+    "traced experts": {"method": "tracerl", **METHODS["tracerl"]},
     "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
 }
-MODELS = {"blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "one-step": "tied"}  # others: policy
+MODELS = {
+    "blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "blocks of experts": "experts",
+    "traced experts": "experts", "one-step": "tied", "grpo": "causal",
+    "dpo": "causal",
+}  # fmt: skip
 UNSHARDED = {"distributed_optimizer": False}  # every rank then has all gradients
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": False},
@@ -56,19 +63,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp-pp2": {"tp": 2, "pp": 2},
     "tp2-sp-cp2": {"tp": 2, "cp": 2, **UNSHARDED},
     "pp2-dp2": {"pp": 2, **UNSHARDED},
+    # Ranks that sample from one model: of one replica of the trained model, and of two.
+    "tp2, shared": {"tp": 2, "sequence_parallel": False, "rollout_tp": 2},
+    "dp2, shared": {**UNSHARDED, "rollout_tp": 2},
+    "ep2, shared": {"ep": 2, **UNSHARDED, "rollout_tp": 2},
+    "tp2-sp-pp2, shared": {"tp": 2, "pp": 2, "rollout_tp": 4},
+    "pp2-dp2, shared": {"pp": 2, **UNSHARDED, "rollout_tp": 2},
 }
 QUICK = dict.fromkeys(("tp2", "pp2"), ("one-step",))
 SLOW = {
-    "tp2": ("diffu-grpo", "vrpo", "blocks"),
-    "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
-    "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
-    "tp2-sp": ("diffu-grpo", "blocks", "experts"),
-    "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
-    "cp2": ("diffu-grpo", "vrpo", "blocks"),
-    "ep2": ("experts",),
+    "tp2": ("diffu-grpo", "tracerl", "vrpo", "blocks", "grpo", "dpo"),
+    "pp2": ("block-grpo", "traced blocks", "vrpo", "experts", "grpo", "dpo"),
+    "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo", "grpo", "dpo"),
+    "tp2-sp": ("diffu-grpo", "blocks", "experts", "grpo"),
+    "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo", "dpo"),
+    "cp2": ("diffu-grpo", "tracerl", "traced blocks", "vrpo", "blocks", "grpo", "dpo"),
+    "ep2": ("experts", "blocks of experts", "traced experts"),
     "dp2-zero": ("diffu-grpo",),
+    "tp2, shared": ("diffu-grpo", "blocks", "grpo"),
+    "dp2, shared": ("diffu-grpo",),
+    "ep2, shared": ("experts",),
 }
-LARGE = {"tp2-sp-pp2": ("block-grpo", "vrpo"), "tp2-sp-cp2": ("blocks",), "pp2-dp2": ("diffu-grpo",)}
+LARGE = {
+    "tp2-sp-pp2": ("block-grpo", "vrpo", "grpo"),
+    "tp2-sp-cp2": ("blocks",),
+    "pp2-dp2": ("diffu-grpo", "dpo"),
+    "tp2-sp-pp2, shared": ("diffu-grpo",),
+    "pp2-dp2, shared": ("diffu-grpo",),
+}
 
 Check = tuple[str, Callable[[], None]]
 
@@ -124,8 +146,9 @@ def train_run(root: Path, name: str, subject: str, resume: bool = False, **chang
 
 def configuration(root: Path, name: str, subject: str, **changes: Any) -> RLConfig:
     options = SUBJECTS[subject]
-    data = str(root / ("pairs.jsonl" if options["method"] == "vrpo" else "problems.jsonl"))
-    rewards = {} if options["method"] == "vrpo" else {"reward": [f"{root / 'wanted.py'}:share"]}
+    preferred = options["method"] in PREFERRED
+    data = str(root / ("pairs.jsonl" if preferred else "problems.jsonl"))
+    rewards = {} if preferred else {"reward": [f"{root / 'wanted.py'}:share"]}
     model = str(root / MODELS.get(subject, "policy"))
     values = {**OPTIONS, **SMOOTH, "steps": STEPS, "model": model, "data": [data], **rewards, **options, **changes}
     return RLConfig.from_flags(**values, eval_data=[data], output=str(root / name))

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, PREFERRED
 from dlm_bridge.train.rl.engine import train
 from tests.processes import fork
 
@@ -42,6 +43,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "block-grpo": {**SAMPLED, "trace_steps": 2},
     "tracerl": {**SAMPLED, "trace_steps": 2},
     "vrpo": {"global_batch_size": 8, "micro_batch_size": 1, "elbo_levels": 2, "eval_interval": STEPS},
+    "grpo": SAMPLED,
+    "dpo": {"global_batch_size": 8, "micro_batch_size": 1, "eval_interval": STEPS},
 }
 OPTIONS: dict[str, Any] = {
     "seq_length": 16,
@@ -64,11 +67,20 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         for method in METHODS:
             yield method, partial(train_run, root, f"{method}-1", method)
         yield "an adapter", partial(train_run, root, "adapter-1", "diffu-grpo", lora_rank=2)
+        yield "DoRA", partial(train_run, root, "dora-1", "diffu-grpo", lora_rank=2, lora_dora=True)
         return
     for method in METHODS if processes == 2 else ("diffu-grpo", "vrpo"):
         yield method, partial(equals, root, f"{method}-{processes}", f"{method}-1", method, sharding="fsdp")
     yield "goes on", partial(goes_on, root, f"diffu-grpo-{processes}", sharding="fsdp")
+    for size in (2, 4)[: processes // 2]:
+        shared = {"sharding": "fsdp", "rollout_tp": size}
+        for method in ("diffu-grpo", "grpo") if processes == 2 else ("diffu-grpo",):
+            name = f"{method}-{processes}-tp{size}"
+            yield f"{method}, {size} sample together", partial(equals, root, name, f"{method}-1", method, **shared)
+        yield f"goes on, {size} sample together", partial(goes_on, root, f"diffu-grpo-{processes}-tp{size}", **shared)
     if processes == 2:
+        more = {"sharding": "fsdp", "rollout_tp": 2, "lora_rank": 2, "lora_dora": True}
+        yield "an adapter that is merged", partial(equals, root, "dora-2", "dora-1", "diffu-grpo", **more)
         yield "an adapter", partial(equals, root, "adapter-2", "adapter-1", "diffu-grpo", sharding="fsdp", lora_rank=2)
         more = {"sharding": "fsdp", "cpu_offload": True, "gradient_checkpointing": True}
         yield "recomputed and offloaded", partial(equals, root, "more-2", "vrpo-1", "vrpo", **more)
@@ -80,9 +92,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
 def train_run(root: Path, name: str, method: str, resume: bool = False, **changes: Any) -> None:
     """Run, and keep the gradients of the first update."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    data = str(root / ("pairs.jsonl" if method == "vrpo" else "problems.jsonl"))
-    rewards = {} if method == "vrpo" else {"reward": [f"{root / 'wanted.py'}:share"]}
-    values = {**OPTIONS, "method": method, "steps": STEPS, "model": str(root / "policy"), "data": [data], **rewards}
+    data = str(root / ("pairs.jsonl" if method in PREFERRED else "problems.jsonl"))
+    rewards = {} if method in PREFERRED else {"reward": [f"{root / 'wanted.py'}:share"]}
+    model = str(root / ("causal" if method in AUTOREGRESSIVE else "policy"))
+    values = {**OPTIONS, "method": method, "steps": STEPS, "model": model, "data": [data], **rewards}
     config = RLConfig.from_flags(**{**values, **METHODS[method], **changes}, eval_data=[data], output=str(root / name))
     step = torch.optim.AdamW.step
     kept: list[list[torch.Tensor]] = []

@@ -13,7 +13,7 @@ from tests import launcher
 from tests.families.llada_moe import CASE as EXPERTS
 from tests.families.sdar import CASES as BLOCKS
 from tests.processes import assert_ok, environments, forked
-from tests.rl.conftest import Run, letters, write_llada
+from tests.rl.conftest import Run, letters, write_llada, write_llama
 
 pytest.importorskip("megatron.core")
 
@@ -23,8 +23,9 @@ SPECIAL = {"mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def write_inputs(root: Path) -> Path:
-    write_llada(root / "policy", layers=4)
+    write_llada(root / "policy", layers=4, heads=4)
     write_llada(root / "tied", layers=2, tied=True)
+    write_llama(root / "causal", layers=4, heads=4)
     for case, folder in ((BLOCKS[0], root / "blocks"), (EXPERTS, root / "experts")):
         case.write(folder, **SPECIAL)
         letters().save_pretrained(folder)
@@ -74,8 +75,6 @@ def test_every_layout(processes: int, name: str, large: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "flag", "named"),
     [
-        ({"method": "grpo"}, "--engine", "--method grpo"),
-        ({"lora_rank": 4}, "--engine", "an adapter"),
         ({"megatron": ["transformer.hidden_dropout=0.1"]}, "--engine", "transformer.hidden_dropout"),
         ({"fsdp": "optim"}, "--fsdp", "dlm-bridge rl"),
         ({"async_save": True}, "--async-save", "dlm-bridge rl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
@@ -32,7 +33,7 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
             "answers have no likelihood that --method could use: rl needs a model of masks"
         )
     tokenizer = load_tokenizer(config)
-    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token_id(model))
+    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
     if config.rl.method not in SAMPLED:
         return PreferenceTrainer, tokenizer
     check_sampler(config, model)
@@ -41,7 +42,7 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
 
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     """The rows to train on and those held out. Raises DlmBridgeError."""
-    token = mask_token_id(model)
+    token = _mask_token(model)
     rows = kind.load(config, config.data.paths, tokenizer, token)
     return rows, kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
 
@@ -62,6 +63,14 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
 
 def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
+    if config.rl.method in AUTOREGRESSIVE:
+        native_settings(model, {"temperature": config.rl.temperature, **config.rl.sampler})
+        return
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)
     settings.sampler.spec(SpecialTokens.of(settings))
+
+
+def _mask_token(model: Any) -> int | None:
+    """The token that no prompt may hold; None of an autoregressive model."""
+    return mask_token_id(model) if hasattr(model, "family") else None
