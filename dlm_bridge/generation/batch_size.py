@@ -62,12 +62,19 @@ class BatchPlan:
 
 
 def plan_batch(
-    model: Any, lengths: Sequence[int], settings: Mapping[str, Any], *, diffusion: bool, scored: bool = False
+    model: Any,
+    lengths: Sequence[int],
+    settings: Mapping[str, Any],
+    *,
+    diffusion: bool,
+    scored: bool = False,
+    device: torch.device | None = None,
 ) -> BatchPlan:
     """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
 
     Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
-    settings; 128 are assumed without it. `scored`: rows are scored as well, which takes all their logits.
+    settings; 128 are assumed without it. `scored`: rows are scored as well, which takes all their logits. `device`:
+    by default the model's; one that has no weights needs it.
     """
     plain = unwrapped(model)
     longest = max(lengths)
@@ -93,7 +100,7 @@ def plan_batch(
     inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
     experts = getattr(config, "num_experts_per_tok", None) or 1
     column = (8 * config.hidden_size + 3 * inner * experts) * itemsize
-    device = input_device(model)
+    device = input_device(model) if device is None else device
     if device.type == "cpu":
         column += 2 * config.num_attention_heads * length * max(itemsize, 4)
     # The model's logits, a float copy and its softmax; with draws, the noise and the scores in float64.

@@ -70,6 +70,10 @@ class LazyWeights:
         """Whether the checkpoint holds the model's tensor `name`, which an adapter may have moved."""
         return _plain(name) in self._ranges
 
+    def leave_out(self, name: str) -> None:
+        """Forget the model's tensor `name`, which has other values than those stored."""
+        self._ranges.pop(name, None)
+
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype that the model's tensor `name` is stored in; of several Hub tensors, the first one's."""
         return self._specs[self._ranges[_plain(name)][0].name][0]

@@ -275,12 +275,10 @@ class RLConfig(TrainConfig):
 
     def _check_value_model(self) -> None:
         """Raise OptionError for what cannot have a value model."""
-        whole = "each process holds it whole: leave one of them out"
         _exclude(
             "--value-model",
             "",
             (self.rl.method != "tracerl", f"--method {self.rl.method}", "only tracerl has one"),
-            (self.parallel.shards, "--sharding fsdp", whole),
             (self.model.adapts, "an adapter", "it would be trained whole: leave one of them out"),
         )
 

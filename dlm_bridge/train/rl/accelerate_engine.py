@@ -19,7 +19,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
-from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
@@ -96,11 +96,7 @@ class AccelerateUpdates(UpdateEngine):
         return accumulate_gradients(self.accelerator, self.model, parts, target_logps, always_reduce=self.fsdp)
 
     def optimizer_step(self, step: int) -> float:
-        max_norm = self.config.optimizer.clip_grad or math.inf
-        if self.fsdp:
-            norm = float(fsdp.clip_grad_norm(list(self.model.parameters()), max_norm, self.device))
-        else:
-            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        norm = clip_gradients(self.config, self.accelerator, self.model)
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
         self.optimizer.step()
@@ -176,7 +172,7 @@ class AccelerateUpdates(UpdateEngine):
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         state = restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
         if self.value_model is not None:
-            self.value_model.load(state)
+            self.value_model.load(state, folder)
         return state
 
     def _reference_model(self) -> Any:

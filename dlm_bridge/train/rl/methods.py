@@ -24,6 +24,14 @@ from dlm_bridge.train.setup import check_length
 def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any]:
     """The trainer of a run's method, and the tokenizer. Of the model, family, config and sizes are read. Raises
     DlmBridgeError where they do not fit each other."""
+    check_settings(config, model)
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
+    return PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer, tokenizer
+
+
+def check_settings(config: RLConfig, model: Any) -> None:
+    """`check_model` without the tokenizer."""
     check_trackers(config)
     check_method(config, model_family(model))
     check_length(config, model)
@@ -32,12 +40,8 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
             f"--model {config.model.path}: trained with {noise} noise (noise_process in its config.json), whose "
             "answers have no likelihood that --method could use: rl needs a model of masks"
         )
-    tokenizer = load_tokenizer(config)
-    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
-    if config.rl.method not in SAMPLED:
-        return PreferenceTrainer, tokenizer
-    check_sampler(config, model)
-    return PolicyTrainer, tokenizer
+    if config.rl.method in SAMPLED:
+        check_sampler(config, model)
 
 
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
