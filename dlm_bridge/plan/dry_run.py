@@ -180,7 +180,9 @@ def model_of(config: TrainConfig, checkpoint: Path | None) -> Any:
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
-    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks."""
+    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks, and for data of another
+    tokenizer."""
+    tokenizer = None
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for part in found.all_parts:
         for source in part:
@@ -189,8 +191,15 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
     if config.model.tokenizer:
         check_exists("--tokenizer", config.model.tokenizer)
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
-    if needs_tokenizer and Path(config.model.tokenizer or config.model.path).is_dir():
+    if not Path(config.model.tokenizer or config.model.path).is_dir():
+        return
+    if needs_tokenizer:
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
+    if found.has_fingerprints:
+        with contextlib.suppress(DlmBridgeError):  # a run on pairs alone needs no tokenizer
+            tokenizer = load_tokenizer(config)
+        if tokenizer is not None:
+            found.check_fingerprints(tokenizer)
 
 
 def memory_of(config: TrainConfig, run: PlannedRun, checkpoint: Path | None) -> tuple[MemoryPlan | None, list[str]]:
