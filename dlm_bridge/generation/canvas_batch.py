@@ -27,6 +27,7 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
+from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.token_sampling import Noise, draw_token
 from dlm_bridge.objectives.random_tokens import random_tokens
 
@@ -59,7 +60,7 @@ def batches_canvases(model: Any, settings: Mapping[str, Any]) -> bool:
         return False  # no such model, or one of a transformers whose decoder conditions all rows or none
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
     attention = {module.config._attn_implementation for module in (plain.model.decoder, plain.model.encoder)}
-    whole = (getattr(plain, "_tp_size", None) or 1) == 1
+    whole = tensor_parallel_group(plain) is None
     return len(devices) == 1 and attention <= {"sdpa", "eager"} and whole and not any(name in settings for name in OWN)
 
 
