@@ -31,7 +31,7 @@ from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.token_sampling import Noise, draw_token
 from dlm_bridge.objectives.random_tokens import random_tokens
 
-ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of those that run
+ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of all that run or wait for it
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
 
 
@@ -135,7 +135,7 @@ class CanvasBatch:
         room = self._rows - len(self._drawing)
         if self._waiting and room > 0:
             self._enter([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
-        if self._unread and len(self._unread) * ENCODED_TOGETHER >= len(self._running):
+        if self._unread and len(self._unread) * ENCODED_TOGETHER >= min(self._rows, len(self._drawing)):
             self._read()
         if self._canvases is None:
             return []
