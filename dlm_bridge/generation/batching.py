@@ -9,10 +9,10 @@
 
 Each row's tokens are those of `generate` with its prompt alone and `seed=[seed]`, the row's own.
 
-Each row is at a step and a block of its own, so that a waiting one enters before the next step. Only where the KV cache
-is filled block by block for all rows (of block-causal models and Nemotron, and "prefix" and "dual" of samplers with
-blocks) do they share the blocks' columns: there rows enter at the next block. Rows of another `gen_length` share the
-batch, unless it changes more than the steps that are planned.
+Each row is at a step and a block of its own, so that a waiting one enters before the next step. Only where the KV
+cache is filled block by block for all rows (of block-causal models and Nemotron, and "prefix" and "dual" of samplers
+with blocks) do they share the blocks' columns: there rows enter at the next block. Rows of another `gen_length` share
+the batch, unless it changes more than the steps that are planned.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class ContinuousBatch:
 
     def advance(self) -> list[Event]:
         """Run until the next boundary, and return what has happened since the last call: with `stream` after a step,
-        else when a row has completed a block. Returns at once where there is nothing to run, or another batch of the model runs.
+        else when a row has completed a block. Returns at once where there is nothing to run, or another batch of the
+        model runs.
 
         An error that is not a single row's ends the rows that are running, each with a `RowFailed`; what is no
         DlmBridgeError is raised as well.
