@@ -25,6 +25,7 @@ from dlm_bridge.generation.canvas import HostCopy
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.rolling_canvas import OwnBlocksCanvas
 from tests.families.case import FamilyCase
+from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
@@ -232,14 +233,17 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
     ],
     ids=lambda value: value if isinstance(value, str) else value["cache"],
 )
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
-    family: str, settings: dict[str, Any], tmp_path: Path
+    family: str, settings: dict[str, Any], execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if execution == "compiled":
+        stand_in(monkeypatch)
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == family), tmp_path)
     settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": [5, 9, 21, 33], **settings}
     rows = requests(8, [8, 12, 20])
     for temperature in (0.0, 0.7):
-        check_rows(model, settings | {"temperature": temperature}, rows)
+        check_rows(model, settings | {"temperature": temperature, "execution": execution}, rows)
 
 
 def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:
