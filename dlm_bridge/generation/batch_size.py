@@ -109,7 +109,7 @@ def plan_batch(
     device = input_device(model) if device is None else device
     if device.type == "cpu":
         column += 2 * config.num_attention_heads * length * max(itemsize, 4)
-    # The model's logits, a float copy and its softmax; with draws, the noise and the scores in float64.
+    # The model's logits, a float copy and its softmax; with draws, unless a kernel does, float64 sums of them.
     logit = itemsize + 8 + (24 if draws else 8)
     cache_bytes, activations = copies * kept, copies * length * column
     logits = copies * positions * config.vocab_size * logit
