@@ -9,10 +9,10 @@
 
 Each row's tokens are those of `generate` with its prompt alone and `seed=[seed]`, the row's own.
 
-Rows enter at a block boundary. Samplers with one block of the whole length (dream, dreamon, diffullama, rnd1, uniform,
-wedlm, idlm, linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose
-samplers differ in more than the length, such as LLaDA's with `steps` for another `gen_length`, run one after the
-other, too.
+Each row is at a step and a block of its own, so that a waiting one enters before the next step. Only where the KV
+cache is filled block by block for all rows (of block-causal models and Nemotron, and "prefix" and "dual" of samplers
+with blocks) do they share the blocks' columns: there rows enter at the next block. Rows of another `gen_length` share
+the batch, unless it changes more than the steps that are planned.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ContinuousBatch:
         max_length: tokens of a row, prompt and new ones together, for which KV cache is planned; None: the model's
             context.
         stream: report `RowTokens` and `RowCommits` of rows that are live, and return from `advance` after each step;
-            False: only rows that have left, and return after each block.
+            False: only rows that have left, and return when some row has completed a block.
         record: report with a row that has left which step committed each of its tokens (`RowEnded.steps`). That needs
             no `stream`, and no more waiting for the device.
 
@@ -166,7 +166,7 @@ class ContinuousBatch:
 
     def cancel(self, name: Hashable) -> bool:
         """Drop a row, of which there are no more events; False: there is none of this name. A running row takes part
-        in no further step, but with the uniform sampler, and makes room for others at the end of its block."""
+        in no further step, and makes room for others where they may enter next."""
         self._events[:] = [event for event in self._events if event.name != name]
         for row in self._waiting:
             if row.request.name == name:
@@ -190,7 +190,8 @@ class ContinuousBatch:
 
     def advance(self) -> list[Event]:
         """Run until the next boundary, and return what has happened since the last call: with `stream` after a step,
-        else after a block. Returns at once where there is nothing to run, or another batch of the model runs.
+        else when a row has completed a block. Returns at once where there is nothing to run, or another batch of the
+        model runs.
 
         An error that is not a single row's ends the rows that are running, each with a `RowFailed`; what is no
         DlmBridgeError is raised as well.

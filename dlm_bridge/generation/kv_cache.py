@@ -38,13 +38,9 @@ class StaticKVCache:
     def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
         """Buffers for so many rows and canvas columns, on the device of each layer."""
         layers: list[Any] = attention_layers(model)
-        processes = getattr(model, "_tp_size", None) or 1
         buffers = []
         for layer in layers:
-            # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
-            shards = 1 if hasattr(layer, "query_key_value") else processes
-            heads = model.config.num_attention_heads // shards
-            shape = (rows, heads // layer.num_key_value_groups, width)
+            shape = (rows, kv_heads(model, layer), width)
             sizes, device = head_sizes(layer), _device(layer)
             keys, values = (torch.zeros(*shape, size, dtype=model.dtype, device=device) for size in sizes)
             buffers.append((keys, values))
@@ -99,6 +95,14 @@ class StaticKVCache:
     def read(buffer: torch.Tensor, end: int) -> torch.Tensor:
         """The first `end` columns of a layer's buffer."""
         return buffer[:, :, :end]
+
+
+def kv_heads(model: Any, layer: Any) -> int:
+    """The KV heads that an attention layer has in this process."""
+    # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
+    shards = 1 if hasattr(layer, "query_key_value") else getattr(model, "_tp_size", None) or 1
+    heads: int = model.config.get_text_config().num_attention_heads // shards // layer.num_key_value_groups
+    return heads
 
 
 class KVCache:

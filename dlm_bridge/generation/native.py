@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names
-from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds, shared_seed
+from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
@@ -30,9 +30,19 @@ class NativeOutput:
 
 
 def sample(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Mapping[str, Any],
+    streamer: Any = None,
+    own_seeds: Sequence[int] | None = None,
 ) -> NativeOutput:
-    """Tokens behind prompts that are padded on the left; `seed` is a setting. Raises DlmBridgeError."""
+    """Tokens behind prompts that are padded on the left; `seed` is a setting.
+
+    With `own_seeds`, of an autoregressive model, each row draws by its own: its tokens depend neither on the other
+    rows nor on their number, but for the rounding of matrix products. Raises DlmBridgeError.
+    """
     given = native_settings(model, settings)
     prompts = [
         [token for token, is_real in zip(row, real, strict=True) if is_real]
@@ -44,11 +54,14 @@ def sample(
     # A streamer of several rows gets them side by side, which only transformers' loop runs like that.
     if batches_canvases(model, given) and (streamer is None or len(prompts) == 1):
         return _canvases(model, input_ids, prompts, given, seed, streamer)
-    if isinstance(seed, list):
+    if own_seeds is not None:
+        given["custom_generate"] = _drawing_from(own_seeds)
+    elif isinstance(seed, list):
         if len(seed) != 1 or len(prompts) != 1:
             raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")
         seed = seed[0]
-    seed = shared_seed(model) if seed is None else seed
+    elif seed is None:
+        seed = shared_seed(model)
     if streamer is not None:
         given["streamer"] = streamer
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
@@ -161,6 +174,30 @@ def random_state_preserved(enabled: bool = True) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=enabled):
         yield
+
+
+def _drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """transformers' sampling loop, in which the last of the logits processors draws."""
+
+    def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
+        logits_processor.append(_RowDraws(Noise(seeds, input_ids.device)))
+        sequences: torch.Tensor = model._sample(input_ids, logits_processor=logits_processor, **rest)
+        return sequences
+
+    return decode
+
+
+class _RowDraws(LogitsProcessor):
+    """Draws each row's token by a random number of its own, and leaves no other a probability."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores after the sampler's own processors."""
+        uniform_B1 = self._noise.uniform(range(len(scores)), torch.zeros_like(input_ids[:, :1]))
+        drawn_B1 = draw_token(scores[:, None], uniform_B1)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn_B1, 0.0)
 
 
 def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:

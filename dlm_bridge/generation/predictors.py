@@ -161,7 +161,7 @@ class Predictor:
         lengths = canvas.lengths(rows, end)
         length = max(lengths)
         if canvas.tokens.is_cuda:  # few shapes
-            length = min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1)
+            length = max(length, min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1))
         whole = run == slice(0, end)
         if whole:
             own_AQ = origin_A1 + torch.arange(length, device=origin_A1.device)

@@ -157,7 +157,7 @@ def write_texts(
     copies = len(rows) // len(prompts)  # of each prompt
     ends = output.row_ends
     if ends is None:
-        stop, new = _stop_condition(model, tokenizer, settings), rows[:, width:].tolist()
+        stop, new = stop_condition(model, tokenizer, settings), rows[:, width:].tolist()
         ends = [width + (stop.end_of(tokens) or len(tokens)) for tokens in new]
     pairs = [
         _text_ids(row, prompts[number // copies], width, end, settings, output.mask_token_id)
@@ -228,7 +228,7 @@ def canvas_texts(
     order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
     batch = CanvasBatch(model, given, min(max_rows, len(rows)))
     found = batch.run(rows, seeds, list(order))
-    stop = _stop_condition(model, tokenizer, settings)
+    stop = stop_condition(model, tokenizer, settings)
     return batch, (replace(row, tokens=row.tokens[: stop.end_of(row.tokens)]) for row in found)
 
 
@@ -314,7 +314,7 @@ def _diffusion(
     return _Output(output.sequences, output.forwards, ends, output.tokens_per_forward, mask_token(model, settings))
 
 
-def _stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
+def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
     """The stop condition, with the precedence of `generate`."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))

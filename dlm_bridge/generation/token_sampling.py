@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.objectives.noise import philox_uniform
 
 
@@ -119,10 +120,10 @@ def shared_seed(model: Any) -> int | None:
     """A seed shared by the processes of a tensor-parallel model, from the first one's global random state; None for a
     model in one process. Every process must call it: with different tokens they would deadlock."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if (getattr(model, "_tp_size", None) or 1) == 1:
+    if (group := tensor_parallel_group(model)) is None:
         return None
     seed = torch.randint(2**62, (1,)).to(model.device)
-    dist.broadcast(seed, group=model._device_mesh["tp"].get_group(), group_src=0)
+    dist.broadcast(seed, group=group, group_src=0)
     return int(seed)
 
 

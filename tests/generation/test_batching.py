@@ -25,6 +25,7 @@ from dlm_bridge.generation.canvas import HostCopy
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.rolling_canvas import OwnBlocksCanvas
 from tests.families.case import FamilyCase
+from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
@@ -152,6 +153,33 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
         assert {end.finish_reason for end in stopped} >= {"stop"}
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings = build(name)
+    settings |= {"temperature": 0.0, "eos_token_id": None}
+    sizes: list[int] = []
+    forward = type(model).forward
+
+    def counting(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        sizes.append(len(input_ids) // (2 if settings.get("cfg_scale") else 1))
+        return forward(self, input_ids, **more)
+
+    first, second = requests(2, [24])
+    expected = [alone(model, row, settings) for row in (first, second)]
+    monkeypatch.setattr(type(model), "forward", counting)
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch.submit(first)
+    events = batch.advance()
+    assert set(sizes) == {1}
+    batch.submit(second)
+    events += batch.advance()
+    assert sizes[-1] == 2
+    while not batch.idle:
+        events += batch.advance()
+    for row, tokens in zip((first, second), expected, strict=True):
+        assert list(ended([event for event in events if event.name == row.name]).tokens) == tokens
+
+
 def read_with_overlap(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
     """`read_flags` as on a GPU: the speculative forward pass is launched first."""
     overlap_with()
@@ -205,14 +233,17 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
     ],
     ids=lambda value: value if isinstance(value, str) else value["cache"],
 )
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
-    family: str, settings: dict[str, Any], tmp_path: Path
+    family: str, settings: dict[str, Any], execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if execution == "compiled":
+        stand_in(monkeypatch)
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == family), tmp_path)
     settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": [5, 9, 21, 33], **settings}
     rows = requests(8, [8, 12, 20])
     for temperature in (0.0, 0.7):
-        check_rows(model, settings | {"temperature": temperature}, rows)
+        check_rows(model, settings | {"temperature": temperature, "execution": execution}, rows)
 
 
 def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:
@@ -335,7 +366,9 @@ def test_what_a_batch_cannot_run_is_refused() -> None:
         ContinuousBatch(speculative, settings, max_rows=1, max_length=40).submit(RowRequest("e", []))
 
 
-@pytest.mark.parametrize("name", ["dream-entropy", "wedlm", "linear_spec", "llada", "sdar"])
+@pytest.mark.parametrize(
+    "name", ["dream-entropy", "wedlm", "linear_spec", "idlm", "llada", "sdar", "uniform", "multi_block", "dreamon"]
+)
 def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": 0.0, "eos_token_id": None}

@@ -1,4 +1,4 @@
-"""DiffusionGemma, with the tokens of transformers' own `generate`: the command, its views, the server, refusals."""
+"""DiffusionGemma, with the tokens of transformers' own `generate`: the command, its views, refusals."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel, load_model
-from dlm_bridge.serving.batches import row_sampler
-from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Ended, Extended, Scheduler
 from tests.canvas_models import CANVAS, CONTEXT, has_class, keyed_draws, write_canvas_model
 from tests.cli.conftest import Cli, cli  # noqa: F401  a fixture
 from tests.cli.pages import Page, played
@@ -40,11 +36,11 @@ def loaded(folder: Path) -> LoadedModel:
     return load_model(folder)
 
 
-def by_hand(loaded: LoadedModel, text: str, **settings: Any) -> list[int]:
-    """The new tokens by transformers alone, if it draws what a row of this prompt draws at seed 1."""
+def by_hand(loaded: LoadedModel, text: str, seed: int = 1, **settings: Any) -> list[int]:
+    """The new tokens by transformers alone, if it draws what a row of this prompt draws at this seed."""
     ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"]
     own = {"max_denoising_steps": STEPS, "eos_token_id": None, **settings}
-    with keyed_draws(row_seeds(1, ids.tolist())[0]):
+    with keyed_draws(row_seeds(seed, ids.tolist())[0]):
         return loaded.model.generate(ids, **own).sequences[0, ids.shape[1] :].tolist()
 
 
@@ -182,18 +178,3 @@ def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Pa
     assert code == 2
     assert "in.jsonl, line 2" in err
     assert "image" in err
-
-
-def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
-    served, told = ServedModel(loaded, "tiny", {}), []
-    served.check()
-    settings = {"gen_length": 12, "steps": STEPS, "eos_token_id": None}
-    request = TextRequest(chat=False, prompts=("the cat", "a longer one"), settings=settings, seed=1)
-    rows = served.rows(request, lambda index: lambda event: told.append((index, event)))
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
-    row_sampler(served).run(rows, scheduler)
-    for index in (0, 1):
-        pieces = [event.tokens for who, event in told if who == index and isinstance(event, Extended)]
-        (ended,) = [event for who, event in told if who == index and isinstance(event, Ended)]
-        assert [len(piece) for piece in pieces] == [CANVAS, 12 - CANVAS]
-        assert sum(pieces, ()) == tuple(ended.tokens)

@@ -221,7 +221,6 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"method": "block-grpo"}, "--method block-grpo"),
-        ({"sharding": "fsdp"}, "--sharding fsdp"),
         ({"lora_rank": 2}, "an adapter"),
         ({"engine": "megatron"}, "--engine accelerate"),
     ],

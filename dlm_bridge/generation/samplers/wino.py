@@ -91,22 +91,21 @@ class CheckingPredictor(Predictor):
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         assert isinstance(columns, slice)
-        view, count = self.view(rows, columns), columns.stop - columns.start
-        places = torch.arange(view.tokens.shape[1], device=view.tokens.device)
-        places = torch.cat([places[columns], places[-count:]])
-        logits, self.checks = self._runner.logits_at(view, places.expand(len(view.tokens), -1)).split(count, dim=1)
+        canvas, count = self.canvas, columns.stop - columns.start
+        view, first_A1 = self._compact_view(rows, columns, slice(0, canvas.width))
+        assert view.attention_mask is not None
+        assert view.position_ids is not None
+        width, place_AN = view.tokens.shape[1], canvas.columns(rows, columns) - first_A1
+        tokens_AQ = F.pad(view.tokens, (0, count), value=canvas.mask_token_id)
+        column_Q = torch.arange(width + count, device=tokens_AQ.device)
+        real_AQ = torch.cat([view.attention_mask, canvas.real(rows)[:, columns]], dim=1)
+        mask_AQK = ((column_Q < width) | (column_Q[:, None] >= width)) & real_AQ[:, None]
+        mask_AQK[:, width:] &= column_Q != place_AN[..., None]
+        mask_AQK |= column_Q == column_Q[:, None]  # padding sees itself
+        checked = CanvasView(tokens_AQ, mask_AQK[:, None], torch.cat([view.position_ids, place_AN], dim=1))
+        places_A2N = torch.cat([place_AN.clamp(max=width - 1), column_Q[width:].expand_as(place_AN)], dim=1)
+        logits, self.checks = self._runner.logits_at(checked, places_A2N).split(count, dim=1)
         return logits
-
-    def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
-        width, count = self.canvas.width, columns.stop - columns.start
-        positions, real = self._positions(rows, width)
-        tokens = F.pad(self.canvas.take(rows, slice(0, width)), (0, count), value=self.canvas.mask_token_id)
-        positions, real = (torch.cat([each, each[:, columns]], dim=1) for each in (positions, real))
-        mask_QK = torch.ones(width + count, width + count, dtype=torch.bool, device=tokens.device)
-        mask_QK[:width, width:] = False
-        mask_QK[width:, columns].fill_diagonal_(False)
-        own_QK = torch.eye(width + count, dtype=torch.bool, device=tokens.device)  # padding sees itself
-        return CanvasView(tokens, ((mask_QK & real[:, None]) | own_QK)[:, None], positions)
 
 
 class WINORule(DenoisingRule):
