@@ -54,6 +54,11 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
             Text(f"{model.family.name}: {sizes}; stage {peak.pp_rank} needs {memory_text(peak.total)}"),
             soft_wrap=True,
         )
+    if (rollouts := run.rollouts) is not None:
+        parts = [("weights to sample from", rollouts.weights), ("the reference", rollouts.reference)]
+        parts += [("a row of full length", rollouts.row)]
+        sizes = ", ".join(f"{name} {memory_text(size)}" for name, size in parts if size)
+        console.print(Text(f"rollouts, on each device beside the training state: {sizes}"), soft_wrap=True)
     for note in run.notes:
         console.print(Text(printable(f"note: {note}")), soft_wrap=True)
 

@@ -220,7 +220,7 @@ def _rows_of_a_continuous_batch(
 ) -> Iterator[tuple[int, Row]]:
     """The rows of this process's share by their index, as they end, and in `forwards` the model's forward passes;
     `recorded` with their trajectories."""
-    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, stream=recorded)
+    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded)
     copies = sum(replicas.gather(batch.rows_waiting)) // len(prompts)
     rows = recorded_rows(batch) if recorded else ((row, None) for row in ended_rows(batch))
     for row, steps in rows:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from dlm_bridge.cli.train import RESUME, given_flags, quieten, with_options
+from dlm_bridge.cli.train import START_OPTIONS, given_flags, quieten, taken_dry_run, with_options
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
 
@@ -40,12 +40,17 @@ def register(app: typer.Typer) -> None:
 def _command() -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
-        file, resume = given.pop("config", None), given.pop("resume")
+        file, resume, planned = given.pop("config", None), given.pop("resume"), taken_dry_run(given)
         config = load_rl_config(given, None if file is None else Path(file), resume)
+        if planned is not None:
+            from dlm_bridge.plan.rl import rl_dry_run
+
+            planned.show(lambda: rl_dry_run(config, planned.gpus, resume))
+            return
         quieten()
         from dlm_bridge.train.rl.engine import train
 
         train(config, resume)
 
     helps = {"data": DATA, "global_batch_size": BATCH, "seq_length": SEQUENCE}
-    return with_options(command, RLConfig, "rl", helps, {"resume": (RESUME, False)})
+    return with_options(command, RLConfig, "rl", helps, START_OPTIONS)

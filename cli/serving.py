@@ -84,8 +84,13 @@ def serve(
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Texts that are sampled at a time, at most.", rich_help_panel=LIMITS)
-    ] = 32,
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Texts that are sampled at a time, at most; auto: as memory allows.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = "32",
     queue_size: Annotated[
         int,
         typer.Option(min=1, help="Texts that wait, at most; further requests get 429.", rich_help_panel=LIMITS),
@@ -123,19 +128,23 @@ def serve(
     Example: dlm-bridge serve GSAI-ML/LLaDA-8B-Instruct --port 8000
     """
     _require("serve", ("fastapi", "uvicorn"))
-    from dlm_bridge.cli.generate_request import parse_settings
+    from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
     from dlm_bridge.serving.batches import row_sampler
     from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
     from dlm_bridge.serving.server import Limits, Server, bind
 
-    defaults = parse_settings(setting or [])
+    defaults, rows = parse_settings(setting or []), parse_batch_size(batch_size)
     sock = bind(host, port)  # before the model is loaded, which may take minutes
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
     name = Path(model).resolve().name if Path(model).is_dir() else model
     served = ServedModel(loaded, name, defaults, max_length)
     served.check()
-    scheduler = Scheduler(row_sampler(served), batch_size=batch_size, queue_size=queue_size)
+    if rows is None:
+        plan = served.plan()
+        rows = plan.rows
+        typer.echo(plan.summary, err=True)
+    scheduler = Scheduler(row_sampler(served), batch_size=rows, queue_size=queue_size)
     said = f"{model} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
     limits = Limits(max_body * 2**20, timeout, api_key or None)
     Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True)).serve_forever()

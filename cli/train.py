@@ -8,8 +8,9 @@ import os
 import typing
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,9 @@ from dlm_bridge.cli.help import completes, family_names, objective_names
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import Option, options_of
+
+if TYPE_CHECKING:
+    from dlm_bridge.plan.dry_run import DryRun
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -51,6 +55,12 @@ DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout,
 NAMES = {"family": family_names, "objective": objective_names}  # what options complete that declare no choices
 GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
+START_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "resume": (RESUME, False),
+    "dry_run": (DRY_RUN, False),
+    "gpus": (GPUS, None),
+    "json": (AS_JSON, False),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -63,27 +73,46 @@ def _command(task: str, data: str) -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
         file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
-        planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
+        planned = taken_dry_run(given)
         if more and not given.get("data"):
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
         config = load_config(given, None if file is None else Path(file), resume, task)
-        if planned:
-            _show(config, gpus, resume, as_json)
-        elif as_json or gpus is not None:
-            raise typer.BadParameter(f"{'--json' if as_json else '--gpus'} needs --dry-run")
-        else:
+        if planned is None:
             _train(config, resume)
+            return
+        from dlm_bridge.plan.dry_run import dry_run
 
-    more: dict[str, tuple[Any, Any]] = {
-        "more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None),
-        "resume": (RESUME, False),
-        "dry_run": (DRY_RUN, False),
-        "gpus": (GPUS, None),
-        "json": (AS_JSON, False),
-    }
+        planned.show(lambda: dry_run(config, planned.gpus, resume))
+
+    more = {"more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None), **START_OPTIONS}
     return with_options(command, TrainConfig, task, {"data": data}, more)
+
+
+@dataclass(frozen=True)
+class AskedDryRun:
+    """A dry run that the command line asks for."""
+
+    gpus: int | None
+    as_json: bool
+
+    def show(self, plan: Callable[[], DryRun]) -> None:
+        """Show what `plan` gives, on the first of a launcher's processes."""
+        from dlm_bridge.cli.dry_run_views import show_dry_run
+
+        if os.environ.get("RANK", "0") == "0":
+            show_dry_run(plan(), self.as_json)
+
+
+def taken_dry_run(given: dict[str, Any]) -> AskedDryRun | None:
+    """The dry run among the flags, which are taken out of `given`; None without --dry-run."""
+    planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
+    if planned:
+        return AskedDryRun(gpus, as_json)
+    if as_json or gpus is not None:
+        raise typer.BadParameter(f"{'--json' if as_json else '--gpus'} needs --dry-run")
+    return None
 
 
 def given_flags(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,15 +177,6 @@ def _whole_number(option: Option) -> Callable[[str], int]:
             raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
     return whole_number
-
-
-def _show(config: TrainConfig, gpus: int | None, resume: bool, as_json: bool) -> None:
-    """The dry run, on the first of a launcher's processes."""
-    from dlm_bridge.cli.dry_run_views import show_dry_run
-    from dlm_bridge.plan.dry_run import dry_run
-
-    if os.environ.get("RANK", "0") == "0":
-        show_dry_run(dry_run(config, gpus, resume), as_json)
 
 
 def _train(config: TrainConfig, resume: bool) -> None:

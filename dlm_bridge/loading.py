@@ -436,14 +436,17 @@ _SPLIT_DIMENSIONS = {
 }
 
 
-def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
+def check_tensor_parallel_split(
+    config: Any, processes: int, name: str, flag: str = "--tp", otherwise: str = "use --device-map auto"
+) -> None:
     """Raise DlmBridgeError, which calls the model `name`, where transformers' tensor parallel plan for the config's
-    class would split a head or an expert between processes, or where that class has no plan."""
+    class would split a head or an expert between processes, or where that class has no plan: it says to give `flag`
+    another number, or what to do `otherwise`."""
     config = config.get_text_config()
     plan = config.base_model_tp_plan
     if not plan:
         raise DlmBridgeError(
-            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: use --device-map auto"
+            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: {otherwise}"
         )
     cut = [rule.rsplit(".", 1)[-1] for rule, style in plan.items() if style in ("colwise", "packed_colwise")]
     counts = {
@@ -458,5 +461,5 @@ def check_tensor_parallel_split(config: Any, processes: int, name: str) -> None:
             fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
             raise DlmBridgeError(
                 f"{name}: {count} {what} cannot be shared by {processes} processes: "
-                + (f"give --tp {fits}, or use --device-map auto" if fits else "use --device-map auto")
+                + (f"give {flag} {fits}, or {otherwise}" if fits else otherwise)
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 import transformers
 
+from dlm_bridge.generation.token_sampling import Noise, invert
+from dlm_bridge.objectives.random_tokens import random_tokens
 from tests.checkpoints import write_tokenizer
 
 CANVAS, EOS, IMAGE, VOCABULARY, CONTEXT = 8, 258, 259, 272, 512
@@ -90,3 +94,25 @@ def write_canvas_model(folder: Path, seed: int = 0) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def keyed_draws(seed: int) -> Iterator[None]:
+    """transformers' loop for one row draws the numbers that a row with this seed draws here."""
+    noise = Noise([seed], torch.device("cpu"))
+
+    def uniform(count: int) -> torch.Tensor:
+        return noise.uniform([0], torch.arange(count)[None])
+
+    def randint(low: int = 0, high: int = 0, size: Any = (), **_: Any) -> torch.Tensor:
+        assert (low, len(size), size[0]) == (0, 2, 1)
+        return random_tokens(uniform(size[1]), high, -1)
+
+    def multinomial(probabilities_QV: torch.Tensor, num_samples: int) -> torch.Tensor:
+        assert num_samples == 1
+        return invert(probabilities_QV[None].double(), uniform(len(probabilities_QV))).T
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", randint)
+        patch.setattr(torch, "multinomial", multinomial)
+        yield

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
-from dlm_bridge.generation.canvas import Canvas, StopCondition
+from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
@@ -30,6 +30,7 @@ from dlm_bridge.generation.prompts import PromptBatch, check_ids, warn_of_paddin
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
+from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, shared_seed, without_token
 
 
@@ -88,9 +89,9 @@ def generate(
         generation_config: a `DiffusionGenerationConfig`, or transformers' own with such fields.
         attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
             is computed as if it were alone: the model sees neither the padding nor the positions it takes.
-        generator: a torch.Generator for the whole batch, or one per row, which makes rows independent of the batch.
-            Without it and without `seed`, torch's global random state is used, of a tensor-parallel model the first
-            process's.
+        generator: a torch.Generator that the rows' seeds are drawn from, or one per row, which makes rows independent
+            of the batch. Without it and without `seed`, torch's global random state is used, of a tensor-parallel
+            model the first process's.
         streamer: one object or a list of them: a transformers streamer, which gets the prompts and then each run of
             new tokens as soon as they are final, or a step callback with `on_step(step)`, which gets a `DenoisingStep`
             after every forward pass; see `dlm_bridge.generation.callbacks`.
@@ -241,7 +242,7 @@ def fit_spans(
             cache = KVCache()
             with ModelRunner.open(model, "eager", cache, rows=len(tried), width=canvas.width) as runner:
                 predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
-                predictor.open_block(columns)
+                predictor.open_block(columns, canvas.rows)
                 logits_ANV = predictor(None, columns)
             if spec.logits_bias is not None:
                 logits_ANV = spec.logits_bias(logits_ANV, canvas, None, columns)

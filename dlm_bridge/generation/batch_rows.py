@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns, StopCondition
+from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
+from dlm_bridge.generation.commit_rules import DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
+from dlm_bridge.generation.stopping import StopCondition
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,14 @@ class RowRequest:
         prompt: token ids.
         gen_length: new tokens; None: as the batch's settings say.
         seed: of the row's noise; None: from torch's global random state.
+        live: report its tokens as they come, in a batch that streams.
     """
 
     name: Hashable
     prompt: Sequence[int]
     gen_length: int | None = None
     seed: int | None = None
+    live: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,18 @@ class RowEnded:
         finish_reason: "stop": an end-of-sequence token or a stop string, or fewer than `gen_length` tokens of a
             sampler that chooses the length; "length": `gen_length` tokens.
         forwards: forward passes that the row took part in.
+        written: of a batch that records, all of its new tokens, also those behind the end; the mask token where
+            nothing is committed.
+        steps: by token of `written`, which of the row's forward passes committed it, counted from 1, or changed it
+            last; 0: none did.
     """
 
     name: Any
     tokens: tuple[int, ...]
     finish_reason: Literal["stop", "length"]
     forwards: int
+    written: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,11 +95,12 @@ Event = RowTokens | RowCommits | RowEnded | RowFailed
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How rows of one length are sampled. Rows of equal `key` share a batch."""
+    """How rows of one length are sampled, by a rule under their constraints. Rows of equal `key` share a batch."""
 
     settings: GenerationSettings
     spec: SamplerSpec
     constraints: Constraints
+    rule: DenoisingRule
     key: Any
 
 
@@ -105,18 +119,33 @@ class RunningRow:
 class RowReporter:
     """Reports a run's steps and ends to the list `events`, of the rows in `running`.
 
+    What a step has changed is found on the device, and copied to the host without waiting for it: on a GPU a step is
+    reported at the latest when the next one has been launched.
+
     Args:
-        stop: on the CPU.
-        stream: whether steps are reported, not only ends.
+        stop: of the batch.
+        stream: whether steps of live rows are reported, not only ends.
+        record: whether ends have `written` and `steps`.
     """
 
     def __init__(
-        self, running: dict[Hashable, RunningRow], events: list[Event], stop: StopCondition, stream: bool
+        self,
+        running: dict[Hashable, RunningRow],
+        events: list[Event],
+        stop: StopCondition,
+        *,
+        stream: bool,
+        record: bool,
     ) -> None:
         self._running = running
         self._events = events
         self._stop = stop
         self._stream = stream
+        self._record = record
+        self._rows: list[RunningRow | None] = []  # B, of the tensors below
+        self._seen = torch.empty(0, 0, dtype=torch.long)  # [B, G], new tokens after the last step
+        self._steps = torch.empty(0, 0, dtype=torch.int32)  # [B, G], the step that changed each, if recorded
+        self._pending: deque[_Changes] = deque()
 
     def step(
         self,
@@ -129,65 +158,145 @@ class RowReporter:
         final: bool,
     ) -> None:
         """After a step of these rows; `final`: no committed token can change any more."""
-        for row in rows:
-            if canvas.names[row] in self._running:
-                self._running[canvas.names[row]].forwards += 1
-        if self._stream:
-            self._report_rows(canvas, rows, canvas.width if final else 0)
+        assert isinstance(canvas, RollingCanvas)
+        running = [self._running.get(name) for name in canvas.names]
+        for number in rows:
+            row = running[number]
+            if row is not None:
+                row.forwards += 1
+        live = self._stream and any(row is not None and row.request.live for row in running)
+        if not (live or self._record):
+            return
+        self._align(running, canvas)
+        now_BG = canvas.written()
+        changed_BG = now_BG != self._seen
+        self._seen = now_BG
+        if self._record:
+            steps_B = to_device([0 if row is None else row.forwards for row in running], now_BG.device)
+            self._steps = torch.where(changed_BG & (now_BG != canvas.mask_token_id), steps_B[:, None], self._steps)
+        if live:
+            copy = HostCopy(torch.where(changed_BG, now_BG, UNCHANGED))
+            self._report_pending()
+            steps = [0 if row is None else row.forwards for row in running]
+            finals = [row.gen_length if final and row is not None else 0 for row in running]
+            self._pending.append(_Changes(copy, running, steps, finals))
+            self.poll()
 
-    def block(self, canvas: Canvas, block: slice) -> None:
-        """After a block."""
+    def poll(self) -> None:
+        """Report what has arrived from the device."""
+        while self._pending and self._pending[0].arrived:
+            self._report_changes(self._pending.popleft())
+
+    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
+        """After these rows have completed the block."""
         if self._stream:
-            self._report_rows(canvas, canvas.rows, block.stop)
+            running = [self._running.get(canvas.names[row]) for row in rows]
+            finals = [block.stop - canvas.starts[row] for row in rows]
+            self._pending.append(_Changes(None, running, [], finals))
+            self.poll()
 
     def ended(self, canvas: RollingCanvas) -> None:
         """After rows have left the canvas."""
-        for name, tokens in canvas.ended:
-            row = self._running.pop(name)
-            end = self._end_of(tokens)
+        if not canvas.ended:
+            return
+        self._report_pending()
+        rows = [self._running.pop(name) for name, _ in canvas.ended]
+        steps = self._recorded(rows) if self._record else [[]] * len(rows)
+        for row, (name, tokens), own_steps in zip(rows, canvas.ended, steps, strict=True):
+            end = self._stop.end_of(tokens)
             kept = tokens if end is None else tokens[:end]
             if canvas.mask_token_id in kept:
                 error = DlmBridgeError(f"row {name!r}: the model's logits are NaN: look for NaN in its weights")
                 self._events.append(RowFailed(name, error))
                 continue
-            if self._stream:
-                self._report(row, tokens, len(tokens))
+            whole = tokens + [canvas.mask_token_id] * (row.gen_length - len(tokens))
+            if self._stream and row.request.live:
+                places = [place for place, (a, b) in enumerate(zip(row.tokens, whole, strict=True)) if a != b]
+                self._report(row, places, [whole[place] for place in places], row.forwards)
+                self._report_text(row, len(tokens))
             short = len(tokens) < row.gen_length  # of a sampler whose rows grow and shrink
             reason: Literal["stop", "length"] = "length" if end is None and not short else "stop"
-            self._events.append(RowEnded(name, tuple(kept), reason, row.forwards))
+            written = tuple(whole) if self._record else ()
+            self._events.append(RowEnded(name, tuple(kept), reason, row.forwards, written, tuple(own_steps)))
         canvas.ended.clear()
 
-    def _report_rows(self, canvas: Canvas, rows: list[int], stop: int) -> None:
-        tokens = canvas.tokens.tolist()
-        for row in rows:
-            state = self._running.get(canvas.names[row])
-            if state is not None:
-                start = canvas.starts[row]
-                final = min(max(stop - start, state.sent), state.gen_length)
-                self._report(state, tokens[row][start : start + state.gen_length], final)
-
-    def _report(self, row: RunningRow, tokens: list[int], final: int) -> None:
-        """Report what has changed in a row, of whose new tokens the first `final` cannot change any more."""
-        mask = row.plan.settings.limits.masked_token_id
-        tokens = tokens + [mask] * (row.gen_length - len(tokens))
-        places = [place for place, (a, b) in enumerate(zip(row.tokens, tokens, strict=True)) if a != b and b != mask]
-        if places:
-            changed = tuple(tokens[place] for place in places)
-            self._events.append(RowCommits(row.request.name, row.forwards, tuple(places), changed))
-        row.tokens = tokens
-        ready = next((place for place in range(final) if tokens[place] == mask), final)
-        if ready <= row.sent:
+    def _align(self, rows: list[RunningRow | None], canvas: RollingCanvas) -> None:
+        """Let the tensors have these rows; of those that have entered, masks."""
+        longest = max(canvas.gen_lengths)
+        same = len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True))
+        if same and self._seen.shape[1] == longest:
             return
-        end = self._end_of(tokens[:ready])
+        places = {id(row): place for place, row in enumerate(self._rows) if row is not None}
+        index_B = to_device([places.get(id(row), len(self._rows)) for row in rows], canvas.tokens.device)
+        more = (0, longest - self._seen.shape[1], 0, 1)  # columns and a row of masks
+        self._seen = pad(self._seen.to(index_B.device), more, value=canvas.mask_token_id)[index_B]
+        self._steps = pad(self._steps.to(index_B.device), more)[index_B]
+        self._rows = rows
+
+    def _recorded(self, rows: Sequence[RunningRow]) -> list[list[int]]:
+        """The recorded steps of rows that have left, of each of their new tokens."""
+        places = {id(row): place for place, row in enumerate(self._rows)}
+        known = [row for row in rows if id(row) in places]  # the others have taken no step
+        index_A = to_device([places[id(row)] for row in known], self._steps.device)
+        steps = dict(zip(map(id, known), self._steps[index_A].tolist(), strict=True))
+        return [steps.get(id(row), [0] * row.gen_length)[: row.gen_length] for row in rows]
+
+    def _report_pending(self) -> None:
+        while self._pending:
+            self._report_changes(self._pending.popleft())
+
+    def _report_changes(self, changes: _Changes) -> None:
+        """Report these changes, those of earlier steps first."""
+        numbers = list(range(len(changes.rows)))
+        tokens_BG = None if changes.copy is None else changes.copy.values()
+        if tokens_BG is not None:
+            numbers = np.flatnonzero((tokens_BG != UNCHANGED).any(axis=1)).tolist()
+        for number in numbers:
+            row = changes.rows[number]
+            if row is None or self._running.get(row.request.name) is not row or not row.request.live:
+                continue
+            if tokens_BG is not None:
+                places = np.flatnonzero(tokens_BG[number] != UNCHANGED)
+                self._report(row, places.tolist(), tokens_BG[number, places].tolist(), changes.steps[number])
+            self._report_text(row, min(changes.finals[number], row.gen_length))
+
+    def _report(self, row: RunningRow, places: list[int], tokens: list[int], step: int) -> None:
+        """Report that a step changed the row's new tokens at these places to these."""
+        mask = row.plan.settings.limits.masked_token_id
+        for place, token in zip(places, tokens, strict=True):
+            row.tokens[place] = token
+        committed = [place for place in places if row.tokens[place] != mask]
+        if committed:
+            changed = tuple(row.tokens[place] for place in committed)
+            self._events.append(RowCommits(row.request.name, step, tuple(committed), changed))
+
+    def _report_text(self, row: RunningRow, final: int) -> None:
+        """Report new tokens of the row that are final: the first `final` cannot change any more."""
+        mask = row.plan.settings.limits.masked_token_id
+        ready = row.sent
+        while ready < final and row.tokens[ready] != mask:
+            ready += 1
+        if ready == row.sent:
+            return
+        end = self._stop.end_of(row.tokens[:ready])
         ready = ready if end is None else end
         if ready > row.sent:
-            self._events.append(RowTokens(row.request.name, row.sent, tuple(tokens[row.sent : ready])))
+            self._events.append(RowTokens(row.request.name, row.sent, tuple(row.tokens[row.sent : ready])))
             row.sent = ready
 
-    def _end_of(self, tokens: list[int]) -> int | None:
-        """The number of tokens up to and including the one that ends the row; None: it does not end."""
-        if not self._stop.active or not tokens:
-            return None
-        row_1N = torch.tensor([tokens])
-        marks_1N = self._stop.marks(row_1N, torch.ones_like(row_1N, dtype=torch.bool), mask_token_id=-1)
-        return int(marks_1N.int().argmax()) + 1 if bool(marks_1N.any()) else None
+
+UNCHANGED = -(2**31)  # in the place of a token
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What a step, or the end of a block, has changed in the rows of a canvas."""
+
+    copy: HostCopy | None  # [B, G] new tokens, `UNCHANGED` where they are as before; None: all are
+    rows: list[RunningRow | None]
+    steps: list[int]  # by row, forward passes that it has taken part in
+    finals: list[int]  # by row, how many of its first new tokens cannot change any more
+
+    @property
+    def arrived(self) -> bool:
+        return self.copy is None or self.copy.arrived

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.generation.api import input_device, sampler_spec
-from dlm_bridge.generation.kv_cache import attention_layers
+from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
 from dlm_bridge.generation.loop import choose_cache
-from dlm_bridge.generation.replicas import Replicas
+from dlm_bridge.generation.replicas import Replicas, tensor_parallel_group
 from dlm_bridge.generation.rolling_canvas import cache_columns
 from dlm_bridge.generation.runtime.runner import unwrapped
 from dlm_bridge.generation.settings import resolve_settings
@@ -44,20 +44,42 @@ class BatchPlan:
     free: int
 
     @property
+    def row(self) -> int:
+        """What a row takes in all."""
+        return self.cache + self.activations + self.logits
+
+    @property
     def summary(self) -> str:
         """The plan in one line."""
+        return f"batch size {self.rows}: {self.described}; {self.free / 2**30:.1f} GiB free"
+
+    @property
+    def described(self) -> str:
+        """What a row takes, in words."""
         parts = [("KV cache", self.cache), ("activations", self.activations), ("logits", self.logits)]
         sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in parts if size)
-        return f"batch size {self.rows}: a row of {self.length} tokens takes {sizes}; {self.free / 2**30:.1f} GiB free"
+        return f"a row of {self.length} tokens takes {sizes}"
 
 
 def plan_batch(
-    model: Any, lengths: Sequence[int], settings: Mapping[str, Any], *, diffusion: bool, scored: bool = False
+    model: Any,
+    lengths: Sequence[int],
+    settings: Mapping[str, Any],
+    *,
+    diffusion: bool,
+    scored: bool = False,
+    more: bool = False,
+    device: torch.device | None = None,
 ) -> BatchPlan:
     """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
 
     Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
-    settings; 128 are assumed without it. `scored`: rows are scored as well, which takes all their logits.
+    settings; 128 are assumed without it.
+
+    Args:
+        scored: rows are scored as well, which takes all their logits.
+        more: there may be more rows than these lengths.
+        device: by default the model's; one that has no weights needs it.
     """
     plain = unwrapped(model)
     longest = max(lengths)
@@ -66,7 +88,8 @@ def plan_batch(
         found = resolve_settings(model, None, settings, prompt_width=longest)
         spec = sampler_spec(found, None)
         new, layout = found.limits.gen_length, spec.layout
-        positions = spec.window or min(layout.block_length, new + layout.spare) if not found.limits.infill else longest
+        whole = new + layout.spare
+        positions = spec.window or min(layout.block_length or whole, whole) if not found.limits.infill else longest
         copies = 2 if spec.predictor_options.get("cfg_scale") else 1
         cache = choose_cache(spec.predictor, model, found.cache)
         stores, draws = cache.stores, spec.sampling.draws
@@ -77,26 +100,28 @@ def plan_batch(
     positions = length if scored else positions
     config, itemsize = plain.config.get_text_config(), plain.dtype.itemsize
     columns = length if layout is None else cache_columns(layout, length)
-    kept = sum(_cache_bytes(layer, config) for layer in attention_layers(plain)) * columns if stores else 0
+    kept = sum(_cache_bytes(plain, layer) for layer in attention_layers(plain)) * columns if stores else 0
     # Of a column in a layer: residual, norm and attention's input and output; gate, up and their product; and, where
     # attention runs without a fused kernel (CPU), a score for each column of each head.
     inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
     experts = getattr(config, "num_experts_per_tok", None) or 1
     column = (8 * config.hidden_size + 3 * inner * experts) * itemsize
-    device = input_device(model)
+    device = input_device(model) if device is None else device
     if device.type == "cpu":
         column += 2 * config.num_attention_heads * length * max(itemsize, 4)
-    # The model's logits, a float copy and its softmax; with draws, the noise and the scores in float64.
+    # The model's logits, a float copy and its softmax; with draws, unless a kernel does, float64 sums of them.
     logit = itemsize + 8 + (24 if draws else 8)
     cache_bytes, activations = copies * kept, copies * length * column
     logits = copies * positions * config.vocab_size * logit
     free = free_memory(device)
     rows = max(1, min(int(free * USED_FRACTION) // max(cache_bytes + activations + logits, 1), MOST_ROWS))
-    if (getattr(plain, "_tp_size", None) or 1) > 1:
+    if (group := tensor_parallel_group(plain)) is not None:
         smallest = torch.tensor([rows], device=device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=plain._device_mesh["tp"].get_group())
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
         rows = int(smallest)
-    return BatchPlan(rows if scored else min(rows, len(lengths)), length, cache_bytes, activations, logits, free)
+    return BatchPlan(
+        rows if scored or more else min(rows, len(lengths)), length, cache_bytes, activations, logits, free
+    )
 
 
 def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> BatchPlan:
@@ -130,7 +155,6 @@ def _meminfo(name: str) -> int | None:
         return amount
 
 
-def _cache_bytes(layer: Any, config: Any) -> int:
+def _cache_bytes(model: Any, layer: Any) -> int:
     """Bytes of a column's keys and values in a layer."""
-    heads = config.num_attention_heads // layer.num_key_value_groups
-    return 2 * heads * int(layer.head_dim) * next(layer.parameters()).dtype.itemsize
+    return 2 * kv_heads(model, layer) * int(layer.head_dim) * next(layer.parameters()).dtype.itemsize

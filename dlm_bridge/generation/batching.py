@@ -7,12 +7,12 @@
             ...  # RowTokens, RowCommits, RowEnded, RowFailed
         # submit() and cancel() at any time between two calls of advance(), from the same thread
 
-Each row's tokens are those of `generate` with its prompt alone and `generator=torch.Generator(device)` with its seed.
+Each row's tokens are those of `generate` with its prompt alone and `seed=[seed]`, the row's own.
 
-Rows enter at a block boundary. Samplers with one block of the whole length (dream, dreamon, diffullama, rnd1, uniform,
-wedlm, idlm, linear_spec) run one batch after the other instead: a step of theirs belongs to all rows. Rows whose
-samplers differ in more than the length, such as LLaDA's with `steps` for another `gen_length`, run one after the
-other, too.
+Each row is at a step and a block of its own, so that a waiting one enters before the next step. Only where the KV
+cache is filled block by block for all rows (of block-causal models and Nemotron, and "prefix" and "dual" of samplers
+with blocks) do they share the blocks' columns: there rows enter at the next block. Rows of another `gen_length` share
+the batch, unless it changes more than the steps that are planned.
 """
 
 from __future__ import annotations
@@ -41,17 +41,23 @@ from dlm_bridge.generation.batch_rows import (
     RowTokens,
     RunningRow,
 )
-from dlm_bridge.generation.canvas import StopCondition, read_flags
-from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
-from dlm_bridge.generation.loop import choose_cache
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.loop import choose_cache, denoise_rows
 from dlm_bridge.generation.prompts import check_row
-from dlm_bridge.generation.rolling_canvas import EnteringRow, RollingCanvas, cache_columns
+from dlm_bridge.generation.rolling_canvas import (
+    EnteringRow,
+    OwnBlocksCanvas,
+    RollingCanvas,
+    SharedBlocksCanvas,
+    cache_columns,
+)
+from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.token_sampling import Noise, seeded_generators, shared_seed
+from dlm_bridge.generation.stopping import StopCondition
+from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
 
 __all__ = ["ContinuousBatch", "Event", "RowCommits", "RowEnded", "RowFailed", "RowRequest", "RowTokens"]
 
@@ -74,8 +80,10 @@ class ContinuousBatch:
         max_rows: rows that run at once. Others wait, in the order of their arrival.
         max_length: tokens of a row, prompt and new ones together, for which KV cache is planned; None: the model's
             context.
-        stream: report `RowTokens` and `RowCommits`, and return from `advance` after each step; False: only rows that
-            have left, and return after each block.
+        stream: report `RowTokens` and `RowCommits` of rows that are live, and return from `advance` after each step;
+            False: only rows that have left, and return when some row has completed a block.
+        record: report with a row that has left which step committed each of its tokens (`RowEnded.steps`). That needs
+            no `stream`, and no more waiting for the device.
 
     Raises:
         DlmBridgeError: a setting that the sampler cannot run with, or no `max_length` where the model names no
@@ -90,6 +98,7 @@ class ContinuousBatch:
         max_rows: int,
         max_length: int | None = None,
         stream: bool = True,
+        record: bool = False,
     ) -> None:
         self._model = model
         self._settings = dict(settings or {})
@@ -108,6 +117,7 @@ class ContinuousBatch:
         self.max_rows = max_rows
         self.forwards = 0  # forward passes of the model in all runs that are over
         self._stream = stream
+        self._record = record
         self._device = input_device(model)
         self._plans: dict[tuple[int | None, int], RowPlan] = {}
         self._waiting: deque[RunningRow] = deque()
@@ -156,7 +166,7 @@ class ContinuousBatch:
 
     def cancel(self, name: Hashable) -> bool:
         """Drop a row, of which there are no more events; False: there is none of this name. A running row takes part
-        in no further step, but with the uniform sampler, and makes room for others at the end of its block."""
+        in no further step, and makes room for others where they may enter next."""
         self._events[:] = [event for event in self._events if event.name != name]
         for row in self._waiting:
             if row.request.name == name:
@@ -180,7 +190,8 @@ class ContinuousBatch:
 
     def advance(self) -> list[Event]:
         """Run until the next boundary, and return what has happened since the last call: with `stream` after a step,
-        else after a block. Returns at once where there is nothing to run, or another batch of the model runs.
+        else when a row has completed a block. Returns at once where there is nothing to run, or another batch of the
+        model runs.
 
         An error that is not a single row's ends the rows that are running, each with a `RowFailed`; what is no
         DlmBridgeError is raised as well.
@@ -232,10 +243,8 @@ class ContinuousBatch:
                 suppress=spec.suppress,
             )
             key = _signature(spec), constraints.min_new_tokens
-            same = next((plan for plan in self._plans.values() if plan.key == key), None)
-            if same is not None:  # parts that compare by identity
-                spec, constraints, key = same.spec, same.constraints, same.key
-            self._plans[cache_key] = RowPlan(settings, spec, constraints, key)
+            rule = spec.rule.constrained(constraints)
+            self._plans[cache_key] = RowPlan(settings, spec, constraints, rule, key)
         return self._plans[cache_key]
 
     def _begin_run(self) -> None:
@@ -251,11 +260,11 @@ class ContinuousBatch:
         stop = StopCondition(
             settings.eos_token_ids, self._device, settings.stop_strings, self._settings.get("tokenizer")
         )
-        self._stop = StopCondition(
-            settings.eos_token_ids, torch.device("cpu"), settings.stop_strings, self._settings.get("tokenizer")
-        )
-        self._canvas = RollingCanvas(layout, settings.limits.masked_token_id, stop, self._device, width)
-        self._steps = self._denoise(plan, cache, self._canvas, self._runner)
+        # A cache in the canvas' columns keeps rows in theirs; that of a whole text's block is in each row's own.
+        kind = SharedBlocksCanvas if cache.stores and layout.block_length is not None else OwnBlocksCanvas
+        self._canvas = kind(layout, settings.limits.masked_token_id, stop, self._device, width)
+        reporter = RowReporter(self._running, self._events, stop, stream=self._stream, record=self._record)
+        self._steps = self._denoise(plan, cache, self._canvas, self._runner, reporter)
 
     def _end_run(self) -> None:
         if self._steps is not None:
@@ -267,17 +276,15 @@ class ContinuousBatch:
             self._runner = None
         _leave_turn(self._model, self)
 
-    def _denoise(self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner) -> Iterator[None]:
-        """Denoise until no row is left, block by block. Yields at boundaries."""
+    def _denoise(
+        self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner, reporter: RowReporter
+    ) -> Iterator[None]:
+        """Denoise until no row is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
-        rule = spec.rule.constrained(plan.constraints)
-        noise = Noise(self._device, per_row=[])
-        entering = self._entering(plan.key)
-        self._admit(entering, canvas, noise)
-        block = canvas.next_block()
+        noise = Noise([], self._device)
+        self._admit(self._entering(plan.key), canvas, noise, None)
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
-        reporter = RowReporter(self._running, self._events, self._stop, self._stream)
         context = SamplerContext(
             canvas,
             predictor,
@@ -289,35 +296,26 @@ class ContinuousBatch:
             first_token=spec.first_token,
             window=spec.window,
             logits_bias=spec.logits_bias,
+            planner=lambda name: self._running[name].plan.rule,
         )
-        while True:
-            predictor.open_block(block)
-            for _ in rule.denoise_block(context, block):
-                if self._stream:
-                    yield
-            reporter.block(canvas, block)
-            rows_left = canvas.retire(block, partial(read_flags, overlap_with=partial(self._launch, predictor)))
-            reporter.ended(canvas)
-            if rows_left is not None:
-                noise.select_rows(rows_left)
-                predictor.select_rows(rows_left)
-            if not canvas.names:
+
+        def enter() -> None:
+            if not canvas.admits:
                 return
-            entering = [] if spec.layout.whole or _others_wait(self._model, self) else self._entering(plan.key)
-            shift = canvas.shift_for([_entering_row(row) for row in entering], _cached_columns(cache))
+            entering = [] if _others_wait(self._model, self) else self._entering(plan.key)
+            shift = self._admit(entering, canvas, noise, _cached_columns(cache))
             if shift:
-                canvas.shift(shift)
                 predictor.shift_columns(shift)
             if entering:
-                self._admit(entering, canvas, noise)
                 predictor.admit(len(entering))
-            block = canvas.next_block()
-            yield
 
-    def _launch(self, predictor: Predictor) -> None:
-        """Launch a forward pass for the rows that go on, unless others may enter."""
-        if not self._waiting:
-            predictor.launch_speculatively(done=True)
+        # A forward pass for the rows that go on is of no use where others may enter.
+        for block_ended in denoise_rows(context, plan.rule, enter, lambda: not self._waiting):
+            reporter.ended(canvas)
+            reporter.poll()
+            if self._stream or block_ended:
+                yield
+        reporter.ended(canvas)  # those that have left with the last cancelled row
 
     def _entering(self, key: Any) -> list[RunningRow]:
         """The next waiting rows that fit, as far as they may share the batch."""
@@ -328,19 +326,19 @@ class ContinuousBatch:
             rows.append(row)
         return rows
 
-    def _admit(self, rows: list[RunningRow], canvas: RollingCanvas, noise: Noise) -> None:
+    def _admit(self, rows: list[RunningRow], canvas: RollingCanvas, noise: Noise, cached: int | None) -> int:
+        """Let these rows enter. Returns by how many columns the others have moved."""
         seeds = []
         for row in rows:
             seed = row.request.seed
             if seed is None:
                 seed = shared_seed(self._model)
-            seeds.append(int(torch.randint(2**62, (1,))) if seed is None else seed)
-        noise.admit(seeded_generators(seeds, self._device))
-        canvas.admit([_entering_row(row) for row in rows])
-
-
-def _entering_row(row: RunningRow) -> EnteringRow:
-    return EnteringRow(row.request.name, row.request.prompt, row.gen_length)
+            seeds.append(drawn_seeds(1)[0] if seed is None else seed)
+        noise.select_rows(order_behind(len(rows), len(canvas.names)))
+        noise.admit(seeds)
+        return canvas.admit(
+            [EnteringRow(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached
+        )
 
 
 def _cached_columns(cache: KVCache) -> int | None:
@@ -361,7 +359,8 @@ def _signature(part: Any) -> Any:
         return part
     if is_dataclass(part):
         return type(part), tuple(_signature(getattr(part, one.name)) for one in fields(part))
-    return type(part), _signature(vars(part))
+    planning = part.planning if isinstance(part, CommitRule) else ()
+    return type(part), _signature({name: value for name, value in vars(part).items() if name not in planning})
 
 
 # ---- Turns of the batches of one model, the first one runs.

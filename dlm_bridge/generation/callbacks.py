@@ -59,6 +59,9 @@ class StepObserver(Protocol):
         """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
         change any more."""
 
+    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
+        """After these rows have completed the block, before any of them leaves the canvas."""
+
 
 class CallbackHandler:
     """Calls the step callbacks and streamers of one call of `generate`.
@@ -144,8 +147,8 @@ class CallbackHandler:
         if final:
             self._stream(canvas, canvas.width)
 
-    def block(self, canvas: Canvas, block: slice) -> None:
-        """After a block, before the rows that it completes leave the canvas."""
+    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
+        """After these rows have completed the block, before any of them leaves the canvas."""
         self._stream(canvas, block.stop)
 
     def end(self, sequences: torch.Tensor) -> None:

@@ -2,89 +2,50 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.prompts import PromptBatch, PromptLimits
+from dlm_bridge.generation.row_memory import RowMemory
+from dlm_bridge.generation.stopping import Read, StopCondition
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The numbers as a tensor on the device, without a device sync."""
-    tensor = torch.tensor(numbers, dtype=torch.long)
+def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The numbers, on the host, as an integer tensor on the device, without a device sync."""
+    tensor = torch.as_tensor(numbers, dtype=torch.long)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def read_flags(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
+def read_flags(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[Any]:
     """The tensor's values on the host. On a GPU `overlap_with` launches work before the host waits for them."""
-    if not flags_A.is_cuda:
-        return list(flags_A.tolist())
-    copy = flags_A.to("cpu", non_blocking=True)
-    arrived = torch.cuda.current_stream(flags_A.device).record_event()
-    overlap_with()
-    arrived.synchronize()
-    return list(copy.tolist())
+    copy = HostCopy(flags)
+    if flags.is_cuda:
+        overlap_with()
+    return list(copy.values().tolist())
 
 
-class StopCondition:
-    """End-of-sequence tokens and stop strings.
+class HostCopy:
+    """A copy of a tensor on its way to the host."""
 
-    A stop string is searched in the decoded new tokens, as far as the row is committed without a gap; the row ends
-    with the token that completes it.
+    def __init__(self, values: torch.Tensor) -> None:
+        self._copy, self._event = values, None
+        if values.is_cuda:
+            self._copy = values.to("cpu", non_blocking=True)
+            self._event = torch.cuda.current_stream(values.device).record_event()
 
-    Attributes:
-        active: whether anything can end a row.
-    """
+    @property
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
 
-    def __init__(
-        self,
-        eos_token_ids: Sequence[int],
-        device: torch.device,
-        stop_strings: Sequence[str] = (),
-        tokenizer: Any = None,
-    ) -> None:
-        if stop_strings and not hasattr(tokenizer, "decode"):
-            raise DlmBridgeError("stop_strings are searched in decoded text: pass tokenizer= as well")
-        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=device)
-        self._stop_strings = tuple(stop_strings)
-        self._tokenizer = tokenizer
-        self.active = bool(len(self._eos) or self._stop_strings)
-
-    def marks(self, tokens_AN: torch.Tensor, new_AN: torch.Tensor, mask_token_id: int) -> torch.Tensor:
-        """[A, N] bool, True at the new tokens that end a row, possibly several of one row."""
-        marks_AN = torch.isin(tokens_AN, self._eos) & new_AN
-        if not self._stop_strings:
-            return marks_AN
-        committed_AN = (~new_AN | (tokens_AN != mask_token_id)).cumprod(dim=1).bool() & new_AN
-        for marks_N, tokens_N, committed_N in zip(marks_AN, tokens_AN, committed_AN, strict=True):
-            places = committed_N.nonzero()[:, 0]
-            length = self._stop(tokens_N[places].tolist())
-            if length:
-                marks_N[places[length - 1]] = True
-        return marks_AN
-
-    def _stop(self, tokens: list[int]) -> int:
-        """How many tokens complete the first stop string; 0 without one."""
-
-        def stopped(length: int) -> bool:
-            text = self._tokenizer.decode(tokens[:length])
-            return any(string in text for string in self._stop_strings)
-
-        if not tokens or not stopped(len(tokens)):
-            return 0
-        return 1 + bisect_left(range(1, len(tokens) + 1), True, key=stopped)
-
-
-def check_stop_strings(value: Any) -> tuple[str, ...]:
-    """`stop_strings` as a tuple. Raises DlmBridgeError for what is not strings."""
-    strings = tuple(value or ()) if value is None or isinstance(value, (list, tuple)) else (value,)
-    if not all(isinstance(string, str) and string for string in strings):
-        raise DlmBridgeError(f"stop_strings must be a string or a list of them, none empty, not {value!r}")
-    return strings
+    def values(self) -> np.ndarray[Any, Any]:
+        """The values, when they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.numpy()
 
 
 Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
@@ -95,20 +56,18 @@ class BlockLayout:
     """How a sampler divides the new tokens into blocks.
 
     Args:
-        block_length: tokens of a block.
+        block_length: tokens of a block; None: one block of any length, also of a prompt to fill.
         aligned: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block
             with new tokens, and the last block may go on behind the last new token. False: they start where the prompt
             ends, and the last one may be shorter.
-        whole: one block of any length, also of a prompt to fill.
         spare: mask columns behind the last new token, part of the last block.
         closing: a token that stands in the last new column from the start.
         first_masks: rows begin with so many new tokens, of at most `gen_length`, and then grow and shrink
             (`Canvas.resize`). None: they keep their length.
     """
 
-    block_length: int
+    block_length: int | None
     aligned: bool = False
-    whole: bool = False
     spare: int = 0
     closing: int | None = None
     first_masks: int | None = None
@@ -121,7 +80,11 @@ class Canvas:
         origins: the column of each row's first token.
         starts: of its first new token behind the prompt.
         ends: the column behind its last token.
-        stops: the column behind the last one that it may have; other than `ends` only of rows that grow and shrink.
+        stops: the column behind the last one that may hold a new token, without the layout's `closing` one.
+        block: the columns that rows denoise.
+        inside: whether each row denoises the block.
+        steps: each row's steps in the block so far.
+        memory: what the rule and the predictor keep of each row within its block.
     """
 
     def __init__(
@@ -136,7 +99,7 @@ class Canvas:
         batch, self.prompt_width = prompt.tokens.shape
         lengths = [self.prompt_width - pad for pad in prompt.pads]
         block = layout.block_length
-        if layout.aligned:
+        if layout.aligned and block is not None:
             first = max(length // block for length in lengths) * block
             self.origins = [first - length // block * block for length in lengths]  # where a row's prompt begins
         else:
@@ -147,11 +110,11 @@ class Canvas:
         closing = layout.closing if gen_length else None
         new = gen_length - (closing is not None)
         stop = max(self.starts) + new + layout.spare
-        if layout.aligned:
+        if layout.aligned and block is not None:
             stop = first - (first - stop) // block * block  # whole blocks
         self.width = stop + (closing is not None)
         holes = prompt.holes or ((),) * batch
-        self.stops, self.ends = [self.width] * batch, [self.width] * batch
+        self.stops, self.ends = [stop] * batch, [self.width] * batch
         self.grows = layout.first_masks is not None
         if layout.first_masks is not None:
             first_masks = 0 if limits.inside else min(layout.first_masks, gen_length)
@@ -159,11 +122,17 @@ class Canvas:
             replaced = [len(gaps) if limits.inside else 0 for gaps in holes]
             room = [gen_length if gaps or not limits.inside else 0 for gaps in holes]
             self.stops = [start + more - less for start, more, less in zip(self.starts, room, replaced, strict=True)]
-        if prompt.holes:
-            first, block = (0, stop) if layout.whole else (first % block, block)
+        if block is None:
+            first, block = (0, stop) if prompt.holes else (first, max(stop - first, 1))
+        elif prompt.holes:
+            first = first % block
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         if prompt.holes and first:
             self.blocks.insert(0, slice(0, first))
+        self.block = slice(0, 0)
+        self._blocks_opened = 0
+        self.inside, self.steps = [False] * batch, [0] * batch
+        self.memory = RowMemory(batch, device)
         self.mask_token_id = mask_token_id = limits.masked_token_id
         self._pad_token_id = pad_token_id
         # What follows a mask inside a prompt is given: it does not end a row.
@@ -181,7 +150,9 @@ class Canvas:
         self._measure_rows()
         self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
-        self._output_ends = [self._output.shape[1]] * batch  # the column of the output behind each row's last one
+        self._output_columns = torch.arange(self._output.shape[1], device=device)
+        # [B], the column of the output behind each row's last one; of rows that grow and shrink.
+        self._output_ends = torch.full((batch,), self._output.shape[1], device=device)
         self.names: list[Any] = list(range(batch))  # which row of the batch each row of the canvas is
         self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
         self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
@@ -208,14 +179,19 @@ class Canvas:
     def padded(self) -> bool:
         return any(self.origins) or any(end != self.width for end in self.ends)
 
-    def still_wanted(self, rows: list[int]) -> list[int]:
-        """Those of these rows that have not been cancelled."""
-        return rows
+    def unwanted(self) -> list[int]:
+        """Rows that have been cancelled."""
+        return []
 
     @property
     def rolls(self) -> bool:
         """Whether rows enter while others run."""
         return False
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether a row goes on to its next block only when all have completed theirs."""
+        return True
 
     @property
     def cache_width(self) -> int:
@@ -272,9 +248,11 @@ class Canvas:
         """[A], the column of a row's first token."""
         return -self.places(rows)[:, 0]
 
-    def places(self, rows: list[int] | None) -> torch.Tensor:
-        """[A, S], columns counted from the row's first token; negative at padding."""
-        return self._places if rows is None else self._places[self.index(rows)]
+    def places(self, rows: list[int] | None, columns: Columns = slice(None)) -> torch.Tensor:
+        """[A, N], the columns counted from the row's first token; negative at padding."""
+        if isinstance(columns, torch.Tensor):
+            return columns - self.origin(rows)[:, None]
+        return self._places[slice(None) if rows is None else self.index(rows), columns]
 
     def real(self, rows: list[int] | None) -> torch.Tensor:
         """[A, S], False at padding on either side."""
@@ -285,13 +263,14 @@ class Canvas:
         chosen = self.rows if rows is None else rows
         return tuple(max(0, min(self.ends[row], end) - max(self.origins[row], begin)) for row in chosen)
 
-    def resize(self, rows: list[int], columns: slice, copies_AN: torch.Tensor) -> torch.Tensor:
+    def resize(self, rows: list[int], columns: slice, copies_AN: torch.Tensor, growth: Sequence[int]) -> torch.Tensor:
         """Insert and delete tokens of these rows, which get longer and shorter: what follows moves.
 
         Args:
             columns: contains every column that changes, and all behind it.
             copies_AN: 0 where the token is deleted, 2 where it becomes two masks, else 1. A row has to stay within its
                 `stops`.
+            growth: by how many tokens each row gets longer, as `copies_AN` says.
 
         Returns:
             [A, N], where the token in each column was before.
@@ -299,8 +278,8 @@ class Canvas:
         index, count = self.index(rows), copies_AN.shape[1]
         places_AN = torch.arange(count, device=copies_AN.device).repeat(len(rows), 1)
         source_AN = torch.searchsorted(copies_AN.cumsum(dim=1), places_AN, right=True).clamp(max=count - 1)
-        for row, growth in zip(rows, (copies_AN - 1).sum(dim=1).tolist(), strict=True):
-            self.ends[row] += growth
+        for row, more in zip(rows, growth, strict=True):
+            self.ends[row] += more
         self._measure_rows()
         doubled_AN = copies_AN.gather(1, source_AN) > 1
         nothing_AN = places_AN + columns.start >= self._ends[index][:, None]
@@ -328,33 +307,72 @@ class Canvas:
         """Whether the column of an untouched block is a mask behind some token of the row."""
         return self.origins[row] < column and (self.starts[row] <= column or column in self.holes[row])
 
-    def unfinished(self, rows: list[int] | None, block: slice) -> torch.Tensor:
-        """[A], True where a new token of the block is a mask and the row does not end before it."""
-        tokens_AN = self.take(rows, slice(0, block.stop))
-        new_AN = self._wanted(rows, slice(0, block.stop))
-        open_AN = new_AN & (tokens_AN == self.mask_token_id)
-        if self._stop_condition.active:
-            open_AN &= self._stop_condition.marks(tokens_AN, new_AN, self.mask_token_id).cumsum(dim=1) == 0
-        if self._is_hole is not None:
-            holes_AN = (self._is_hole if rows is None else self._is_hole[self.index(rows)])[:, : block.stop]
-            open_AN |= holes_AN & (tokens_AN == self.mask_token_id)
-        return open_AN.any(dim=1)
+    def read_unfinished(
+        self,
+        rows: list[int] | None,
+        block: slice,
+        read: Read,
+        values: Callable[[torch.Tensor], torch.Tensor] = lambda unfinished_A: unfinished_A,
+    ) -> list[Any]:
+        """Of each row, whether a new token of the block is a mask and the row does not end before it.
 
-    def retire(self, block: slice, read: Callable[[torch.Tensor], list[bool]]) -> list[int] | None:
-        """Remove the rows that the block completes. Returns those that stay, None if all do. `read` copies flags to
-        the host."""
+        Args:
+            values: [A] numbers that follow from it, which are read instead. Is called twice where there are stop
+                strings: these are searched on the host, which does not wait for the device again.
+        """
+        tokens_AN, new_AN = self.take(rows, slice(0, block.stop)), self._wanted(rows, slice(0, block.stop))
+        masked_AN, stop = tokens_AN == self.mask_token_id, self._stop_condition
+        open_AN = masked_AN & new_AN
+        if stop.active:
+            open_AN &= stop.by_token(tokens_AN, new_AN).cumsum(dim=1) == 0
+        open_A, holes_A = open_AN.any(dim=1), torch.zeros_like(open_AN[:, 0])  # a hole is open whatever ends the row
+        if self._is_hole is not None:
+            holes_AN = self._is_hole if rows is None else self._is_hole[self.index(rows)]
+            holes_A = (holes_AN[:, : block.stop] & masked_AN).any(dim=1)
+        if not stop.has_strings:
+            return read(values(open_A | holes_A))
+        both_A2 = torch.stack([values(open_A | holes_A), values(holes_A)], dim=1)
+        table = read(torch.cat([both_A2, stop.texts(tokens_AN, new_AN, self.mask_token_id)], dim=1))
+        return [stopped if stop.string_end(text) >= 0 else going for going, stopped, *text in table]
+
+    def open_block(self) -> list[int]:
+        """Let rows begin a block. Returns these rows: all, where none is inside of one."""
+        if any(self.inside):
+            return []
+        self.block = self.blocks[self._blocks_opened]
+        self._blocks_opened += 1
+        self._begin(self.rows)
+        return self.rows
+
+    def _begin(self, rows: list[int]) -> None:
+        for row in rows:
+            self.inside[row], self.steps[row] = True, 0
+
+    def close_block(self, rows: list[int]) -> list[int]:
+        """These rows take no further step in the block. Returns the rows that have completed it: all, where none is
+        inside any more."""
+        for row in rows:
+            self.inside[row] = False
+        if any(self.inside):
+            return []
+        self.memory.forget(self.rows)
+        return self.rows
+
+    def retire(self, rows: list[int], read: Read) -> list[int] | None:
+        """Remove those of these rows, which have completed the block, whose text is complete. Returns the rows that
+        stay, None if all do. `read` copies flags to the host."""
+        block = self.block
         done = [start + self._gen_length <= block.stop for start in self.starts]
-        if block is self.blocks[-1]:
+        if block == self.blocks[-1]:
             done = [True] * len(done)
         elif self._stop_condition.active:
             columns = slice(0, block.stop)
             new_BN = self._wanted(None, columns)
-            ended_B = self._stop_condition.marks(self.tokens[:, columns], new_BN, self.mask_token_id).any(dim=1)
-            done = [a or b for a, b in zip(done, read(ended_B), strict=True)]
+            ended = self._stop_condition.read_ended(self.tokens[:, columns], new_BN, self.mask_token_id, read)
+            done = [a or b for a, b in zip(done, ended, strict=True)]
         if not any(done):
             return None
-        for row in [row for row, over in enumerate(done) if over]:
-            self._copy(row, self.tokens[row], self._output)
+        self._write_output([row for row, over in enumerate(done) if over], self.tokens, self._output)
         stay = [row for row, over in enumerate(done) if not over]
         self.tokens, self._starts, self._places = self.tokens[stay], self._starts[stay], self._places[stay]
         self.origins = [self.origins[row] for row in stay]
@@ -363,6 +381,9 @@ class Canvas:
         self.ends = [self.ends[row] for row in stay]
         self.names = [self.names[row] for row in stay]
         self.holes = [self.holes[row] for row in stay]
+        self.inside = [self.inside[row] for row in stay]
+        self.steps = [self.steps[row] for row in stay]
+        self.memory.select_rows(stay)
         self._measure_rows()
         if self._is_hole is not None:
             self._is_hole = self._is_hole[stay]
@@ -388,21 +409,21 @@ class Canvas:
     def snapshot(self) -> torch.Tensor:
         """[B, P + gen_length], the current tokens of every row of the batch, in the columns of the output; padding
         behind rows that grow and shrink."""
-        tokens = self._output.clone()
+        tokens_BS = self._output.clone()
         if self.grows:
-            for row in self.rows:
-                tokens[self.names[row], self._left(row) :] = self._pad_token_id
-        for row in self.rows:
-            self._copy(row, self.tokens[row], tokens)
-        return tokens
+            names_B, begin_B = to_device(self.names, tokens_BS.device), self._starts - self.origin(None)
+            behind_BS = self._output_columns >= (self.prompt_width - begin_B)[:, None]
+            tokens_BS[names_B] = tokens_BS[names_B].masked_fill(behind_BS, self._pad_token_id)
+        self._write_output(self.rows, self.tokens, tokens_BS)
+        return tokens_BS
 
     def in_output(self, rows: list[int], columns: Columns, values_AN: torch.Tensor) -> torch.Tensor:
         """[B, P + gen_length], values of these columns in the columns of the output, NaN elsewhere."""
-        values_AS = values_AN.new_full((len(rows), self.width), torch.nan)
-        values_AS.scatter_(1, self.columns(rows, columns), values_AN)
+        values_BS = values_AN.new_full(self.tokens.shape, torch.nan)
+        index = self.index(rows)
+        values_BS[index] = values_BS[index].scatter(1, self.columns(rows, columns), values_AN)
         output_BS = values_AN.new_full(self._output.shape, torch.nan)
-        for row, values_S in zip(rows, values_AS, strict=True):
-            self._copy(row, values_S, output_BS)
+        self._write_output(rows, values_BS, output_BS)
         return output_BS
 
     def committed(self, stop: int) -> tuple[torch.Tensor, list[int]]:
@@ -411,33 +432,33 @@ class Canvas:
         tokens_BS = self.snapshot()
         closed_BS = tokens_BS != self.mask_token_id
         closed_BS[:, : self.prompt_width] |= self._given
-        for row, name in enumerate(self.names):
-            closed_BS[name, max(self.first_open, self._left(row) + stop - self.origins[row]) :] = False
+        stop_B = (self.prompt_width + stop - self._starts).clamp(min=self.first_open)
+        closed_BS[to_device(self.names, closed_BS.device)] &= self._output_columns < stop_B[:, None]
         after_BS = self._after_end(torch.where(closed_BS.cumprod(dim=1).bool(), tokens_BS, self.mask_token_id))
         # Where every row has ended, the longest row ends the output.
         width = (~after_BS).sum(dim=1).max()
         counts = (closed_BS | after_BS).cumprod(dim=1).sum(dim=1).clamp(max=width).tolist()
         return tokens_BS.masked_fill(after_BS, self._pad_token_id), counts
 
-    def _left(self, row: int) -> int:
-        """The column of the output in which a row of the canvas begins."""
-        return self.prompt_width - (self.starts[row] - self.origins[row])
-
-    def _copy(self, row: int, values_S: torch.Tensor, output_BS: torch.Tensor) -> None:
-        """Copy a row's values from the columns of the canvas to those of the output."""
-        own = values_S[self.origins[row] : min(self.ends[row], self.starts[row] + self._gen_length)]
-        left = self._left(row)
-        output_BS[self.names[row], left : left + len(own)] = own
-        self._output_ends[self.names[row]] = left + len(own)
+    def _write_output(self, rows: list[int], values_BS: torch.Tensor, output_BS: torch.Tensor) -> None:
+        """Copy these rows' values from the columns of the canvas to those of the output."""
+        index = self.index(rows)
+        names_A = to_device([self.names[row] for row in rows], output_BS.device)
+        start_A, stop_A = self._starts[index], torch.minimum(self._ends[index], self._starts[index] + self._gen_length)
+        columns_AS = self._output_columns - (self.prompt_width - start_A)[:, None]  # of the canvas
+        own_AS = (columns_AS >= self.origin(rows)[:, None]) & (columns_AS < stop_A[:, None])
+        values_AS = values_BS[index].gather(1, columns_AS.clamp(0, self.width - 1))
+        output_BS[names_A] = torch.where(own_AS, values_AS, output_BS[names_A])
+        if self.grows:
+            self._output_ends[names_A] = self.prompt_width + stop_A - start_A
 
     def behind_rows(self) -> torch.Tensor:
         """[B, P + gen_length], True behind the last token that each row has in the last snapshot."""
-        ends_B1 = torch.tensor(self._output_ends, device=self._output.device)[:, None]
-        return torch.arange(self._output.shape[1], device=self._output.device) >= ends_B1
+        return self._output_columns >= self._output_ends[:, None]
 
     def _after_end(self, output_BS: torch.Tensor) -> torch.Tensor:
         """[B, P + gen_length], True behind the row, or behind the first new token that ends it."""
-        new_BS = (torch.arange(output_BS.shape[1], device=output_BS.device) >= self.prompt_width).expand_as(output_BS)
+        new_BS = (self._output_columns >= self.prompt_width).expand_as(output_BS)
         ends_BS = self._stop_condition.marks(output_BS, new_BS, self.mask_token_id)
         after_BS = ends_BS.long().cumsum(dim=1) - ends_BS.long() > 0
         return after_BS | self.behind_rows() if self.grows else after_BS

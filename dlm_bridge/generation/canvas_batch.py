@@ -9,15 +9,17 @@
     a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
         it leaves where they hold an end token or nothing is missing; else the encoder reads them
 
-It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: a row's tokens are those of that
-function for its prompt alone after `torch.manual_seed` of the row's seed. There all rows of a batch take the decoder
-passes of the slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next.
+It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: with the same random numbers a row's
+tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
+slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next, and its random
+numbers are a function of its own seed.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +27,21 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
-from dlm_bridge.generation.token_sampling import seeded_generators
+from dlm_bridge.generation.replicas import tensor_parallel_group
+from dlm_bridge.generation.token_sampling import Noise, draw_token
+from dlm_bridge.objectives.random_tokens import random_tokens
 
-ENCODED_TOGETHER = 4  # a fraction of the rows, 1/4, waits for one encoder pass
+ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of all that run or wait for it
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
+
+
+@dataclass(frozen=True)
+class CanvasTokens:
+    """New tokens of a text that one more canvas adds: its number, the tokens, and the decoder passes so far."""
+
+    number: int
+    tokens: list[int]
+    forwards: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ def batches_canvases(model: Any, settings: Mapping[str, Any]) -> bool:
         return False  # no such model, or one of a transformers whose decoder conditions all rows or none
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
     attention = {module.config._attn_implementation for module in (plain.model.decoder, plain.model.encoder)}
-    whole = (getattr(plain, "_tp_size", None) or 1) == 1
+    whole = tensor_parallel_group(plain) is None
     return len(devices) == 1 and attention <= {"sdpa", "eager"} and whole and not any(name in settings for name in OWN)
 
 
@@ -56,7 +69,7 @@ class CanvasBatch:
 
     Args:
         given: `canvases.keywords` of the call.
-        rows: the most rows that run together.
+        rows: the most rows that run together. Others wait, in the order of their arrival.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], rows: int) -> None:
@@ -64,63 +77,142 @@ class CanvasBatch:
         self._given = given
         self._rows = rows
         self.forwards = 0  # decoder passes, of all rows together
+        check_length(self._model, given.get("block_length"))
+        self._settings = _Settings.of(self._model, given)
+        self._device = self._model.model.decoder.embed_tokens.weight.device
+        self._cache = EncodedRows(self._model)
+        self._noise = Noise([], self._device)
+        self._drawing: list[_Row] = []  # row i of the noise, running or unread
+        self._waiting: deque[_Row] = deque()
+        self._unread: list[_Row] = []  # with tokens that the encoder has not read
+        self._running: list[_Row] = []  # row i of the canvases
+        self._canvases: _Canvases | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no row is waiting or running."""
+        return not (self._waiting or self._unread or self._running)
+
+    def submit(self, number: int, prompt: Sequence[int], seed: int, new_tokens: int | None = None) -> None:
+        """Add a row to those that wait, with `max_new_tokens` of its own, if given. Raises DlmBridgeError for a prompt
+        that the model cannot continue."""
+        new_tokens = self._given["max_new_tokens"] if new_tokens is None else new_tokens
+        check_prompt(self._model, prompt, {**self._given, "max_new_tokens": new_tokens})
+        self._waiting.append(_Row(number, list(prompt), new_tokens, seed))
+
+    def cancel(self, numbers: Collection[int]) -> None:
+        """Drop these rows, of which there is nothing more to tell."""
+        self._waiting = deque(row for row in self._waiting if row.number not in numbers)
+        self._unread = [row for row in self._unread if row.number not in numbers]
+        self._keep([place for place, row in enumerate(self._running) if row.number not in numbers])
+        self._forget(numbers)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int]
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], order: Sequence[int], streamer: Any = None
     ) -> Iterator[CanvasText]:
-        """The texts of the prompts with these numbers, as they end; they enter in this order. Raises DlmBridgeError
-        for a prompt that the model cannot continue."""
-        for number in order:
-            check_prompt(self._model, prompts[number], self._given)
-        check_length(self._model, self._given.get("block_length"))
-        device = self._model.model.decoder.embed_tokens.weight.device
-        generators = seeded_generators([seeds[number] for number in order], device)
-        rows = [_Row(number, list(prompts[number]), noise) for number, noise in zip(order, generators, strict=True)]
-        yield from self._run(rows, _Settings.of(self._model, self._given))
+        """The texts of the prompts with these numbers, as they end; they enter in this order.
 
-    def _run(self, waiting: list[_Row], settings: _Settings) -> Iterator[CanvasText]:
-        cache = EncodedRows(self._model)
-        running: list[_Row] = []  # row i of the canvases
-        unread: list[_Row] = []  # with tokens that the encoder has not read
-        canvases: _Canvases | None = None
-        while waiting or running or unread:
-            entering = self._rows - len(running) - len(unread)
-            unread, waiting = [*unread, *waiting[:entering]], waiting[entering:]
-            if unread and (not running or len(unread) * ENCODED_TOGETHER >= self._rows):
-                cache.read([row.encoded for row in unread], [row.unread() for row in unread])
-                begun = _Canvases.begin(unread, settings, cache.dtype)
-                canvases = begun if canvases is None else canvases.joined(begun)
-                running, unread = [*running, *unread], []
-                cache.show([row.encoded for row in running], settings.length)
-            assert canvases is not None, "a row runs"
-            ended_A = self._step(running, canvases, cache, settings)
-            if not any(ended_A):
-                continue
-            for row, ended, best in zip(running, ended_A, canvases.best.tolist(), strict=True):
-                if ended and row.commit(best, settings):
-                    yield CanvasText(row.number, row.new, row.forwards)
-                elif ended:
-                    unread.append(row)
-            left = [place for place, ended in enumerate(ended_A) if not ended]
-            running, canvases = [running[place] for place in left], canvases.selected(left)
-            if running:
-                cache.show([row.encoded for row in running], settings.length)
+        A `streamer`, of one prompt, is told what transformers' loop would tell it. Raises DlmBridgeError for a prompt
+        that the model cannot continue.
+        """
+        for number in order:
+            self.submit(number, prompts[number], seeds[number])
+            if streamer is not None:
+                streamer.put(torch.tensor([prompts[number]]))
+        while not self.idle:
+            for event in self.advance(streamer):
+                if isinstance(event, CanvasText):
+                    yield event
+                elif streamer is not None:
+                    streamer.put(torch.tensor([event.tokens]))
+        if streamer is not None:
+            streamer.end()
 
     @torch.no_grad()
-    def _step(self, running: list[_Row], canvases: _Canvases, cache: EncodedRows, settings: _Settings) -> list[bool]:
+    def advance(self, streamer: Any = None) -> list[CanvasTokens | CanvasText]:
+        """A denoising step of the rows that run, after others have entered where there is room: the canvases that it
+        has completed, and the texts that have ended with them. A `streamer` with `put_draft` gets the best tokens."""
+        room = self._rows - len(self._drawing)
+        if self._waiting and room > 0:
+            self._enter([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
+        if self._unread and len(self._unread) * ENCODED_TOGETHER >= min(self._rows, len(self._drawing)):
+            self._read()
+        if self._canvases is None:
+            return []
+        ended_A = self._step(self._canvases)
+        if hasattr(streamer, "put_draft"):
+            assert self._canvases.logits is not None, "a step has been taken"
+            logits = getattr(streamer, "_takes_logits", False)
+            streamer.put_draft(self._canvases.logits.cpu() if logits else self._canvases.best.cpu())
+        if not any(ended_A):
+            return []
+        events: list[CanvasTokens | CanvasText] = []
+        for row, ended, best in zip(self._running, ended_A, self._canvases.best.tolist(), strict=True):
+            if not ended:
+                continue
+            before = len(row.new)
+            complete = row.commit(best, self._settings)
+            events.append(CanvasTokens(row.number, row.new[before:], row.forwards))
+            if complete:
+                events.append(CanvasText(row.number, row.new, row.forwards))
+            else:
+                self._unread.append(row)
+        self._keep([place for place, ended in enumerate(ended_A) if not ended])
+        self._forget({event.number for event in events if isinstance(event, CanvasText)})
+        return events
+
+    def _enter(self, rows: list[_Row]) -> None:
+        """Rows that the encoder has to read."""
+        self._noise.admit([row.seed for row in rows])
+        self._drawing = rows + self._drawing
+        self._unread += rows
+        self._number_draws()
+
+    def _forget(self, numbers: Collection[int]) -> None:
+        """Drop the random numbers of these rows."""
+        left = [place for place, row in enumerate(self._drawing) if row.number not in numbers]
+        if len(left) < len(self._drawing):
+            self._noise.select_rows(left)
+            self._drawing = [self._drawing[place] for place in left]
+            self._number_draws()
+
+    def _number_draws(self) -> None:
+        for place, row in enumerate(self._drawing):
+            row.place = place
+
+    def _read(self) -> None:
+        """Let the encoder read the rows that it has not read, and begin their next canvases."""
+        rows, self._unread = self._unread, []
+        self._cache.read([row.encoded for row in rows], [row.unread() for row in rows])
+        begun = _Canvases.begin(rows, self._noise, self._settings, self._cache.dtype)
+        self._canvases = begun if self._canvases is None else self._canvases.joined(begun)
+        self._running += rows
+        self._cache.show([row.encoded for row in self._running], self._settings.length)
+
+    def _keep(self, places: list[int]) -> None:
+        """Go on with the running rows at these places."""
+        if len(places) == len(self._running):
+            return
+        assert self._canvases is not None
+        self._running = [self._running[place] for place in places]
+        self._canvases = self._canvases.selected(places)
+        if self._running:
+            self._cache.show([row.encoded for row in self._running], self._settings.length)
+
+    def _step(self, canvases: _Canvases) -> list[bool]:
         """A denoising step of the running rows: which of them have ended their canvas."""
-        for row in running:
+        for row in self._running:
             row.forwards += 1
         self.forwards += 1
         logits_AQV = self._model(
             decoder_input_ids=canvases.tokens,
-            past_key_values=cache,
-            decoder_attention_mask=cache.masks,
-            decoder_position_ids=cache.positions,
+            past_key_values=self._cache,
+            decoder_attention_mask=self._cache.masks,
+            decoder_position_ids=self._cache.positions,
             self_conditioning_logits=canvases.logits,
             self_conditioning_mask=None if canvases.logits is None else canvases.conditioned,
         ).logits
-        ended: list[bool] = canvases.denoise(logits_AQV, running, settings).tolist()
+        ended: list[bool] = canvases.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
         return ended
 
 
@@ -130,7 +222,6 @@ class _Settings:
 
     length: int
     vocabulary: int
-    new_tokens: int
     steps: int
     bound: float
     t_min: float
@@ -151,7 +242,6 @@ class _Settings:
         return cls(
             length=given.get("block_length") or model.config.canvas_length,
             vocabulary=model.config.text_config.vocab_size,
-            new_tokens=given["max_new_tokens"],
             steps=value("max_denoising_steps"),
             bound=value("sampler_config").entropy_bound if bound is None else bound,
             t_min=value("t_min"),
@@ -168,7 +258,9 @@ class _Row:
 
     number: int
     text: list[int]  # the prompt and the committed canvases
-    generator: torch.Generator
+    new_tokens: int  # at most
+    seed: int
+    place: int = 0  # among the rows of the noise
     new: list[int] = field(default_factory=list)
     encoded: EncodedRow = field(default_factory=EncodedRow)
     forwards: int = 0
@@ -182,14 +274,9 @@ class _Row:
         end = next((place for place, token in enumerate(canvas) if token in settings.ends), None)
         self.text += canvas
         self.new += canvas if end is None else canvas[: end + 1]
-        missing = settings.new_tokens - len(self.new)
-        self.new = self.new[: settings.new_tokens]
+        missing = self.new_tokens - len(self.new)
+        self.new = self.new[: self.new_tokens]
         return end is not None or missing <= 0
-
-    def random_tokens(self, settings: _Settings) -> torch.Tensor:
-        """[Q] uniform random tokens."""
-        noise = self.generator
-        return torch.randint(0, settings.vocabulary, (settings.length,), generator=noise, device=noise.device)
 
 
 _PER_ROW = ("tokens", "best", "history", "left", "conditioned")
@@ -208,8 +295,8 @@ class _Canvases:
     dtype: torch.dtype  # of what the decoder is given of them
 
     @classmethod
-    def begin(cls, rows: Sequence[_Row], settings: _Settings, dtype: torch.dtype) -> _Canvases:
-        tokens = torch.stack([row.random_tokens(settings) for row in rows])
+    def begin(cls, rows: Sequence[_Row], noise: Noise, settings: _Settings, dtype: torch.dtype) -> _Canvases:
+        tokens = _random_tokens(rows, noise, settings)
         return cls(
             tokens=tokens,
             best=tokens,
@@ -235,7 +322,9 @@ class _Canvases:
         parts = {name: getattr(self, name)[places] for name in _PER_ROW}
         return _Canvases(**parts, logits=None if self.logits is None else self.logits[places], dtype=self.dtype)
 
-    def denoise(self, logits_AQV: torch.Tensor, rows: Sequence[_Row], settings: _Settings) -> torch.Tensor:
+    def denoise(
+        self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
+    ) -> torch.Tensor:
         """One step, in place: [A] bool, the canvases that have ended."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
@@ -244,15 +333,11 @@ class _Canvases:
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)
         lowest = torch.finfo(logs_AQV.dtype).min
         entropy_AQ = -(logs_AQV.clamp(min=lowest) * probabilities_AQV).sum(dim=-1)
-        # torch.multinomial of one draw is the largest ratio to exponential noise, here with each row's own numbers.
-        for row, noise_QV in zip(rows, logs_AQV, strict=True):
-            noise_QV.exponential_(generator=row.generator)
-        drawn_AQ = (probabilities_AQV / logs_AQV).argmax(dim=-1)
+        drawn_AQ = draw_token(logits_AQV, _uniform(rows, noise, settings))
         sorted_AQ, order_AQ = entropy_AQ.sort(dim=-1)
         within_AQ = sorted_AQ.cumsum(dim=-1) - sorted_AQ <= settings.bound
         accepted_AQ = torch.zeros_like(within_AQ).scatter(-1, order_AQ, within_AQ)
-        random_AQ = torch.stack([row.random_tokens(settings) for row in rows])
-        self.tokens = torch.where(accepted_AQ, drawn_AQ, random_AQ)
+        self.tokens = torch.where(accepted_AQ, drawn_AQ, _random_tokens(rows, noise, settings))
         self.logits = logits_AQV.to(self.dtype)
         self.conditioned = torch.ones_like(self.conditioned)
         self.left = self.left - 1
@@ -262,6 +347,17 @@ class _Canvases:
             ended_A = ended_A | stable_A & (entropy_AQ.mean(dim=-1) < settings.confidence)
             self.history = torch.cat([self.history, self.best[:, None]], dim=1)[:, 1:]
         return ended_A
+
+
+def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """float64 [A, Q], the rows' next numbers on (0, 1)."""
+    places_AQ = torch.arange(settings.length, device=noise.device).expand(len(rows), -1)
+    return noise.uniform([row.place for row in rows], places_AQ)
+
+
+def _random_tokens(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
+    """[A, Q], all tokens equally likely."""
+    return random_tokens(_uniform(rows, noise, settings), settings.vocabulary, mask_token_id=-1)
 
 
 def _plain(model: Any) -> Any:

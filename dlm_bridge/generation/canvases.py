@@ -39,6 +39,7 @@ SETTINGS: dict[str, Check | None] = {
     "stop_strings": None,
     "seed": None,
 }
+IGNORED = ("do_sample", "transformers_version", "use_cache")  # which transformers' clients send
 OTHER_NAMES = {"steps": "max_denoising_steps", "block_size": "block_length", "canvas_length": "block_length"}
 NUMBERS = ("entropy_bound", "t_min", "t_max", "confidence_threshold")  # which transformers takes as floats only
 IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
@@ -62,6 +63,8 @@ def keywords(model: Any, given: Mapping[str, Any], ends: Sequence[int]) -> dict[
     found: dict[str, Any] = {}
     for name, value in given.items():
         own = OTHER_NAMES.get(name, name)
+        if own in IGNORED:
+            continue
         if own not in SETTINGS:
             more = ": it falls from t_max to t_min" if name == "temperature" else ""
             raise DlmBridgeError(
@@ -72,9 +75,13 @@ def keywords(model: Any, given: Mapping[str, Any], ends: Sequence[int]) -> dict[
             raise DlmBridgeError(f"{name} and {own} are the same setting: give one of them")
         check_value(name, SETTINGS[own], value)
         found[own] = float(value) if own in NUMBERS else value
-    stored = model.generation_config
+    stored, defaults = model.generation_config, model.generation_config._get_default_generation_params()
+    t_min, t_max = (found.get(name, getattr(stored, name, None)) for name in ("t_min", "t_max"))
+    t_min, t_max = defaults["t_min"] if t_min is None else t_min, defaults["t_max"] if t_max is None else t_max
+    if t_min >= t_max:
+        raise DlmBridgeError(f"t_min {t_min} is not below t_max {t_max}, from which the temperature falls to it")
     if "max_new_tokens" not in found:
-        found["max_new_tokens"] = stored.max_new_tokens or stored._get_default_generation_params()["max_new_tokens"]
+        found["max_new_tokens"] = stored.max_new_tokens or defaults["max_new_tokens"]
     found["eos_token_id"] = list(ends) or None
     return found
 

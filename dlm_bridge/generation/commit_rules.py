@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,6 +15,7 @@ from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.row_memory import RowMemory
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf
@@ -30,6 +32,7 @@ class SamplerContext:
             ("greedy") or a draw ("sampled").
         window: each step predicts so many columns from a row's first mask on, instead of the whole block.
         logits_bias: the sampler's own change of the logits.
+        planner: the rule that plans the steps of the row with this name; None: that of the batch plans them all.
     """
 
     canvas: Canvas
@@ -42,6 +45,7 @@ class SamplerContext:
     first_token: Literal["greedy", "sampled"] | None = None
     window: int | None = None
     logits_bias: LogitsBias | None = None
+    planner: Callable[[Any], DenoisingRule] | None = None
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
@@ -57,7 +61,8 @@ class SamplerContext:
 
 
 class DenoisingRule(ABC):
-    """Denoises the blocks of one call of `generate`."""
+    """Denoises blocks, which rows begin and complete at different steps: what a rule keeps of a row within its block
+    is in `canvas.memory`."""
 
     edits = False  # True: committed tokens may still change until their block is complete
     needs_prompt: ClassVar[bool] = False  # True: a row needs a token to begin with
@@ -67,8 +72,12 @@ class DenoisingRule(ABC):
         return self
 
     @abstractmethod
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Write the tokens of the block to the canvas, step by step: the iterator yields after each step."""
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Let these rows begin the block. Returns those of them that have steps to take."""
+
+    @abstractmethod
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """One step of these rows: predict, propose, and write to the canvas. Returns those that need another one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Step:
     """Proposals of one forward pass for N columns of the A rows that still denoise the block."""
 
     rows: list[int]  # [A], rows of the canvas
-    index: int  # steps of the block so far
+    index: list[int]  # [A], steps of each row's block so far
     num_transfer_tokens: list[int]  # [A], this step's entry of what `CommitRule.begin` returned
     logits: torch.Tensor  # [A, N, V], after guidance and constraints
     shaped: torch.Tensor  # [A, N, V], after temperature, top-k and top-p
@@ -85,11 +94,13 @@ class Step:
     masked: torch.Tensor  # [A, N], True at masks
     new: torch.Tensor  # [A, N], True behind the prompt
     columns: slice | torch.Tensor  # the N columns on the canvas
-    width: int  # S, columns of the canvas that the model attended to
-    origins: list[int]  # [A], each row's first column that is no padding
-    stops: list[int]  # [A], the column behind each row's last one
+    places: torch.Tensor  # [A, N], the columns counted from each row's first token
     noise: Noise
     mask_token_id: int
+
+    def uniform(self) -> torch.Tensor:
+        """float64 [A, N], random numbers on (0, 1), each row's from its own seed; other ones at every call."""
+        return self.noise.uniform(self.rows, self.places)
 
     def probabilities(self) -> torch.Tensor:
         """[A, N], each proposal's probability in the distribution that it was drawn from."""
@@ -102,6 +113,9 @@ class Step:
 
 class CommitRule(DenoisingRule):
     """Chooses the positions to commit in each step. One object serves one call of `generate` at a time.
+
+    In a continuous batch rows begin their blocks at different steps, and change their numbers when others leave: what
+    a rule keeps of a row between two steps belongs into `memory` (a `RowMemory`), which moves with the rows.
 
     A rule of one's own is passed as `generate(..., commit_rule=EveryOther())`:
 
@@ -116,10 +130,13 @@ class CommitRule(DenoisingRule):
     """
 
     exact = False  # True: `select` commits exactly `num_transfer_tokens`, so that progress need not be read back
+    # Names of attributes that `begin` alone reads: rows of rules that differ in these share a continuous batch.
+    planning: ClassVar[tuple[str, ...]] = ()
+    memory: RowMemory  # set before `begin`
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        """Plan the steps of a block, in which each row has so many masks.
+        """Plan the steps of a block, in which each row has so many masks; 0 in rows that do not begin it now.
 
         Returns for each row the tokens that each step commits at least. A row may take fewer steps than planned
         unless the rule is exact.
@@ -140,65 +157,74 @@ class CommitRule(DenoisingRule):
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         return LeftToRightRule() if constraints.ordered else self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Predict, propose and commit, step by step. A row takes part until its own steps are over, so that its tokens
-        do not depend on the batch."""
-        canvas, predictor = context.canvas, context.predictor
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        canvas = context.canvas
         masks = canvas.masks(block)
-        for row in self._commit_first_token(context, block):
+        for row in self._commit_first_token(context, block, rows):
             masks[row] -= 1
-        if not any(masks):  # a block of given tokens
-            return
-        schedules = self.begin(masks, context.noise)
-        active = [row for row in canvas.rows if masks[row] and schedules[row]]
-        index = 0
-        while active:
-            rows = context.selected(active)
-            columns = predictor.columns(rows, block)
-            if context.window is not None:
-                columns = _window_columns(canvas, rows, block, context.window)
-            logits = context.predict(active, columns)
-            shaped, tokens = propose_tokens(logits, canvas, active, columns, context.sampling, context.noise)
-            before = canvas.take(rows, columns)
-            new = canvas.behind_prompt(rows, columns)
-            step = Step(
-                rows=active,
-                index=index,
-                num_transfer_tokens=[schedules[row][index] for row in active],
-                logits=logits,
-                shaped=shaped,
-                tokens=tokens,
-                before=before,
-                masked=(before == canvas.mask_token_id) & new,
-                new=new,
-                columns=columns,
-                width=predictor.end(block),
-                origins=[canvas.origins[row] for row in active],
-                stops=[canvas.stops[row] for row in active],
-                noise=context.noise,
-                mask_token_id=canvas.mask_token_id,
+        planners: dict[CommitRule, list[int]] = {}
+        for row in rows:
+            if masks[row]:  # else a block of given tokens
+                planner = self if context.planner is None else context.planner(canvas.names[row])
+                assert isinstance(planner, CommitRule)
+                planners.setdefault(planner, []).append(row)
+        planned = canvas.memory.values("schedule")
+        for planner, own in planners.items():
+            planner.memory = canvas.memory
+            chosen = {*own}
+            schedules = planner.begin(
+                [count if row in chosen else 0 for row, count in enumerate(masks)], context.noise
             )
-            canvas.put(rows, columns, self.write(step))
-            context.callbacks.step(canvas, active, columns, logits, predictor.forwards, final=not self.edits)
-            index += 1
-            more = [index < len(schedules[row]) for row in active]
-            if not self.exact and any(more):
-                unfinished_A = self.continues(step, canvas.unfinished(rows, block))
-                unfinished = read_flags(unfinished_A, predictor.launch_speculatively)
-                more = [a and b for a, b in zip(more, unfinished, strict=True)]
-            active = [row for row, on in zip(active, more, strict=True) if on]
-            yield
-            active = canvas.still_wanted(active)
+            for row in own:
+                planned[row] = schedules[row]
+        self.memory = canvas.memory
+        return [row for row in rows if planned[row]]
 
-    def _commit_first_token(self, context: SamplerContext, block: slice) -> list[int]:
-        """Commit the block's first token where it is new and has a token before it, as an autoregressive model would.
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Predict, propose and commit. A row takes part until its own steps are over, so that its tokens do not depend
+        on the batch."""
+        canvas, predictor = context.canvas, context.predictor
+        planned = canvas.memory.values("schedule")
+        selected = context.selected(rows)
+        columns = predictor.columns(selected, block)
+        if context.window is not None:
+            columns = _window_columns(canvas, selected, block, context.window)
+        logits = context.predict(rows, columns)
+        shaped, tokens = propose_tokens(logits, canvas, rows, columns, context.sampling, context.noise)
+        before = canvas.take(selected, columns)
+        new = canvas.behind_prompt(selected, columns)
+        index = [canvas.steps[row] for row in rows]
+        step = Step(
+            rows=rows,
+            index=index,
+            num_transfer_tokens=[planned[row][done] for row, done in zip(rows, index, strict=True)],
+            logits=logits,
+            shaped=shaped,
+            tokens=tokens,
+            before=before,
+            masked=(before == canvas.mask_token_id) & new,
+            new=new,
+            columns=columns,
+            places=canvas.places(selected, columns),
+            noise=context.noise,
+            mask_token_id=canvas.mask_token_id,
+        )
+        canvas.put(selected, columns, self.write(step))
+        context.callbacks.step(canvas, rows, columns, logits, predictor.forwards, final=not self.edits)
+        more = [done + 1 < len(planned[row]) for row, done in zip(rows, index, strict=True)]
+        if not self.exact and any(more):
+            read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+            unfinished = canvas.read_unfinished(selected, block, read, partial(self.continues, step))
+            more = [a and b for a, b in zip(more, unfinished, strict=True)]
+        return [row for row, on in zip(rows, more, strict=True) if on]
 
-        Returns the rows in which it did.
-        """
+    def _commit_first_token(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Commit the first token of these rows' block where it is new and has a token before it, as an autoregressive
+        model would. Returns the rows in which it did."""
         if context.first_token is None:
             return []
         canvas = context.canvas
-        active = [row for row in canvas.rows if canvas.opens(row, block.start)]
+        active = [row for row in rows if canvas.opens(row, block.start)]
         if active:
             first = slice(block.start, block.start + 1)
             sampling = context.sampling if context.first_token == "sampled" else TokenSampling()
@@ -228,6 +254,7 @@ class CheckedRule(CommitRule):
         self.edits = rule.edits
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
+        self._rule.memory = self.memory
         schedules = self._rule.begin(masks, noise)
         if len(schedules) != len(masks):
             raise DlmBridgeError(f"{self._name}.begin has steps for {len(schedules)} rows, there are {len(masks)}")
@@ -253,12 +280,12 @@ class CheckedRule(CommitRule):
         counts = picked_AN.sum(dim=1).tolist()
         if self.exact and counts != step.num_transfer_tokens:
             raise DlmBridgeError(
-                f"{self._name} is exact, but step {step.index} picks {counts}, not {step.num_transfer_tokens}"
+                f"{self._name} is exact, but step {step.index[0]} picks {counts}, not {step.num_transfer_tokens}"
             )
-        last = [self._steps[row] == step.index + 1 for row in step.rows]
+        last = [self._steps[row] == done + 1 for row, done in zip(step.rows, step.index, strict=True)]
         left = (step.masked & ~picked_AN).any(dim=1).tolist()
         if any(over and masked for over, masked in zip(last, left, strict=True)):
-            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index}: plan more in begin")
+            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index[0]}: plan more in begin")
         return picked_AN
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
@@ -288,7 +315,7 @@ def precise_confidence(step: Step) -> torch.Tensor:
 
 def random_order(step: Step) -> torch.Tensor:
     """LLaDA's random remasking (algorithm 4)."""
-    return step.noise.per_position(step.rows, step.width, step.origins, step.stops)[:, step.columns]
+    return step.uniform()
 
 
 def probability(step: Step) -> torch.Tensor:
@@ -346,8 +373,8 @@ def one_each_then_rest(steps: int, masks: int) -> list[int]:
 
 
 def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
-    """[A, N], True at all masks in the last of `steps` steps."""
-    return step.masked if step.index == steps - 1 else torch.zeros_like(step.masked)
+    """[A, N], True at all masks of rows in the last of `steps` steps."""
+    return step.masked & (to_device(step.index, step.masked.device) == steps - 1)[:, None]
 
 
 # ---- Rules that several samplers use.
@@ -361,6 +388,7 @@ class TopScoresRule(CommitRule):
     """
 
     exact = True
+    planning: ClassVar[tuple[str, ...]] = ("_schedule",)
 
     def __init__(
         self,
@@ -380,9 +408,7 @@ class TopScoresRule(CommitRule):
         scores_AN = self._score(step)
         if self._rank_temperature:
             # The highest of score / T + Gumbel noise are draws without replacement.
-            uniform_AS = step.noise.per_position(step.rows, step.width, step.origins, step.stops)
-            uniform_AN = uniform_AS[:, step.columns].clamp(min=1e-30)
-            scores_AN = scores_AN / self._rank_temperature - uniform_AN.log().neg().log()
+            scores_AN = scores_AN / self._rank_temperature - step.uniform().log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
         return top_scores(scores_AN, step.num_transfer_tokens)
 
@@ -424,6 +450,8 @@ class DynamicThresholdRule(CommitRule):
     SDAR's low_confidence_dynamic and LLaDA2.0's rule. The schedule is that of a whole block of masks; nothing is left
     after its last step. Without a threshold only the schedule decides (SDAR's low_confidence_static).
     """
+
+    planning: ClassVar[tuple[str, ...]] = ("_schedule",)
 
     def __init__(self, schedule: list[int], threshold: float | None) -> None:
         self._schedule = schedule

@@ -41,7 +41,7 @@ class DiffusionGenerationConfig(GenerationConfig):
             only where `gen_length` is passed. `steps` then are those of each block. A block-causal model fills a block
             without attending to later ones.
         span_lengths: with `infill`, lengths to try for each span of masks; see `dlm_bridge.generation.api`.
-        seed: makes the noise a function of the seed and of each row's own prompt.
+        seed: makes the noise a function of the seed and of each row's own prompt; a list is the rows' own seeds.
         output_history: with `return_dict_in_generate`, the result holds every step.
         **kwargs: the parameters of samplers, and any other field of transformers' GenerationConfig; `generate` refuses
             those that it does not support.

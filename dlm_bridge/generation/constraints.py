@@ -10,13 +10,12 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
     NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 
 # Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
 # the published samplers read none of them there.
@@ -59,25 +58,20 @@ class Constraints:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     _everywhere: list[LogitsProcessor] = field(init=False, default_factory=list)
-    _after_text: list[LogitsProcessor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        words = [list(word) for word in self.bad_words]
         if self.suppress:
             self._everywhere.append(SuppressTokensLogitsProcessor(list(self.suppress), device="cpu"))
-        if any(len(word) == 1 for word in words):
-            self._everywhere.append(NoBadWordsLogitsProcessor([word for word in words if len(word) == 1]))
-        if any(len(word) > 1 for word in words):
-            self._after_text.append(NoBadWordsLogitsProcessor([word for word in words if len(word) > 1]))
-        if self.no_repeat_ngram_size:
-            self._after_text.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+        single = [list(word) for word in self.bad_words if len(word) == 1]
+        if single:
+            self._everywhere.append(NoBadWordsLogitsProcessor(single))
 
     def refuse_text(self, reason: str) -> None:
         """Raise DlmBridgeError for constraints that depend on committed tokens."""
         asked = {
             "repetition_penalty": self._penalises,
             "prefix_allowed_tokens_fn": self.allowed is not None,
-            "no_repeat_ngram_size or bad_words_ids of several tokens": bool(self._after_text),
+            "no_repeat_ngram_size or bad_words_ids of several tokens": self._bans_sequences,
         }
         for name, given in asked.items():
             if given:
@@ -86,7 +80,7 @@ class Constraints:
     @property
     def ordered(self) -> bool:
         """Whether they depend on the text before a position, so that tokens are committed from left to right."""
-        return self.allowed is not None or bool(self._after_text)
+        return self.allowed is not None or self._bans_sequences
 
     @property
     def by_text(self) -> bool:
@@ -113,17 +107,21 @@ class Constraints:
         if self._delays_end:
             new_AN = columns_AN - canvas.first_new(chosen)[:, None]
             early_AN1 = ((new_AN >= 0) & (new_AN < self.min_new_tokens))[..., None]
-            ends = list(self.eos_token_ids)
+            ends = to_device(self.eos_token_ids, logits_ANV.device)
             logits_ANV[..., ends] = logits_ANV[..., ends].masked_fill(early_AN1, -torch.inf)
         if self.processors:
-            self._run_processors(logits_ANV, canvas, chosen, columns_AN)
+            self._run_processors(logits_ANV, canvas, chosen, columns_AN, shared=isinstance(columns, slice))
         if self.ordered:
-            self._constrain_by_text(logits_ANV, canvas, rows, columns_AN)
+            self._constrain_by_text(logits_ANV, canvas, chosen, columns_AN)
         return logits_ANV
 
     @property
     def _penalises(self) -> bool:
         return self.repetition_penalty != 1.0
+
+    @property
+    def _bans_sequences(self) -> bool:
+        return self.no_repeat_ngram_size > 0 or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def _delays_end(self) -> bool:
@@ -142,16 +140,22 @@ class Constraints:
         logits_ANV[..., canvas.mask_token_id] = of_mask_AN
 
     def _run_processors(
-        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
+        self,
+        logits_ANV: torch.Tensor,
+        canvas: Canvas,
+        rows: list[int] | None,
+        columns_AN: torch.Tensor,
+        *,
+        shared: bool,
     ) -> None:
+        """`shared`: the columns are the same in all rows; else each row has its own window."""
         tokens_AS = canvas.take(rows, slice(0, canvas.width))
         tokens_AS = tokens_AS.masked_fill(~canvas.real(rows), self.pad_token_id)
-        if (columns_AN == columns_AN[:1]).all():
-            groups = [list(range(len(tokens_AS)))]
-        else:  # each row has its own window
-            groups = [[row] for row in range(len(tokens_AS))]
-        for group in groups:
-            for place, column in enumerate(columns_AN[group[0]].tolist()):
+        count = len(tokens_AS)
+        groups = [slice(0, count)] if shared else [slice(row, row + 1) for row in range(count)]
+        columns = columns_AN[:1].tolist() if shared else columns_AN.tolist()
+        for group, own in zip(groups, columns, strict=True):
+            for place, column in enumerate(own):
                 scores_AV = logits_ANV[group, place]
                 for processor in self.processors:
                     shape = scores_AV.shape
@@ -177,46 +181,87 @@ class Constraints:
             )
 
     def _constrain_by_text(
-        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns_AN: torch.Tensor
+        self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
         """Constrain each row's first mask, the position that is committed in this step."""
-        masked_AN = canvas.masked(rows, columns_AN)
-        for number, row in enumerate(rows):
-            tokens_S = canvas.tokens[row]
-            place = int(masked_AN[number].int().argmax())
-            text = tokens_S[canvas.origins[row] : int(columns_AN[number, place])]
-            scores_1V = logits_ANV[number, place][None]
-            for processor in self._after_text:
-                if len(text):
-                    scores_1V = processor(text[None], scores_1V)
-            if self.allowed is not None:
-                scores_1V = _only_allowed(scores_1V, self.allowed(canvas.names[row], text), canvas.names[row])
-            others_V = scores_1V[0].clone()
-            others_V[canvas.mask_token_id] = -torch.inf
-            if not (others_V > -torch.inf).any():
-                raise DlmBridgeError(
-                    f"row {canvas.names[row]}: no token is allowed after its {len(text)} tokens: loosen the "
-                    "constraints (prefix_allowed_tokens_fn, no_repeat_ngram_size, bad_words_ids)"
-                )
-            logits_ANV[number, place] = scores_1V[0]
+        place_A1 = canvas.masked(rows, columns_AN).int().argmax(dim=1, keepdim=True)
+        index_A1V = place_A1[..., None].expand(-1, 1, logits_ANV.shape[-1])
+        tokens_AS, begin_A1 = canvas.take(rows, slice(0, canvas.width)), canvas.origin(rows)[:, None]
+        stop_A1 = columns_AN.gather(1, place_A1)
+        scores_AV = logits_ANV.gather(1, index_A1V)[:, 0]
+        if self._bans_sequences:
+            banned_AV = self._end_of_sequences(tokens_AS, begin_A1, stop_A1, scores_AV)
+            scores_AV = scores_AV.masked_fill(banned_AV, -torch.inf)
+        names = canvas.names if rows is None else [canvas.names[row] for row in rows]
+        if self.allowed is not None:
+            columns_S = torch.arange(tokens_AS.shape[1], device=tokens_AS.device)
+            before_AS = (columns_S >= begin_A1) & (columns_S < stop_A1)
+            texts = tokens_AS[before_AS].split(before_AS.sum(dim=1).tolist())
+            answers = [self.allowed(name, text) for name, text in zip(names, texts, strict=True)]
+            scores_AV = _only_allowed(scores_AV, answers, names)
+        others_V = torch.arange(scores_AV.shape[1], device=scores_AV.device) != canvas.mask_token_id
+        nothing_A = ~((scores_AV > -torch.inf) & others_V).any(dim=1)
+        for row in nothing_A.nonzero()[:, 0].tolist():
+            length = int(stop_A1[row] - begin_A1[row])
+            raise DlmBridgeError(
+                f"row {names[row]}: no token is allowed after its {length} tokens: loosen the "
+                "constraints (prefix_allowed_tokens_fn, no_repeat_ngram_size, bad_words_ids)"
+            )
+        logits_ANV.scatter_(1, index_A1V, scores_AV[:, None])
+
+    def _end_of_sequences(
+        self, tokens_AS: torch.Tensor, begin_A1: torch.Tensor, stop_A1: torch.Tensor, scores_AV: torch.Tensor
+    ) -> torch.Tensor:
+        """[A, V], True at the tokens that would complete a bad word, or an n-gram that is there already, behind the
+        text from column `begin` up to `stop`."""
+        count, vocabulary = scores_AV.shape
+        banned_AV = torch.zeros(count, vocabulary + 1, dtype=torch.bool, device=scores_AV.device)  # the last: none
+        size = self.no_repeat_ngram_size
+        if 0 < size <= tokens_AS.shape[1]:
+            grams_AWN = tokens_AS.unfold(1, size, 1)
+            first_W = torch.arange(grams_AWN.shape[1], device=tokens_AS.device)
+            repeated_AW = _follows(tokens_AS, begin_A1, stop_A1, grams_AWN[..., :-1])
+            repeated_AW = repeated_AW & (first_W >= begin_A1) & (first_W + size <= stop_A1)
+            banned_AV.scatter_(1, torch.where(repeated_AW, grams_AWN[..., -1], vocabulary), True)
+        for length in {len(word) for word in self.bad_words} - {1}:
+            words = [word for word in self.bad_words if len(word) == length]
+            words_WN = to_device([token for word in words for token in word], tokens_AS.device).view(-1, length)
+            completes_AW = _follows(tokens_AS, begin_A1, stop_A1, words_WN[None, :, :-1])
+            last_AW = words_WN[:, -1].expand_as(completes_AW)
+            banned_AV.scatter_(1, torch.where(completes_AW, last_AW, vocabulary), True)
+        return banned_AV[:, :-1]
 
 
-def _only_allowed(scores_1V: torch.Tensor, allowed: Any, name: int) -> torch.Tensor:
-    try:
-        tokens = [int(token) for token in allowed]
-    except (TypeError, ValueError):
-        raise DlmBridgeError(
-            f"prefix_allowed_tokens_fn must give a list of token ids, not {allowed!r} as for row {name}"
-        ) from None
-    outside = next((token for token in tokens if not 0 <= token < scores_1V.shape[1]), None)
-    if outside is not None:
-        raise DlmBridgeError(
-            f"prefix_allowed_tokens_fn allows row {name} the token {outside}, outside the vocabulary of "
-            f"{scores_1V.shape[1]}"
-        )
-    kept_1V = torch.full_like(scores_1V, -torch.inf)
-    kept_1V[:, tokens] = scores_1V[:, tokens]
-    return kept_1V
+def _follows(
+    tokens_AS: torch.Tensor, begin_A1: torch.Tensor, stop_A1: torch.Tensor, sequences_AWN: torch.Tensor
+) -> torch.Tensor:
+    """[A, W], where the text from column `begin` up to `stop` ends with the sequence."""
+    length = sequences_AWN.shape[-1]
+    columns_AN = stop_A1 - length + torch.arange(length, device=tokens_AS.device)
+    last_AN = tokens_AS.gather(1, columns_AN.clamp(min=0))
+    return (sequences_AWN == last_AN[:, None]).all(dim=-1) & (stop_A1 - begin_A1 >= length)
+
+
+def _only_allowed(scores_AV: torch.Tensor, allowed: Sequence[Any], names: Sequence[Any]) -> torch.Tensor:
+    """The scores of each row's allowed tokens, minus infinity elsewhere."""
+    vocabulary, index = scores_AV.shape[1], []
+    for row, (answer, name) in enumerate(zip(allowed, names, strict=True)):
+        try:
+            tokens = [int(token) for token in (answer.tolist() if isinstance(answer, torch.Tensor) else answer)]
+        except (TypeError, ValueError):
+            raise DlmBridgeError(
+                f"prefix_allowed_tokens_fn must give a list of token ids, not {answer!r} as for row {name}"
+            ) from None
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise DlmBridgeError(
+                f"prefix_allowed_tokens_fn allows row {name} the token {outside}, outside the vocabulary of "
+                f"{vocabulary}"
+            )
+        index += [row * vocabulary + token for token in tokens]
+    kept_AV = torch.zeros_like(scores_AV, dtype=torch.bool)
+    kept_AV.view(-1)[to_device(index, scores_AV.device)] = True
+    return scores_AV.masked_fill(~kept_AV, -torch.inf)
 
 
 def read_constraints(

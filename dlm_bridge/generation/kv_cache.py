@@ -38,13 +38,9 @@ class StaticKVCache:
     def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
         """Buffers for so many rows and canvas columns, on the device of each layer."""
         layers: list[Any] = attention_layers(model)
-        processes = getattr(model, "_tp_size", None) or 1
         buffers = []
         for layer in layers:
-            # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
-            shards = 1 if hasattr(layer, "query_key_value") else processes
-            heads = model.config.num_attention_heads // shards
-            shape = (rows, heads // layer.num_key_value_groups, width)
+            shape = (rows, kv_heads(model, layer), width)
             sizes, device = head_sizes(layer), _device(layer)
             keys, values = (torch.zeros(*shape, size, dtype=model.dtype, device=device) for size in sizes)
             buffers.append((keys, values))
@@ -63,11 +59,16 @@ class StaticKVCache:
                     delattr(layer, name)
 
     def select_rows(self, rows: list[int]) -> None:
-        """Move these rows to the front."""
-        indices = {keys.device: to_device(rows, keys.device) for keys, _ in self._buffers}
+        """Move these rows to the front, in this order. Those that stand there already are not copied."""
+        moves = [(to, row) for to, row in enumerate(rows) if to != row]
+        if not moves:
+            return
+        devices = {keys.device for keys, _ in self._buffers}
+        indices = {device: to_device([one for move in moves for one in move], device) for device in devices}
         for buffers in self._buffers:
             for buffer in buffers:
-                buffer[: len(rows)] = buffer[indices[buffer.device]]
+                to_M, row_M = indices[buffer.device].view(-1, 2).unbind(dim=1)
+                buffer[to_M] = buffer[row_M]
 
     def shift(self, by: int) -> None:
         """Move the columns to the right, or to the left with `by` below 0."""
@@ -94,6 +95,14 @@ class StaticKVCache:
     def read(buffer: torch.Tensor, end: int) -> torch.Tensor:
         """The first `end` columns of a layer's buffer."""
         return buffer[:, :, :end]
+
+
+def kv_heads(model: Any, layer: Any) -> int:
+    """The KV heads that an attention layer has in this process."""
+    # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
+    shards = 1 if hasattr(layer, "query_key_value") else getattr(model, "_tp_size", None) or 1
+    heads: int = model.config.get_text_config().num_attention_heads // shards // layer.num_key_value_groups
+    return heads
 
 
 class KVCache:

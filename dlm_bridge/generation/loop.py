@@ -6,6 +6,7 @@ proposal of tokens (`token_sampling`) and the rule that commits them (`commit_ru
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler
-from dlm_bridge.generation.canvas import Canvas, StopCondition, read_flags
-from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.canvas import Canvas, read_flags
+from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
@@ -23,6 +24,7 @@ from dlm_bridge.generation.prompts import PromptBatch
 from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
+from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise
 
 
@@ -81,23 +83,60 @@ def denoise(
             logits_bias=spec.logits_bias,
         )
         callbacks.begin(canvas)
-        for block in canvas.blocks:
-            predictor.open_block(block)
-            for _ in rule.denoise_block(context, block):
-                pass
-            callbacks.block(canvas, block)
-            next_forward = partial(predictor.launch_speculatively, done=True)
-            rows_left = canvas.retire(block, partial(read_flags, overlap_with=next_forward))
-            if rows_left is not None:
-                noise.select_rows(rows_left)
-                predictor.select_rows(rows_left)
-                if not rows_left:
-                    break
+        for _ in denoise_rows(context, rule):
+            pass
     sequences = canvas.output()
     callbacks.end(sequences)
     return SamplingResult(
         sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens(), canvas.output_ends()
     )
+
+
+def denoise_rows(
+    context: SamplerContext,
+    rule: DenoisingRule,
+    enter: Callable[[], None] = lambda: None,
+    may_launch: Callable[[], bool] = lambda: True,
+) -> Iterator[bool]:
+    """Denoise the rows of the canvas until none is left. Yields after each step: whether rows have completed a block.
+
+    Args:
+        enter: called between two steps, lets rows enter the canvas.
+        may_launch: whether a forward pass of the rows that go on may be launched before they are known.
+    """
+    canvas, predictor = context.canvas, context.predictor
+
+    def launch() -> None:
+        if may_launch():
+            predictor.launch_speculatively(done=True)
+
+    def leave_block(rows: list[int]) -> bool:
+        over = canvas.close_block(rows)
+        if not over:
+            return False
+        context.callbacks.block(canvas, canvas.block, over)
+        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
+        if stay is not None:
+            context.noise.select_rows(stay)
+            predictor.select_rows(stay)
+        return True
+
+    while canvas.names:
+        opening = canvas.open_block()
+        nothing_to_do: set[int] = set()
+        if opening:
+            predictor.open_block(canvas.block, opening)
+            nothing_to_do = {*opening} - {*rule.begin_block(context, canvas.block, opening)}
+        inside = [row for row in canvas.rows if canvas.inside[row]]
+        active = [row for row in inside if row not in nothing_to_do]
+        going = set(rule.denoise_step(context, canvas.block, active) if active else ())
+        for row in active:
+            canvas.steps[row] += 1
+        yield leave_block([row for row in inside if row not in going])
+        unwanted = canvas.unwanted()
+        if unwanted:
+            leave_block(unwanted)
+        enter()
 
 
 def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:

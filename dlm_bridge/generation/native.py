@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
+from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names
-from dlm_bridge.generation.token_sampling import shared_seed
+from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
@@ -29,14 +30,38 @@ class NativeOutput:
 
 
 def sample(
-    model: Any, tokenizer: Any, input_ids: torch.Tensor, mask: torch.Tensor, settings: Mapping[str, Any], streamer: Any
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Mapping[str, Any],
+    streamer: Any = None,
+    own_seeds: Sequence[int] | None = None,
 ) -> NativeOutput:
-    """Tokens behind prompts that are padded on the left; `seed` is a setting. Raises DlmBridgeError."""
+    """Tokens behind prompts that are padded on the left; `seed` is a setting.
+
+    With `own_seeds`, of an autoregressive model, each row draws by its own: its tokens depend neither on the other
+    rows nor on their number, but for the rounding of matrix products. Raises DlmBridgeError.
+    """
     given = native_settings(model, settings)
-    for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True):
-        check_prompt(model, [token for token, is_real in zip(row, real, strict=True) if is_real], given)
+    prompts = [
+        [token for token, is_real in zip(row, real, strict=True) if is_real]
+        for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True)
+    ]
+    for prompt in prompts:
+        check_prompt(model, prompt, given)
     seed = given.pop("seed", None)
-    seed = shared_seed(model) if seed is None else seed
+    # A streamer of several rows gets them side by side, which only transformers' loop runs like that.
+    if batches_canvases(model, given) and (streamer is None or len(prompts) == 1):
+        return _canvases(model, input_ids, prompts, given, seed, streamer)
+    if own_seeds is not None:
+        given["custom_generate"] = _drawing_from(own_seeds)
+    elif isinstance(seed, list):
+        if len(seed) != 1 or len(prompts) != 1:
+            raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")
+        seed = seed[0]
+    elif seed is None:
+        seed = shared_seed(model)
     if streamer is not None:
         given["streamer"] = streamer
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
@@ -58,6 +83,29 @@ def sample(
     except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
         raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
     return NativeOutput(sequences, len(forwards))
+
+
+def _canvases(
+    model: Any,
+    input_ids: torch.Tensor,
+    prompts: Sequence[Sequence[int]],
+    given: dict[str, Any],
+    seed: int | list[int] | None,
+    streamer: Any,
+) -> NativeOutput:
+    """By `CanvasBatch`, all rows at once."""
+    copies = given.pop("num_return_sequences", 1)
+    rows = [prompt for prompt in prompts for _ in range(copies)]
+    if streamer is not None and copies > 1:
+        raise DlmBridgeError(f"a streamer shows one text, num_return_sequences asks for {copies}: leave one out")
+    batch = CanvasBatch(model, given, len(rows))
+    seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
+    texts = {text.number: text.tokens for text in batch.run(rows, seeds, range(len(rows)), streamer)}
+    width = max(map(len, texts.values()))
+    padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
+    new = [texts[number] + [padding] * (width - len(texts[number])) for number in range(len(rows))]
+    sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
+    return NativeOutput(sequences, batch.forwards)
 
 
 def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +174,30 @@ def random_state_preserved(enabled: bool = True) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=enabled):
         yield
+
+
+def _drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """transformers' sampling loop, in which the last of the logits processors draws."""
+
+    def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
+        logits_processor.append(_RowDraws(Noise(seeds, input_ids.device)))
+        sequences: torch.Tensor = model._sample(input_ids, logits_processor=logits_processor, **rest)
+        return sequences
+
+    return decode
+
+
+class _RowDraws(LogitsProcessor):
+    """Draws each row's token by a random number of its own, and leaves no other a probability."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores after the sampler's own processors."""
+        uniform_B1 = self._noise.uniform(range(len(scores)), torch.zeros_like(input_ids[:, :1]))
+        drawn_B1 = draw_token(scores[:, None], uniform_B1)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn_B1, 0.0)
 
 
 def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:

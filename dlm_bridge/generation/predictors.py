@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import block_causal_mask
+from dlm_bridge.attention_mask import block_causal_mask, causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
+from dlm_bridge.generation.row_memory import order_behind
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
@@ -43,19 +44,28 @@ class Predictor:
         self.cfg_scale = cfg_scale
         self._runner = runner
         self._block = slice(0, 0)
+        self._cached_rows = 0
+        self._not_cached = 0  # so many of them, in front, have entered beside others and have not been run
 
     @property
     def forwards(self) -> int:
         """Forward passes of the model so far."""
         return self._runner.forwards
 
-    def open_block(self, block: slice) -> None:
-        """The loop begins a block."""
+    def open_block(self, block: slice, rows: list[int]) -> None:
+        """These rows begin the block."""
         self._block = block
-        self.cache.open_block(block)
+        if len(rows) == len(self.canvas.rows):
+            self.cache.open_block(block)
+            self._cached_rows, self._not_cached = len(rows), 0
 
     def select_rows(self, rows: list[int]) -> None:
         """The canvas goes on with these of its rows."""
+        if self.cache.stores and not self.canvas.shares_blocks:
+            # With guidance the unconditional rows follow the others.
+            copies = [self._cached_rows + row for row in rows] if self.cfg_scale else []
+            self.cache.select_rows(rows + copies)
+            self._cached_rows = len(rows)
 
     def shift_columns(self, by: int) -> None:
         """The canvas' columns move to the right by so many, between two blocks."""
@@ -63,7 +73,13 @@ class Predictor:
         self.cache.shift(by)
 
     def admit(self, count: int) -> None:
-        """So many rows have entered the canvas between two blocks, in front of the others."""
+        """So many rows have entered the canvas, in front of the others in the order `order_behind`. These may be
+        inside of their block unless rows share blocks."""
+        others = len(self.canvas.rows) - count
+        if self.cache.stores and others and not self.canvas.shares_blocks:
+            self.cache.select_rows(self._room_in_front(count, others))
+            self._not_cached += count
+            self._cached_rows += count
 
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
         """The columns of the block that the rows' next step predicts."""
@@ -77,6 +93,8 @@ class Predictor:
             shift: overrides the model's own logit shift.
         """
         assert isinstance(columns, slice)
+        if self._not_cached:
+            self._fill_cache(columns)
         # The cache holds all rows, so that every row runs.
         asked, rows = (rows, None) if self.cache.stores else (None, rows)
         shift = self.shift if shift is None else shift
@@ -123,24 +141,37 @@ class Predictor:
 
     def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
+        canvas = self.canvas
+        view, first_A1 = self._compact_view(rows, columns, self.columns_to_run(self.end(columns), shift=shift))
+        # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own.
+        from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), canvas.origin(rows)[:, None]) - first_A1
+        from_AN = from_AN.clamp(max=view.tokens.shape[1] - 1)
+        self.cache.write(columns.stop)
+        if not self.cfg_scale:
+            return self._runner.logits_at(view, from_AN)
+        logits, unconditional = self._runner.logits_at(view, from_AN.repeat(2, 1)).chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+
+    def _compact_view(self, rows: list[int] | None, columns: slice, run: slice) -> tuple[CanvasView, torch.Tensor]:
+        """The view of a forward pass that runs these columns of each row (of all, each row's own), and [A, 1] the
+        first of them on the canvas. Rows are cached from the first column on."""
         canvas, end = self.canvas, self.end(columns)
-        run = self.columns_to_run(end, shift=shift)
         chosen = canvas.rows if rows is None else rows
         origin_A1 = canvas.origin(rows)[:, None]
         lengths = canvas.lengths(rows, end)
         length = max(lengths)
         if canvas.tokens.is_cuda:  # few shapes
-            length = min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1)
-        if run == slice(0, end):
+            length = max(length, min(-(-length // COMPACT_MULTIPLE) * COMPACT_MULTIPLE, canvas.cache_width - 1))
+        whole = run == slice(0, end)
+        if whole:
             own_AQ = origin_A1 + torch.arange(length, device=origin_A1.device)
         else:
-            stop = min(run.stop, max(canvas.stops[row] for row in chosen))
+            stop = min(run.stop, max(canvas.ends[row] for row in chosen))
             own_AQ = torch.arange(run.start, stop, device=origin_A1.device).expand(len(chosen), -1)
         source_AQ = own_AQ.clamp(max=canvas.width - 1)
         place_AQ = own_AQ - origin_A1
         length_A1 = canvas.real(rows)[:, :end].sum(dim=1, keepdim=True)
         real_AQ = (place_AQ >= 0) & (place_AQ < length_A1)
-        whole = run == slice(0, end)
         packing = Packing(real_AQ, lengths if whole else canvas.lengths(rows, min(run.stop, end), run.start))
         packing = packing if whole else replace(packing, attended=lengths)
         attended_AK = torch.arange(length, device=own_AQ.device) < length_A1
@@ -148,24 +179,38 @@ class Predictor:
         if self.cache.stores:  # padding where nothing attends to it
             cached_AQ = place_AQ.masked_fill(~real_AQ, canvas.cache_width - 1)
         tokens_AQ = canvas.take(rows, source_AQ)
-        # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own.
-        from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), origin_A1) - own_AQ[:, :1]
-        from_AN = from_AN.clamp(max=own_AQ.shape[1] - 1)
         if self.cfg_scale:
             condition_AQ = self._condition(rows, columns).gather(1, source_AQ)
             tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, canvas.mask_token_id)])
-            attended_AK, place_AQ, from_AN = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1), from_AN.repeat(2, 1)
+            attended_AK, place_AQ = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1)
             cached_AQ = None if cached_AQ is None else cached_AQ.repeat(2, 1)
             packing = packing.repeat(2)
         view = CanvasView(
             tokens_AQ, attended_AK, place_AQ.clamp(min=0), end=length, columns=cached_AQ, packing=packing
         )
-        self.cache.write(columns.stop)
-        logits = self._runner.logits_at(view, from_AN)
+        return view, own_AQ[:, :1]
+
+    def _fill_cache(self, columns: slice) -> None:
+        """Run the rows that have entered beside others: the next forward pass of all runs the block alone."""
+        count, self._not_cached = self._not_cached, 0
+        view, _ = self._compact_view(list(range(count)), columns, slice(0, self.end(columns)))
+        self._runner.hidden(view, once=True)
+        if self.cfg_scale:
+            self.cache.select_rows(self._copies_behind(count, len(self.canvas.rows) - count))
+
+    def _room_in_front(self, count: int, others: int) -> list[int]:
+        """Rows of the cache that make room in front for so many rows of the canvas, with guidance for their
+        unconditional copies as well."""
+        order = order_behind(count, others)
         if not self.cfg_scale:
-            return logits
-        logits, unconditional = logits.chunk(2)
-        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+            return [min(row, others - 1) for row in range(count)] + order
+        return [0] * (2 * count) + order + [others + row for row in order]
+
+    def _copies_behind(self, count: int, others: int) -> list[int]:
+        """The order of the cache's rows in which the unconditional ones follow the others, where they do so among the
+        first `count` and among the rest."""
+        first, rest = range(2 * count), range(2 * count, 2 * (count + others))
+        return [*first[:count], *rest[:others], *first[count:], *rest[others:]]
 
     def _guided_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
         """Logits after classifier-free guidance: un + (cfg_scale + 1) * (cond - un)."""
@@ -212,10 +257,55 @@ class Predictor:
             shifted, unshifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1), logits
         else:
             shifted, unshifted = logits[:, :-1].clone(), logits[:, 1:]
-        for row, place in alone:
-            if first + place > 0:
-                shifted[row, place] = unshifted[row, place]
+        moved = [(row, place) for row, place in alone if first + place > 0]
+        if moved:
+            at = tuple(map(list, zip(*moved, strict=True)))
+            shifted[at] = unshifted[at]
         return shifted
+
+
+class RowCachePredictor(Predictor):
+    """Causal attention to committed tokens, which each row caches at its own pace, in columns counted from its first
+    token. Rows enter the cache with their prompts."""
+
+    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
+
+    def __init__(self, runner: ModelRunner, canvas: Canvas, cache: KVCache, **options: Any) -> None:
+        super().__init__(runner, canvas, cache, **options)
+        self._rows = canvas.rows  # rows in the cache
+
+    def open_block(self, block: slice, rows: list[int]) -> None:
+        super().open_block(block, rows)
+        if len(rows) == len(self.canvas.rows):
+            self._rows = rows
+
+    def select_rows(self, rows: list[int]) -> None:
+        stay = [row for row in rows if row in self._rows]
+        self.keep_rows(stay)
+        self._rows = [rows.index(row) for row in stay]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Go on with these of the canvas' rows; others do not come back within their block."""
+        if rows != self._rows:
+            self.cache.select_rows([self._rows.index(row) for row in rows])
+        self._rows = rows
+
+    def admit(self, count: int) -> None:
+        if self._rows:
+            self.cache.select_rows(self._room_in_front(count, len(self._rows)))
+        self._rows = self.canvas.rows
+
+    def prompt_view(self, rows: list[int]) -> CanvasView:
+        """These rows' prompts, each from the first column on. What is cached of the padding behind a prompt is
+        overwritten before anything attends to it."""
+        canvas = self.canvas
+        width = max(canvas.starts[row] - canvas.origins[row] for row in rows)
+        places_Q = torch.arange(width, device=canvas.tokens.device)
+        source_AQ = canvas.origin(rows)[:, None] + places_Q
+        real_AQ = source_AQ < canvas.first_new(rows)[:, None]
+        tokens_AQ = canvas.take(rows, source_AQ.clamp(max=canvas.width - 1))
+        packing = Packing(real_AQ, tuple(canvas.starts[row] - canvas.origins[row] for row in rows), causal=True)
+        return CanvasView(tokens_AQ, causal_mask(real_AQ), places_Q.expand_as(source_AQ), 0, width, packing=packing)
 
 
 class BlockCachePredictor(Predictor):
@@ -244,12 +334,12 @@ class BlockCachePredictor(Predictor):
         assert isinstance(self.cache, BlockKVCache)
         return self.cache.length
 
-    def open_block(self, block: slice) -> None:
+    def open_block(self, block: slice, rows: list[int]) -> None:
         if self._speculative is not None:  # it has cached the block before this one, and perhaps run this one
             length = self._block.stop - self._block.start
             self._write_cache(block.start, self._speculative[:, :length])
             self._speculative = self._speculative[:, length:] if self._speculative.shape[1] > length else None
-        super().open_block(block)
+        super().open_block(block, rows)
 
     def select_rows(self, rows: list[int]) -> None:
         if self._last_cached is not None:
@@ -267,13 +357,13 @@ class BlockCachePredictor(Predictor):
             self._speculative = None
         if not self.cache.stores or self._last_cached is None:
             return
-        copies = 2 if self.cfg_scale else 1  # the unconditional rows follow the others
-        new, old = copies * count, len(self._last_cached)
-        self.cache.select_rows([0] * new + list(range(old)))
-        self._last_cached = torch.cat([self._prefill(count), self._last_cached])
-        if copies == 2:
-            halves = [range(count), range(new, new + old // 2), range(count, new), range(new + old // 2, new + old)]
-            order = [row for half in halves for row in half]
+        others = len(self.canvas.rows) - count
+        self.cache.select_rows(self._room_in_front(count, others))
+        order = order_behind(count, others)
+        halves = self._last_cached.split(others)  # with guidance there are two
+        self._last_cached = torch.cat([self._prefill(count), *(half[order] for half in halves)])
+        if self.cfg_scale:
+            order = self._copies_behind(count, others)
             self.cache.select_rows(order)
             self._last_cached = self._last_cached[order]
 

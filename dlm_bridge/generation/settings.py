@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import check_stop_strings
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
 from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.prompts import PromptLimits
 from dlm_bridge.generation.runtime.runner import Execution
 from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Check, Sampler, check_value, is_token_ids
+from dlm_bridge.generation.stopping import check_stop_strings
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.registry import noise_process
@@ -91,7 +91,7 @@ class GenerationSettings:
     eos_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
     pad_token_id: int
-    seed: int | None
+    seed: int | list[int] | None
     cache: CacheMode | None
     execution: Execution | None
     return_dict: bool

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.generation.api import input_device
-from dlm_bridge.generation.batching import ContinuousBatch, Event, RowCommits, RowEnded, RowFailed, RowRequest
-from dlm_bridge.generation.canvas import StopCondition, check_stop_strings
+from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.token_sampling import row_seeds, seeded_generators
+from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
+from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
 from dlm_bridge.hub import check_characters, check_text_file
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
@@ -158,8 +157,8 @@ def write_texts(
     copies = len(rows) // len(prompts)  # of each prompt
     ends = output.row_ends
     if ends is None:
-        lengths = _lengths(rows[:, width:], _stop_condition(model, tokenizer, settings))
-        ends = [width + length for length in lengths]
+        stop, new = stop_condition(model, tokenizer, settings), rows[:, width:].tolist()
+        ends = [width + (stop.end_of(tokens) or len(tokens)) for tokens in new]
     pairs = [
         _text_ids(row, prompts[number // copies], width, end, settings, output.mask_token_id)
         for number, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True))
@@ -179,11 +178,11 @@ def batch_of_rows(
     settings: Mapping[str, Any],
     max_rows: int,
     replicas: Replicas = ALONE,
-    stream: bool = False,
+    record: bool = False,
 ) -> ContinuousBatch:
     """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
     similar length run together; with `replicas` this process's share of them. A row's name is the prompt's number,
-    times `num_return_sequences` plus the copy's. `stream` reports every step, which `recorded_rows` needs.
+    times `num_return_sequences` plus the copy's. `record` reports the steps that `recorded_rows` needs.
 
     With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
     """
@@ -194,7 +193,12 @@ def batch_of_rows(
     own = {name: value for name, value in settings.items() if name not in ("num_return_sequences", "seed")}
     length = max(map(len, prompts)) + found.limits.gen_length
     batch = ContinuousBatch(
-        model, {**own, "tokenizer": tokenizer}, max_rows=min(max_rows, len(rows)), max_length=length, stream=stream
+        model,
+        {**own, "tokenizer": tokenizer},
+        max_rows=min(max_rows, len(rows)),
+        max_length=length,
+        stream=False,
+        record=record,
     )
     for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
@@ -213,19 +217,19 @@ def canvas_texts(
     this process's share of them. Numbers are those of `batch_of_rows`. None where transformers' own loop has to sample
     (`write_texts`).
 
-    The text of a number is the one that transformers' `generate` gives for its prompt alone at `seed` plus the number.
+    The text of a number is the one that `write_texts` gives for its prompt alone, at the same `seed`.
     """
     given = native_settings(model, settings)
     if not batches_canvases(model, given):
         return None
     copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
-    first = int(torch.randint(2**31, (1,))) if seed is None else seed
     rows = [prompt for prompt in prompts for _ in range(copies)]
+    seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
     order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
     batch = CanvasBatch(model, given, min(max_rows, len(rows)))
-    found = batch.run(rows, [first + number for number in range(len(rows))], list(order))
-    stop = _stop_condition(model, tokenizer, settings)
-    return batch, (replace(row, tokens=row.tokens[: _lengths(torch.tensor([row.tokens]), stop)[0]]) for row in found)
+    found = batch.run(rows, seeds, list(order))
+    stop = stop_condition(model, tokenizer, settings)
+    return batch, (replace(row, tokens=row.tokens[: stop.end_of(row.tokens)]) for row in found)
 
 
 def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:
@@ -234,15 +238,9 @@ def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:
 
 
 def recorded_rows(batch: ContinuousBatch) -> Iterator[tuple[RowEnded, list[int]]]:
-    """The same of a batch that streams, each with its trajectory: the commit step of each of its tokens, counted from
+    """The same of a batch that records, each with its trajectory: the commit step of each of its tokens, counted from
     1 over the forward passes that the row took part in; of a token that a later step changed, that step."""
-    steps: dict[Any, dict[int, int]] = {}
-    for event in _events(batch):
-        if isinstance(event, RowCommits):
-            steps.setdefault(event.name, {}).update(dict.fromkeys(event.places, event.step))
-        elif isinstance(event, RowEnded):
-            found = steps.pop(event.name, {})
-            yield event, [found[place] for place in range(len(event.tokens))]
+    return ((row, list(row.steps[: len(row.tokens)])) for row in ended_rows(batch))
 
 
 def _events(batch: ContinuousBatch) -> Iterator[Event]:
@@ -308,7 +306,7 @@ def _diffusion(
 ) -> _Output:
     given = {**settings, "tokenizer": tokenizer}  # for stop_strings, the caller's or the checkpoint's
     if seeds is not None:
-        given |= {"seed": None, "generator": seeded_generators(seeds, input_device(model))}
+        given["seed"] = list(seeds)
     if streamer is not None:
         given["streamer"] = streamer
     output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
@@ -316,17 +314,11 @@ def _diffusion(
     return _Output(output.sequences, output.forwards, ends, output.tokens_per_forward, mask_token(model, settings))
 
 
-def _stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
+def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
     """The stop condition, with the precedence of `generate`."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))
     return StopCondition(end_tokens(model, settings), torch.device("cpu"), strings, tokenizer)
-
-
-def _lengths(new_BN: torch.Tensor, stop: StopCondition) -> list[int]:
-    """The number of each row's new tokens, up to and including the first that ends it."""
-    ends_BN = stop.marks(new_BN, torch.ones_like(new_BN, dtype=torch.bool), mask_token_id=-1).long()
-    return ((ends_BN.cumsum(dim=1) - ends_BN) == 0).sum(dim=1).tolist()
 
 
 @dataclass(frozen=True)

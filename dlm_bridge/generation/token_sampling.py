@@ -5,57 +5,51 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns
-
-if TYPE_CHECKING:
-    pass
+from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.replicas import tensor_parallel_group
+from dlm_bridge.objectives.noise import philox_uniform
 
 
 class Noise:
-    """Uniform random numbers for a batch of rows.
+    """Uniform random numbers for a batch of rows, each row's keyed by its own seed.
 
-    With one generator per row a row's numbers do not depend on the batch or on padding. With one generator, or none
-    (torch's global state), rows share a stream.
+    A number is a function of the row's seed, of how many draws the row has made before, and of a place in the row:
+    neither the other rows nor padding nor the device change it.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        shared: torch.Generator | None = None,
-        per_row: Sequence[torch.Generator] | None = None,
-    ) -> None:
-        self._device = device
-        self._shared = shared
-        self._per_row = None if per_row is None else list(per_row)
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        """`seeds` are 64 bits each, of integers of any sign."""
+        self.device = device
+        self._rows = _first_draws(seeds)
 
     @classmethod
     def build(
         cls,
         generator: torch.Generator | Sequence[torch.Generator] | None,
-        seed: int | None,
+        seed: int | Sequence[int] | None,
         prompts: Sequence[Sequence[int]],
         device: torch.device,
     ) -> Noise:
         """The noise for the arguments of `generate`; `prompts` are the rows' tokens without padding.
 
         Raises:
-            DlmBridgeError: both a generator and a seed, or generators that are not one per row.
+            DlmBridgeError: both a generator and a seed, or generators or seeds that are not one per row.
         """
         if generator is not None and seed is not None:
             raise DlmBridgeError("generator and seed both choose the random numbers: give one of them")
         if seed is not None:
-            return cls(device, per_row=seeded_generators(row_seeds(seed, prompts), device))
+            return cls(row_seeds(seed, prompts), device)
         if generator is None or isinstance(generator, torch.Generator):
-            return cls(device, shared=generator)
+            return cls(drawn_seeds(len(prompts), generator), device)
         generators = list(generator) if isinstance(generator, (list, tuple)) else []
         if not generators or not all(isinstance(one, torch.Generator) for one in generators):
             raise DlmBridgeError("generator must be a torch.Generator or a list of them, one per row")
@@ -65,76 +59,71 @@ class Noise:
             raise DlmBridgeError(
                 "generator lists the same torch.Generator twice: make one per row, or pass just the one"
             )
-        return cls(device, per_row=generators)
+        return cls([drawn_seeds(1, one)[0] for one in generators], device)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the current batch only."""
-        if self._per_row is not None:
-            self._per_row = [self._per_row[row] for row in rows]
+        self._rows = self._rows[list(rows)]
 
-    def admit(self, generators: Sequence[torch.Generator]) -> None:
-        """Rows with these generators enter the current batch, in front of the others."""
-        assert self._per_row is not None
-        self._per_row = [*generators, *self._per_row]
+    def admit(self, seeds: Sequence[int]) -> None:
+        """Rows with these seeds enter the current batch, in front of the others."""
+        self._rows = torch.cat([_first_draws(seeds), self._rows])
 
-    def per_token(
-        self, rows: Sequence[int], positions: int, vocabulary: int, pads: Sequence[int], ends: Sequence[int]
-    ) -> torch.Tensor:
-        """float64 [rows, positions, vocabulary], uniform in [0, 1), for these rows of the current batch. If rows have
-        their own generators, a row's numbers are those of its positions from `pads` to `ends`, and zero elsewhere."""
-        if self._per_row is None:
-            return self._draw((len(rows), positions, vocabulary), torch.float64, self._shared)
-        if not any(pads) and min(ends, default=positions) >= positions:
-            shape = (positions, vocabulary)
-            return torch.stack([self._draw(shape, torch.float64, self._per_row[row]) for row in rows])
-        uniform = torch.zeros(len(rows), positions, vocabulary, dtype=torch.float64, device=self._device)
-        for line, row, pad, end in zip(uniform, rows, pads, ends, strict=True):
-            own = line[pad:end]
-            own.copy_(self._draw(tuple(own.shape), torch.float64, self._per_row[row]))
-        return uniform
+    def uniform(self, rows: Sequence[int], places_AN: torch.Tensor) -> torch.Tensor:
+        """float64 [A, N], uniform on (0, 1), for these places of these rows of the current batch: their next draw.
 
-    def per_position(self, rows: Sequence[int], width: int, pads: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
-        """float32 [rows, width], uniform in [0, 1), as `per_token`."""
-        if self._per_row is None:
-            return self._draw((len(rows), width), torch.float32, self._shared)
-        uniform = torch.zeros(len(rows), width, device=self._device)
-        for line, row, pad, end in zip(uniform, rows, pads, ends, strict=True):
-            own = line[pad:end]
-            own.copy_(self._draw(tuple(own.shape), torch.float32, self._per_row[row]))
-        return uniform
-
-    def _draw(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
-        device = self._device if generator is None else generator.device
-        return torch.rand(shape, dtype=dtype, device=device, generator=generator).to(self._device)
+        Places are counted from a row's first token; the number of a place does not depend on which others are asked.
+        """
+        index = list(rows)
+        seed_A1, draw_A1 = to_device(self._rows[index], self.device).split(1, dim=1)
+        self._rows[index] += torch.tensor([0, 1])
+        kernels = _triton_kernels() if places_AN.is_cuda else None
+        evaluate = philox_uniform if kernels is None else kernels.philox_uniform
+        uniform_AN: torch.Tensor = evaluate(seed_A1, draw_A1, places_AN)
+        return uniform_AN
 
 
-def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
-    """A seed for each row, from the seed, the row's prompt and the number of equal prompts before it.
+def _first_draws(seeds: Sequence[int]) -> torch.Tensor:
+    """[B, 2] on the CPU: each row's seed, and the number of its next draw."""
+    signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
+    return torch.tensor([[seed, 0] for seed in signed], dtype=torch.long).view(-1, 2)
+
+
+def row_seeds(seed: int | Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A seed for each row, from the seed, the row's prompt and the number of equal prompts before it; or those that
+    `seed` lists.
 
     So a row's noise is the same alone and in any batch, while copies of one prompt give different samples.
+
+    Raises DlmBridgeError for a list of another length.
     """
+    if not isinstance(seed, int):
+        if len(seed) != len(prompts):
+            raise DlmBridgeError(f"seed lists {len(seed)} numbers for {len(prompts)} rows: give one, or one per row")
+        return list(seed)
     seen: Counter[tuple[int, ...]] = Counter()
     seeds = []
     for prompt in map(tuple, prompts):
         digest = hashlib.blake2b(repr((seed, seen[prompt], prompt)).encode(), digest_size=8).digest()
-        seeds.append(int.from_bytes(digest, "little") >> 1)  # 63 bits: torch.Generator takes a signed 64-bit integer
+        seeds.append(int.from_bytes(digest, "little") >> 1)  # 63 bits, as of every setting
         seen[prompt] += 1
     return seeds
 
 
-def seeded_generators(seeds: Iterable[int], device: torch.device) -> list[torch.Generator]:
-    """A generator for each seed."""
-    return [torch.Generator(device).manual_seed(seed) for seed in seeds]
+def drawn_seeds(count: int, generator: torch.Generator | None = None) -> list[int]:
+    """So many seeds from the generator, or from torch's global random state on the CPU."""
+    device = "cpu" if generator is None else generator.device
+    return torch.randint(2**63 - 1, (count,), generator=generator, device=device).tolist()
 
 
 def shared_seed(model: Any) -> int | None:
     """A seed shared by the processes of a tensor-parallel model, from the first one's global random state; None for a
     model in one process. Every process must call it: with different tokens they would deadlock."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if (getattr(model, "_tp_size", None) or 1) == 1:
+    if (group := tensor_parallel_group(model)) is None:
         return None
     seed = torch.randint(2**62, (1,)).to(model.device)
-    dist.broadcast(seed, group=model._device_mesh["tp"].get_group(), group_src=0)
+    dist.broadcast(seed, group=group, group_src=0)
     return int(seed)
 
 
@@ -147,6 +136,34 @@ def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
     logits_ANV = logits_ANV.clone()
     logits_ANV[..., without] = -torch.inf
     return logits_ANV.argmax(dim=-1)
+
+
+def draw_token(logits_ANV: torch.Tensor, uniform_AN: torch.Tensor, without: int = -1) -> torch.Tensor:
+    """[A, N], a token drawn from softmax(logits), without the token `without` if there is one; see `invert`."""
+    kernels = _triton_kernels() if logits_ANV.is_cuda else None
+    if kernels is not None and kernels.supports_logits(logits_ANV):
+        tokens_AN: torch.Tensor = kernels.draw_token(logits_ANV, without, uniform_AN)
+        return tokens_AN
+    scores_ANV = logits_ANV if without < 0 else without_token(logits_ANV, without, logits_ANV.dtype)
+    return invert(scores_ANV.softmax(dim=-1, dtype=torch.float64), uniform_AN, scores_ANV.argmax(dim=-1))
+
+
+def invert(
+    weights_ANV: torch.Tensor, uniform_AN: torch.Tensor, otherwise_AN: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[A, N], the first token up to which the float64 weights add up to more than this fraction of all of them: a draw
+    in proportion to the weights. `otherwise_AN`, by default the heaviest token, is taken of weights that are NaN.
+
+    One number decides for a whole vocabulary, where the Gumbel-max trick takes one for each token. In float64: sums of
+    lower precision round the weights of rare tokens away.
+    """
+    sums_ANV = weights_ANV.cumsum(dim=-1)
+    target_AN1 = uniform_AN[..., None] * sums_ANV[..., -1:]
+    token_AN1 = torch.searchsorted(sums_ANV, target_AN1, right=True).clamp(max=sums_ANV.shape[-1] - 1)  # of NaN: V
+    # A parallel sum may round in such a way that a token without weight seems to have some.
+    has_weight_AN = gather_tokens(weights_ANV, token_AN1[..., 0]) > 0
+    otherwise_AN = weights_ANV.argmax(dim=-1) if otherwise_AN is None else otherwise_AN
+    return torch.where(has_weight_AN, token_AN1[..., 0], otherwise_AN)
 
 
 def probability_of(
@@ -220,22 +237,16 @@ class TokenSampling:
     def propose(
         self, logits: torch.Tensor, shaped: torch.Tensor, mask_token_id: int, uniform: torch.Tensor | None
     ) -> torch.Tensor:
-        """[A, N] tokens out of `shaped` [A, N, V], never the mask token. `uniform` [A, N, V] is needed to draw.
+        """[A, N] tokens out of `shaped` [A, N, V], never the mask token. `uniform` [A, N], the numbers to draw with;
+        None: the best tokens.
 
-        Where the filters leave only the mask token, the unfiltered `logits` decide. Draws use the Gumbel-max trick in
-        float64: lower precision truncates the noise's tail and so skews the draws (arXiv 2409.02908).
+        Where the filters leave only the mask token, the unfiltered `logits` decide.
         """
-        filtered = bool(self.top_k or self.top_p is not None)
-        if uniform is None and not filtered:
-            return best_token(shaped, mask_token_id)
-        dtype = shaped.dtype if uniform is None else torch.float64
-        scores = without_token(shaped, mask_token_id, dtype)
-        if filtered:
+        if self.top_k or self.top_p is not None:
+            scores = without_token(shaped, mask_token_id, shaped.dtype)
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
-            scores = torch.where(nothing, without_token(logits, mask_token_id, dtype), scores)
-        if uniform is not None:
-            scores = scores - uniform.log_().neg_().log_()
-        return scores.argmax(dim=-1)
+            shaped = torch.where(nothing, without_token(logits, mask_token_id, shaped.dtype), scores)
+        return best_token(shaped, mask_token_id) if uniform is None else draw_token(shaped, uniform, mask_token_id)
 
 
 def without_token(logits: torch.Tensor, token: int, dtype: torch.dtype) -> torch.Tensor:
@@ -265,11 +276,5 @@ def propose_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The distribution [A, N, V] of these columns and the tokens [A, N] proposed from it."""
     shaped = sampling.shape(logits)
-    uniform = None
-    if sampling.draws:
-        pads, ends = [0] * len(rows), [logits.shape[1]] * len(rows)
-        if isinstance(columns, slice):
-            pads = [max(0, canvas.origins[row] - columns.start) for row in rows]
-            ends = [canvas.stops[row] - columns.start for row in rows]
-        uniform = noise.per_token(rows, logits.shape[1], logits.shape[2], pads, ends)
-    return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform)
+    uniform_AN = noise.uniform(rows, canvas.places(rows, columns)) if sampling.draws else None
+    return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform_AN)

@@ -174,14 +174,21 @@ class NoisyBatch:
         return self.attention_mask if self.mask_descriptor is None else self.mask_descriptor.dense()
 
     def logits(self, model: Any) -> torch.Tensor:
-        """[M, V], those of the positions with a loss, by a Hub-side diffusion model on the batch's device."""
-        logits: torch.Tensor = model(
-            input_ids=self.input_ids,
-            attention_mask=self.model_mask(),
-            position_ids=self.position_ids,
-            logits_to_keep=self.mask,
-        ).logits
-        return logits
+        """[M, V], those of the positions with a loss, by a Hub-side model on the batch's device, which may be wrapped
+        for data parallelism."""
+        inputs = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.model_mask(),
+            "position_ids": self.position_ids,
+        }
+        logits: torch.Tensor
+        if hasattr(getattr(model, "module", model), "family"):
+            logits = model(**inputs, logits_to_keep=self.mask).logits
+            return logits
+        # transformers' own classes keep whole columns.
+        columns = self.mask.any(dim=0).nonzero()[:, 0]
+        logits = model(**inputs, logits_to_keep=columns, use_cache=False).logits
+        return logits[self.mask[:, columns]]
 
     def to(self, device: torch.device) -> NoisyBatch:
         """The same batch on another device, copied without waiting where the memory is pinned."""

@@ -1,8 +1,9 @@
 """Random numbers keyed by (seed, purpose, step, sample), and the uniforms that an objective's noise is made of.
 
-Philox is a counter-based generator: its stream is a pure function of a key and a counter. The key is (seed, purpose),
-the counter's high words are the caller's indices; drawing advances only the low words, so two streams never meet. No
-layout, order of reading or restart changes them.
+Philox is a counter-based generator: its stream is a pure function of a key and a counter. No layout, order of reading
+or restart changes it. `keyed_generator` gives NumPy's streams of it, for what is drawn on the host: the key is (seed,
+purpose), the counter's high words are the caller's indices; drawing advances only the low words, so two streams never
+meet. `philox_uniform` evaluates it for tensors of keys and counters at once, on their device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,33 @@ def keyed_generator(seed: int, purpose: Purpose, major: int = 0, minor: int = 0,
     key = np.array([seed % 2**64, int(purpose)], dtype=np.uint64)
     counter = np.array([0, lane, major, minor], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor) -> torch.Tensor:
+    """float64 numbers on (0, 1), neither 0 nor 1, each a function of its own (seed, major, minor).
+
+    The arguments are int64 tensors of shapes that broadcast: the key of Philox4x32-10 and the high and low halves of
+    its counter. A number has 52 random bits.
+    """
+    words = [word for one in (minor, major, seed) for word in (one & _WORD, one >> 32 & _WORD)]
+    high, low, *_ = philox_words(*torch.broadcast_tensors(*words))
+    return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
+
+
+_WORD = 2**32 - 1
+
+
+def philox_words(
+    c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox4x32-10 of a counter of four words and a key of two (Salmon et al., Parallel random numbers: as easy as 1,
+    2, 3; SC 2011). Words are the low 32 bits of int64 tensors of one shape."""
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # all 64 bits of the product, its highest in the sign
+        c0, c1 = (second >> 32 ^ c1 ^ k0) & _WORD, second & _WORD
+        c2, c3 = (first >> 32 ^ c3 ^ k1) & _WORD, first & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
 
 
 def torch_seed(seed: int, step: int, process: int) -> int:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
+from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, merged_weight
+from dlm_bridge.convert.lora.tensors import AdapterTensor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
+from dlm_bridge.parallel.lora import ADAPTER, LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import original, unwrapped
 from dlm_bridge.parallel.weights import (
     OUTPUT,
@@ -53,19 +56,25 @@ def stream_hf_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[t
 
 
 @torch.no_grad()
-def stream_live_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """`stream_hf_weights` without what the live model lacks: nothing is read."""
+def stream_live_weights(
+    checkpoint: Checkpoint, megatron_model: Any, adapter: LiveAdapter | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`stream_hf_weights` without what the live model lacks: nothing is read. With its `adapter` merged, else without
+    one."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
-    gather = _Gather(unwrapped(chunks))
+    chunks = unwrapped(chunks)
+    gather = _Gather({name: tensor for name, tensor in live_tensors(chunks).items() if ADAPTER not in name})
     params = _live_params(checkpoint) + [
         param for param in checkpoint.params if param.is_mtp and param.megatron_name in gather.owners
     ]
-    gather.check(params, tied=checkpoint.dims.tied)
+    gather.check(params, checkpoint.dims.tied, any(chunk.share_embeddings_and_output_weights for chunk in chunks))
     copies = {copy: entry.copy_of for copy, entry in _passthrough(checkpoint).items() if entry.copy_of}
     copies |= checkpoint.shared if any(param.is_mtp for param in params) else {}
     for param in params:
         whole = gather(param) if param.pieces == (param,) else torch.cat([gather(piece) for piece in param.pieces])
         for name, tensor in zip(param.hub_names, param.to_hub(whole), strict=True):
+            if adapter is not None and name in adapter:
+                tensor = adapter.merged(name, tensor)
             yield name, tensor.contiguous()
             for copy, of in copies.items():
                 if of == name:
@@ -79,7 +88,22 @@ def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron
     Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
     anything is written, where the two models do not have the same tensors.
     """
-    writer = InPlaceWriter(hf_model)
+    write_hf_weights(checkpoint, InPlaceWriter(hf_model), megatron_model)
+
+
+class HubTensorWriter(Protocol):
+    """What writes Hub tensors into a model."""
+
+    shapes: dict[str, tuple[int, ...]]  # of every Hub tensor that the model has
+
+    def write(self, name: str, tensor: torch.Tensor) -> None: ...
+
+
+@torch.no_grad()
+def write_hf_weights(
+    checkpoint: Checkpoint, writer: HubTensorWriter, megatron_model: Any, adapter: LiveAdapter | None = None
+) -> None:
+    """`refresh_hf_model` of the model that `writer` writes to; as `stream_live_weights` with an `adapter` merged."""
     wanted = {
         name: shape
         for param in _live_params(checkpoint)
@@ -94,7 +118,7 @@ def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron
         writer.shapes.keys() - wanted.keys() - checkpoint.mapping.passthrough_names(checkpoint.dims).keys()
     ):
         raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
-    for name, tensor in stream_live_weights(checkpoint, megatron_model):
+    for name, tensor in stream_live_weights(checkpoint, megatron_model, adapter):
         if name in wanted:
             writer.write(name, tensor)
 
@@ -115,9 +139,9 @@ class _Gather:
     """Gathers one param's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and hands it
     to all other expert parallel ranks and then to all other pipeline stages."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self.tied = any(chunk.share_embeddings_and_output_weights for chunk in chunks)
-        self.live = live_tensors(chunks)
+    def __init__(self, live: Mapping[str, torch.Tensor], uncut: Container[str] = ()) -> None:
+        """Of this rank's tensors, of which tensor parallel ranks have the `uncut` ones whole."""
+        self.live, self.uncut = live, uncut
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.ep_group = parallel_state.get_expert_model_parallel_group()
@@ -140,11 +164,11 @@ class _Gather:
         dist.all_gather_object(of_all, of_stage, group=self.pp_group)
         return of_all
 
-    def check(self, params: list[ParamMapping], tied: bool) -> None:
+    def check(self, params: list[ParamMapping], tied: bool, live_tied: bool) -> None:
         """Raise DlmBridgeError, on every rank alike, unless the params cover the live model exactly."""
-        if tied != self.tied:
+        if tied != live_tied:
             raise DlmBridgeError(
-                f"the live Megatron model's output layer is {'' if self.tied else 'not '}tied to its embedding, but "
+                f"the live Megatron model's output layer is {'' if live_tied else 'not '}tied to its embedding, but "
                 f"the Hub config's is{'' if tied else ' not'}"
             )
         params = [piece for param in params for piece in param.pieces]
@@ -171,12 +195,48 @@ class _Gather:
         stage, ep_rank = self.owners[name]
         of_expert = param.expert is not None
         if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
-            gather_shards(param, values(self.live[name]), whole)
+            if name in self.uncut:
+                whole.copy_(values(self.live[name]))
+            else:
+                gather_shards(param, values(self.live[name]), whole)
         if self.pp_rank == stage and of_expert and self.ep_group.size() > 1:
             dist.broadcast(whole, group=self.ep_group, group_src=ep_rank)
         if self.pp_group.size() > 1:
             dist.broadcast(whole, group=self.pp_group, group_src=stage)
         return whole
+
+
+class LiveAdapter:
+    """The adapter of a live model. Its factors are gathered where a weight needs them: collective, as
+    `stream_live_weights`."""
+
+    def __init__(
+        self, tensors: Sequence[AdapterTensor], factors: Sequence[Sequence[LiveFactor]], scale: float
+    ) -> None:
+        """Of all its `tensors`, of which this rank's chunks have `factors`."""
+        held = {factor.tensor.param.megatron_name: factor for chunk in factors for factor in chunk}
+        uncut = {name for name, factor in held.items() if factor.axis is None}
+        self._gather = _Gather({name: factor.parameter for name, factor in held.items()}, uncut)
+        self._scale = scale
+        self._places = {
+            (weight, tensor.part): (tensor.param, 0 if tensor.shared else number)
+            for tensor in tensors
+            for number, weight in enumerate(tensor.weights)
+        }
+
+    def __contains__(self, weight: str) -> bool:
+        """Whether it changes a Hub weight."""
+        return (weight, "A") in self._places
+
+    def merged(self, weight: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The base's `tensor` of a Hub weight with the adapter in it, in its dtype."""
+        a, b = (self._factor(weight, part).float() for part in LORA_FACTORS)
+        magnitude = self._factor(weight, "magnitude") if (weight, "magnitude") in self._places else None
+        return merged_weight(tensor, self._scale * (b @ a), magnitude).to(tensor.dtype)
+
+    def _factor(self, weight: str, part: LoraFactor) -> torch.Tensor:
+        param, number = self._places[weight, part]
+        return param.to_hub(self._gather(param))[number]
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")

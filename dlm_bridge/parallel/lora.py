@@ -19,7 +19,8 @@ and sums what they compute: these exchange nothing of the adapter but the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,7 @@ def add_adapters(
     if any(chunk.config.multi_latent_attention for chunk in chunks):
         raise DlmBridgeError(f"{base.where}: --lora-rank with --engine megatron has no multi-latent attention")
     check_all_layers(base, weights, base.where)
-    joined = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
-    apart = [weight for weight in weights if weight not in joined]
-    tensors = adapter_tensors(base, apart, rank, "canonical", base.where, dora)
-    tensors += adapter_tensors(base, sorted(joined), rank, "fused", base.where, dora)
+    tensors = live_adapter_tensors(base, weights, rank, dora)
     factors = {(tensor.weights[0], tensor.part): tensor for tensor in tensors}
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
@@ -129,6 +127,31 @@ def add_adapters(
     return found
 
 
+def live_adapter_tensors(
+    base: Checkpoint, weights: Sequence[str], rank: int, dora: bool = False
+) -> list[AdapterTensor]:
+    """All factors of an adapter of these Hub weights, on whichever ranks they are. Raises DlmBridgeError."""
+    joined = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
+    apart = [weight for weight in weights if weight not in joined]
+    tensors = adapter_tensors(base, apart, rank, "canonical", base.where, dora)
+    return tensors + adapter_tensors(base, sorted(joined), rank, "fused", base.where, dora)
+
+
+@contextlib.contextmanager
+def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """In which a model with adapters is its base."""
+    found = [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertAdapter))
+    ]
+    for adapter in found:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.enabled = True
+
+
 class LinearAdapter(nn.Module):
     """The adapters of one linear layer: of each Hub weight in it A [rank, columns], B [rows, rank] and of DoRA a
     magnitude [rows], or shards.
@@ -148,6 +171,7 @@ class LinearAdapter(nn.Module):
     ) -> None:
         """`linear` is the layer that holds `param`, whose submodule this becomes."""
         super().__init__()
+        self.enabled = True
         self.rank, self.scale = rank, scale
         self.by_rows = param.rule.tp_axis == 0
         self.sequence_parallel = linear.config.sequence_parallel
@@ -282,6 +306,7 @@ class ExpertAdapter(nn.Module):
     ) -> None:
         """`linear` is the layer that holds `params`, one of each expert, and whose submodule this becomes."""
         super().__init__()
+        self.enabled = True
         self.scale = scale
         self.factors: list[tuple[_Factor, _Factor]] = []
         self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
@@ -354,6 +379,8 @@ def adapter_state(factors: Sequence[LiveFactor], dp_cp_group: Any) -> dict[str, 
 
 
 def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    if not linear.adapter.enabled:
+        return output
     x = inputs[0]
     if (weight := getattr(linear, "layer_norm_weight", None)) is not None:  # Transformer Engine's layer normalises
         scale = 1 + weight if linear.zero_centered_gamma else weight
@@ -369,6 +396,8 @@ def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 
 def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    if not linear.adapter.enabled:
+        return output
     grouped = not hasattr(linear, "weight")  # Transformer Engine's, whose second input says how many tokens each has
     return (output[0] + linear.adapter(inputs[0], inputs[1] if grouped else None), *output[1:])
 

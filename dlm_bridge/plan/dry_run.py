@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
 from dlm_bridge.plan.model import PlannedModel, open_model
-from dlm_bridge.plan.run import run_of
+from dlm_bridge.plan.run import PlannedRun, run_of
 from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, named_checkpoints
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.documents import check_tokenizer
@@ -53,6 +53,15 @@ class DataSource:
 
 
 @dataclass(frozen=True)
+class RolloutMemory:
+    """What sampling takes on a device of reinforcement learning, beside the training state, in bytes."""
+
+    weights: int  # of the model to sample from; 0 where that is the trained one
+    row: int  # of a row at its full length: KV cache, activations, logits
+    reference: int  # the reference model, which stays
+
+
+@dataclass(frozen=True)
 class DryRun:
     """A run before it starts; in `config`, settings that depend on the model are resolved."""
 
@@ -66,6 +75,7 @@ class DryRun:
     data: tuple[DataSource, ...]
     memory: MemoryPlan | None
     notes: tuple[str, ...]
+    rollouts: RolloutMemory | None = None  # of reinforcement learning on sampled completions
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -79,6 +89,7 @@ class DryRun:
             "resumes_from_step": self.step,
             "data": [dataclasses.asdict(source) for source in self.data],
             "memory": None if self.memory is None else self.memory.as_dict(),
+            "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
             "notes": list(self.notes),
         }
 
@@ -91,29 +102,16 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     fit, an output folder that holds a run, a setting that megatron-core does not have.
     """
     gpus = world_size(gpus)
-    output = Path(config.checkpoint.output)
-    check_output(output, resume)
-    untested: list[str] = []
-    if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.settings import check_settings
-
-        untested = check_settings(config)
-    point = _resume_point(config, output) if resume else ResumePoint()
+    point, notes = checked_start(config, resume)
     step, checkpoint = point.step, point.folder
-    if checkpoint is not None:
-        check_same_model(config, checkpoint.parent if config.engine.name == "megatron" else checkpoint)
-        if config.engine.name == "megatron":
-            from dlm_bridge.train.megatron.checkpoints import check_resumable
-
-            check_resumable(checkpoint, config)
     found = check_data(config, load=False)
-    on_hub = not Path(config.model.path).is_dir()
-    model = _model(config, None if config.model.adapts else checkpoint, on_hub)
+    model = model_of(config, checkpoint)
     config, objective = resolve_objective(config, model, step)
     config = with_lora(config, model)
     _check_tokens(config, found, model, objective.mask_token)
-    memory, notes = _memory(config, objective, gpus, checkpoint)
-    groups = _parallel_groups(config, gpus)
+    config.data.accumulation(gpus if config.engine.name == "accelerate" else 1)
+    memory, more = memory_of(config, run_of(config, str(config.objective.name), gpus), checkpoint, objective)
+    groups = parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
     micro_batch_size, micro_batches = config.data.accumulation(replicas)
     return DryRun(
@@ -124,10 +122,29 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         micro_batches=micro_batches,
         tokens_per_step=config.data.global_batch_size * config.data.seq_length,
         step=step,
-        data=(*_data_sources(found), *([] if found.valid is None else _data_sources(found.valid, validation=True))),
+        data=(*data_sources(found), *([] if found.valid is None else data_sources(found.valid, validation=True))),
         memory=memory,
-        notes=(*untested, *point.notes, *notes, *([HUB] if on_hub else []), DEVICE),
+        notes=(*notes, *more, *([] if Path(config.model.path).is_dir() else [HUB]), DEVICE),
     )
+
+
+def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[str]]:
+    """Where a run starts, with notes. Raises DlmBridgeError for an output folder or settings that it cannot have."""
+    output, megatron = Path(config.checkpoint.output), config.engine.name == "megatron"
+    check_output(output, resume)
+    untested: list[str] = []
+    if megatron:
+        from dlm_bridge.train.megatron.settings import check_settings
+
+        untested = check_settings(config)
+    point = _resume_point(config, output) if resume else ResumePoint()
+    if (checkpoint := point.folder) is not None:
+        check_same_model(config, checkpoint.parent if megatron else checkpoint)
+        if megatron:
+            from dlm_bridge.train.megatron.checkpoints import check_resumable
+
+            check_resumable(checkpoint, config)
+    return point, [*untested, *point.notes]
 
 
 def world_size(gpus: int | None) -> int:
@@ -152,9 +169,11 @@ def _resume_point(config: TrainConfig, output: Path) -> ResumePoint:
     return find_resume_point(named_checkpoints(output / "checkpoints"), STATE)
 
 
-def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
-    """The Hub model without weights. Names and shapes of a local checkpoint's tensors are checked."""
-    if config.engine.name == "megatron" and not on_hub:
+def model_of(config: TrainConfig, checkpoint: Path | None) -> Any:
+    """The Hub model without weights of a run that goes on from `checkpoint`. Names and shapes of a local checkpoint's
+    tensors are checked."""
+    checkpoint = None if config.model.adapts else checkpoint
+    if config.engine.name == "megatron" and Path(config.model.path).is_dir():
         from dlm_bridge.train.loading import open_megatron_source
 
         return open_megatron_source(config, checkpoint).model
@@ -162,7 +181,9 @@ def _model(config: TrainConfig, checkpoint: Path | None, on_hub: bool) -> Any:
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
-    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks."""
+    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks, and for data of another
+    tokenizer."""
+    tokenizer = None
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for part in found.all_parts:
         for source in part:
@@ -171,21 +192,27 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
     if config.model.tokenizer:
         check_exists("--tokenizer", config.model.tokenizer)
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
-    if needs_tokenizer and Path(config.model.tokenizer or config.model.path).is_dir():
+    if not Path(config.model.tokenizer or config.model.path).is_dir():
+        return
+    if needs_tokenizer:
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
+    if found.has_fingerprints:
+        with contextlib.suppress(DlmBridgeError):  # a run on pairs alone needs no tokenizer
+            tokenizer = load_tokenizer(config)
+        if tokenizer is not None:
+            found.check_fingerprints(tokenizer)
 
 
-def _memory(
-    config: TrainConfig, objective: Objective, gpus: int, checkpoint: Path | None
+def memory_of(
+    config: TrainConfig, run: PlannedRun, checkpoint: Path | None, objective: Objective | None = None
 ) -> tuple[MemoryPlan | None, list[str]]:
-    """The memory plan, with notes."""
+    """The memory plan of a run, which `run_of` made of its configuration, with notes. Where `objective` is given, the
+    engine's limits on its rows are checked too."""
     source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
     if config.engine.name == "megatron":
         model = open_model(source, family=config.model.family)
         _check_megatron(config, model, objective)
-        planned = run_of(config, str(config.objective.name), gpus)
-        return memory_plan(model, planned), building_notes(model, planned)
-    config.data.accumulation(gpus)
+        return memory_plan(model, run), building_notes(model, run)
     if config.model.adapts:
         check_quantization(config)
         return None, [ADAPTER]
@@ -193,12 +220,11 @@ def _memory(
         model = open_model(source, family=config.model.family)
     except DlmBridgeError as error:  # the accelerate engine also trains models that megatron-core lacks
         return None, [f"no memory plan: {error}"]
-    shards = config.parallel.shards
-    replicas = config.parallel.fsdp_replicas
+    gpus, shards, replicas = run.gpus, config.parallel.shards, config.parallel.fsdp_replicas
     if gpus % replicas:
         raise DlmBridgeError(f"--fsdp-replicas {replicas} does not divide --gpus {gpus}: take a divisor")
     run = dataclasses.replace(
-        run_of(config, str(config.objective.name), gpus),
+        run,
         gpus=gpus // replicas,  # each group of replicas has a model of its own
         optimizer="adamw",
         distributed_optimizer=shards,
@@ -213,7 +239,7 @@ def _memory(
     return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]
 
 
-def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objective) -> None:
+def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objective | None) -> None:
     """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import NotInstalledError
@@ -233,7 +259,8 @@ def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objecti
     if model.dims.experts:
         check_experts(config)
     check_sequence(config)
-    check_cuda_graphs(config, objective, model.family.attention_pattern)
+    if objective is not None:
+        check_cuda_graphs(config, objective, model.family.attention_pattern)
     dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
     predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
@@ -251,7 +278,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objecti
         )
 
 
-def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
+def parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
     """Each dimension with rank 0's group. megatron-core's rank order is tp-cp-dp-pp, and etp-ep-dp-pp for experts."""
     sizes, etp = config.parallel, config.parallel.expert_tp
     dp, expert_dp = gpus // (sizes.tp * sizes.cp * sizes.pp), gpus // (etp * sizes.ep * sizes.pp)
@@ -268,7 +295,7 @@ def _parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...
     return tuple(groups)
 
 
-def _data_sources(found: DataSources, validation: bool = False) -> list[DataSource]:
+def data_sources(found: DataSources, validation: bool = False) -> list[DataSource]:
     sources = []
     for number, part in enumerate(found.parts):
         weight = found.weights[number] if found.weights else None

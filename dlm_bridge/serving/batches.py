@@ -1,79 +1,175 @@
-"""What samples the rows: continuous batching for diffusion models, closed batches for autoregressive ones."""
+"""What samples the rows: continuous batches for diffusion models, closed ones for autoregressive models."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
+from typing import Any, Protocol
 
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowRequest, RowTokens
-from dlm_bridge.generation.native import end_tokens
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasTokens
+from dlm_bridge.generation.native import end_tokens, native_settings
+from dlm_bridge.generation.texts import stop_condition, write_texts
 from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, RowSampler, Scheduler
+from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, RowEvent, RowSampler, Scheduler
 
 
 def row_sampler(served: ServedModel) -> RowSampler:
     """What samples the model's rows."""
-    return DiffusionRows(served) if served.loaded.diffusion else AutoregressiveRows(served)
+    return SampledRows(served)
 
 
-class DiffusionRows:
-    """Samples rows in a continuous batch: they enter it while it runs, and leave it when they end."""
+class SampledRows:
+    """Samples the rows of a group in the kind of batch that their settings allow."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
     def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
-        loaded, group = self._served.loaded, rows[0].group
+        served = self._served
+        if not served.continuous(rows[0].settings):
+            AutoregressiveRows(served).run(rows, scheduler)
+            return
         settings = {name: value for name, value in rows[0].settings.items() if name != "gen_length"}
-        batch = ContinuousBatch(
-            loaded.model,
-            {**settings, "tokenizer": loaded.tokenizer},
-            max_rows=scheduler.batch_size,
-            max_length=self._served.limit,
-        )
-        names, running = count(), dict[Hashable, Row]()
-        entering = list(rows)
-        try:
-            while entering or running:
-                for row in entering:
-                    self._submit(batch, row, next(names), running, scheduler)
-                for event in batch.advance():
-                    row = running[event.name]
-                    if isinstance(event, RowCommits):
-                        scheduler.tell(row, Committed(event.step, event.places, event.tokens))
-                    elif isinstance(event, RowTokens):
-                        scheduler.tell(row, Extended(event.tokens))
-                    else:
-                        del running[event.name]
-                        if isinstance(event, RowEnded):
-                            scheduler.tell(row, Ended(event.tokens, stopped=event.finish_reason == "stop"))
-                        else:
-                            scheduler.tell(row, Failed(event.error))
-                for name in [name for name, row in running.items() if row.cancelled]:
-                    batch.cancel(name)
-                    scheduler.drop(running.pop(name))
-                entering = scheduler.take(group, scheduler.batch_size - len(running))
-        finally:
-            batch.close()
-            scheduler.forwards += batch.forwards
+        kind = _DiffusionBatch if served.loaded.diffusion else _CanvasBatch
+        run_continuously(kind(served, settings, scheduler.batch_size), rows, scheduler)
 
-    def _submit(
-        self, batch: ContinuousBatch, row: Row, name: int, running: dict[Hashable, Row], scheduler: Scheduler
-    ) -> None:
-        try:
-            batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed))
-            running[name] = row
-        except DlmBridgeError as error:
-            scheduler.tell(row, Failed(error))
+
+class RowBatch(Protocol):
+    """A batch that rows enter while it runs, and leave when they end."""
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the model."""
+
+    def submit(self, name: int, row: Row) -> None:
+        """Add a row under this name. Raises DlmBridgeError for one that cannot be sampled."""
+
+    def advance(self) -> Iterator[tuple[int, RowEvent]]:
+        """Run a step; what has happened to the rows of these names."""
+
+    def cancel(self, names: Collection[int]) -> None:
+        """Drop these rows, of which nothing more is told."""
+
+    def close(self) -> None:
+        """Let others use the model."""
+
+
+def run_continuously(batch: RowBatch, rows: Sequence[Row], scheduler: Scheduler) -> None:
+    """Sample the rows, and those of their group that come meanwhile, until none is left."""
+    group, names, running = rows[0].group, count(), dict[int, Row]()
+    entering = list(rows)
+    try:
+        while entering or running:
+            for row in entering:
+                name = next(names)
+                try:
+                    batch.submit(name, row)
+                    running[name] = row
+                except DlmBridgeError as error:
+                    scheduler.tell(row, Failed(error))
+            for name, event in batch.advance():
+                row = running.pop(name) if isinstance(event, Ended | Failed) else running[name]
+                scheduler.tell(row, event)
+            cancelled = [name for name, row in running.items() if row.cancelled]
+            if cancelled:
+                batch.cancel(cancelled)
+            for name in cancelled:
+                scheduler.drop(running.pop(name))
+            entering = scheduler.take(group, scheduler.batch_size - len(running))
+    finally:
+        batch.close()
+        scheduler.forwards += batch.forwards
+
+
+class _DiffusionBatch:
+    """Rows of a diffusion model of ours."""
+
+    def __init__(self, served: ServedModel, settings: Mapping[str, Any], rows: int) -> None:
+        loaded = served.loaded
+        own = {**settings, "tokenizer": loaded.tokenizer}
+        self._batch = ContinuousBatch(loaded.model, own, max_rows=rows, max_length=served.limit)
+
+    @property
+    def forwards(self) -> int:
+        return self._batch.forwards
+
+    def submit(self, name: int, row: Row) -> None:
+        self._batch.submit(RowRequest(name, row.prompt, row.settings["gen_length"], row.seed, live=row.live))
+
+    def advance(self) -> Iterator[tuple[int, RowEvent]]:
+        for event in self._batch.advance():
+            if isinstance(event, RowCommits):
+                yield event.name, Committed(event.step, event.places, event.tokens)
+            elif isinstance(event, RowTokens):
+                yield event.name, Extended(event.tokens)
+            elif isinstance(event, RowEnded):
+                yield event.name, Ended(event.tokens, stopped=event.finish_reason == "stop")
+            else:
+                yield event.name, Failed(event.error)
+
+    def cancel(self, names: Collection[int]) -> None:
+        for name in names:
+            self._batch.cancel(name)
+
+    def close(self) -> None:
+        self._batch.close()
+
+
+class _CanvasBatch:
+    """Rows of DiffusionGemma. A row that a stop string ends leaves with the canvas that holds it."""
+
+    def __init__(self, served: ServedModel, settings: Mapping[str, Any], rows: int) -> None:
+        model = served.loaded.model
+        self._batch = CanvasBatch(model, native_settings(model, settings), rows)
+        self._stop = stop_condition(model, served.loaded.tokenizer, settings)
+        self._tokens: dict[int, list[int]] = {}
+
+    @property
+    def forwards(self) -> int:
+        return self._batch.forwards
+
+    def submit(self, name: int, row: Row) -> None:
+        seed = secrets.randbits(62) if row.seed is None else row.seed
+        self._batch.submit(name, row.prompt, seed, row.settings["gen_length"])
+        self._tokens[name] = []
+
+    def advance(self) -> Iterator[tuple[int, RowEvent]]:
+        for event in self._batch.advance():
+            tokens = self._tokens.get(event.number)
+            if tokens is None:  # a stop string has ended it
+                continue
+            if isinstance(event, CanvasTokens):
+                before = len(tokens)
+                tokens += event.tokens
+                end = self._stop.end_of(tokens)
+                if end is not None:
+                    del tokens[end:]
+                new = tuple(tokens[before:])
+                yield event.number, Committed(event.forwards, tuple(range(before, len(tokens))), new)
+                yield event.number, Extended(new)
+                if end is None:
+                    continue
+                self.cancel([event.number])
+            self._tokens.pop(event.number, None)
+            yield event.number, Ended(tuple(tokens), stopped=self._stop.end_of(tokens) is not None)
+
+    def cancel(self, names: Collection[int]) -> None:
+        self._batch.cancel(names)
+        for name in names:
+            self._tokens.pop(name, None)
+
+    def close(self) -> None:
+        """The model is nobody's."""
 
 
 class AutoregressiveRows:
-    """Samples rows in closed batches, by transformers' `generate`: autoregressive models, and DiffusionGemma."""
+    """Samples rows in closed batches, by transformers' `generate`: autoregressive models, and DiffusionGemma where
+    `CanvasBatch` cannot."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -81,7 +177,8 @@ class AutoregressiveRows:
     def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
         loaded = self._served.loaded
         settings = dict(rows[0].settings)
-        settings["seed"] = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
+        seed = secrets.randbits(62) if rows[0].seed is None else rows[0].seed
+        settings["seed"] = [seed] if len(rows) == 1 else seed  # a row's own
         ends = frozenset(end_tokens(loaded.model, settings))
         watch = _Watch(rows, ends, scheduler)
         prompts = [row.prompt for row in rows]

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.native import NEW_TOKENS
+from dlm_bridge.generation.batch_size import BatchPlan, plan_batch
+from dlm_bridge.generation.canvas_batch import batches_canvases
+from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.native import NEW_TOKENS, native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import check_prompts, encode_chat, encode_text
@@ -55,6 +58,22 @@ class ServedModel:
             return self.max_length if context is None else min(self.max_length, context)
         return DEFAULT_LENGTH if context is None else min(context, DEFAULT_LENGTH)
 
+    def continuous(self, settings: Mapping[str, Any]) -> bool:
+        """Whether rows of these settings enter a batch while it runs, each with its own length and seed."""
+        model = self.loaded.model
+        return self.loaded.diffusion or batches_canvases(model, native_settings(model, settings))
+
+    def plan(self) -> BatchPlan:
+        """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
+        loaded, settings = self.loaded, dict(self.defaults)
+        if loaded.diffusion:
+            new = resolve_settings(loaded.model, None, settings, prompt_width=1).limits.gen_length
+        else:
+            new = native_settings(loaded.model, settings)["max_new_tokens"]
+            settings["gen_length"] = new
+        prompt = max(self.limit - new, 1)
+        return plan_batch(loaded.model, [prompt], settings, diffusion=loaded.diffusion, more=True)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of new tokens, without special ones."""
         return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -79,7 +98,7 @@ class ServedModel:
         rows = []
         for index, ((prompt, own), row_seed) in enumerate(zip(copies, seeds, strict=True)):
             shared = dict(own)
-            if self.loaded.diffusion:
+            if self.continuous(own):
                 del shared["gen_length"]  # rows have their own
             elif row_seed is not None:
                 shared["seed"] = [row_seed, secrets.token_hex(8)]  # transformers draws for a batch from one stream
@@ -122,10 +141,11 @@ class ServedModel:
     def _stored_seed(self, settings: Mapping[str, Any]) -> int | None:
         if not self.loaded.diffusion:
             return None
-        return resolve_settings(self.loaded.model, None, settings, prompt_width=1).seed
+        seed = resolve_settings(self.loaded.model, None, settings, prompt_width=1).seed
+        return seed if isinstance(seed, int) else None
 
     def _seeds(self, seed: int | None, prompts: list[list[int]]) -> list[int | None]:
         """Of each row. Those of a diffusion model are as `generate` with this seed has them."""
-        if self.loaded.diffusion:
+        if self.loaded.diffusion or (seed is not None and has_canvas(self.loaded.model)):
             return list(row_seeds(secrets.randbits(62) if seed is None else seed, prompts))
         return [None if seed is None else seed + number for number in range(len(prompts))]

@@ -30,7 +30,6 @@ from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import STEP_NAME, read_json
 
 STATE = "trainer_state.pt"
-TRL_STATE = "trainer_state.json"  # in a checkpoint of TRL's trainers: written last
 RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way
 RANK_FILES = "__{rank}_*.distcp"  # what a rank writes of a distributed checkpoint
 DAMAGED = ".damaged"
@@ -52,7 +51,7 @@ def named_checkpoints(root: Path, name: re.Pattern[str] = STEP_NAME) -> list[tup
 def run_checkpoints(output: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint in the Hub's layout with its trainer's state, oldest first."""
     found = named_checkpoints(output / "checkpoints")
-    return [each for each in found if any((each[1] / name).is_file() for name in (STATE, TRL_STATE))]
+    return [each for each in found if (each[1] / STATE).is_file()]
 
 
 def temporary_folder(output: Path, step: int) -> Path:

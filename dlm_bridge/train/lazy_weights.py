@@ -54,7 +54,10 @@ class LazyWeights:
         self._ranges: dict[str, tuple[HubRange, ...]] = {}
         stored = checkpoint.stored_specs()
         for name, tensor in stored_tensors(model):
-            parts = _hub_ranges(model, name, tensor, stored)
+            parts = []
+            for part, shape in hub_ranges(model, name, tensor):
+                _check_stored(part.name, shape, stored)
+                parts.append(part)
             self._ranges[name] = tuple(sorted(parts, key=lambda part: part.start))
         used = {part.name for parts in self._ranges.values() for part in parts}
         dropped = re.compile(
@@ -66,6 +69,10 @@ class LazyWeights:
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint holds the model's tensor `name`, which an adapter may have moved."""
         return _plain(name) in self._ranges
+
+    def leave_out(self, name: str) -> None:
+        """Forget the model's tensor `name`, which has other values than those stored."""
+        self._ranges.pop(name, None)
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype that the model's tensor `name` is stored in; of several Hub tensors, the first one's."""
@@ -103,8 +110,9 @@ def _plain(name: str) -> str:
     return name.replace(_BASE_LAYER, ".")
 
 
-def _hub_ranges(model: Any, name: str, tensor: torch.Tensor, stored: dict[str, TensorSpec]) -> Iterator[HubRange]:
-    """The Hub tensors of a model's tensor, checked against what is stored."""
+def hub_ranges(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[HubRange, tuple[int, ...]]]:
+    """The Hub tensors of a model's tensor, which may be on the meta device, and their shapes. Raises NotInRangesError
+    where one of them has its elements in another order."""
     # A parameter's last dimension is not needed to tell where its rows are.
     columns = tensor.shape[-1] if tensor.dim() > 1 else 1
     shape = (*tensor.shape[:-1], 1) if tensor.dim() > 1 else tuple(tensor.shape)
@@ -122,11 +130,15 @@ def _hub_ranges(model: Any, name: str, tensor: torch.Tensor, stored: dict[str, T
         in_order = bool((flat[1:] == flat[:-1] + 1).all())
         if tuple(own.shape) != whole_rows or own.numel() * columns != part.numel() or not in_order:
             raise NotInRangesError(f"{hub_name} is stored in another order of elements")
-        if hub_name not in stored:
-            raise NotInRangesError(f"{hub_name} is not stored")
-        dtype, found = stored[hub_name]
-        if tuple(found) != tuple(part.shape):
-            raise NotInRangesError(f"{hub_name} is stored with the shape {list(found)}, not {list(part.shape)}")
-        if not dtype.is_floating_point:
-            raise NotInRangesError(f"{hub_name} is stored as {dtype}")
-        yield HubRange(hub_name, int(flat[0]) * columns, part.numel())
+        yield HubRange(hub_name, int(flat[0]) * columns, part.numel()), tuple(part.shape)
+
+
+def _check_stored(name: str, shape: tuple[int, ...], stored: dict[str, TensorSpec]) -> None:
+    """Raise NotInRangesError for a Hub tensor that is missing, of another shape, or no float."""
+    if name not in stored:
+        raise NotInRangesError(f"{name} is not stored")
+    dtype, found = stored[name]
+    if tuple(found) != shape:
+        raise NotInRangesError(f"{name} is stored with the shape {list(found)}, not {list(shape)}")
+    if not dtype.is_floating_point:
+        raise NotInRangesError(f"{name} is stored as {dtype}")

@@ -99,9 +99,9 @@ def _lazy_model(config: TrainConfig) -> StartingModel:
         model = model_without_weights(model_class, hub_config, base_dtype(config))
     if folder is not None and loading.other_class(model) is not None:
         raise NotInRangesError(f"its config.json makes a {type(model).__name__}")
-    if folder is not None and model.can_generate():
+    if folder is not None:
         with opening(folder, f"--model {place}: does not load"):
-            model.adjust_generation_fn(None, False, False, str(folder), trust_remote_code=False, **_ON_DISK)
+            read_generation_config(model, folder)
     weights = LazyWeights(model, checkpoint)
     if folder is not None and weights.unused:  # of other checkpoints `check` has accounted for it
         _check_unused(config, model, weights.unused)
@@ -225,6 +225,12 @@ def model_without_weights(model_class: Callable[[Any], Any], hub_config: Any, dt
     model.tie_weights()  # each has been given a parameter of its own
     keep_hub_names(model)
     return model
+
+
+def read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model that was made without `from_pretrained` the generation_config.json of a Hub folder, if any."""
+    if model.can_generate():
+        model.adjust_generation_fn(None, False, False, str(folder), trust_remote_code=False, **_ON_DISK)
 
 
 def load_hub_model(

@@ -88,10 +88,10 @@ def start_run(
     return RunStart(output, point.step, point.folder, finished)
 
 
-def resume_point(config: TrainConfig, main: bool, console: Console, required: str = STATE) -> ResumePoint:
+def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
     """The checkpoint in the Hub's layout that a run goes on from, with those after it set aside. Every process calls
     it. Raises DlmBridgeError, also where it is of another model than `--model`."""
-    point = find_resume_point(named_checkpoints(Path(config.checkpoint.output) / "checkpoints"), required)
+    point = find_resume_point(named_checkpoints(Path(config.checkpoint.output) / "checkpoints"), STATE)
     with raised_everywhere():
         if main:
             for line in point.notes:

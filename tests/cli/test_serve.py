@@ -70,7 +70,9 @@ def test_transformers_own_chat_talks_to_it(llada: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    with serving(folder, key=None) as (_, address):
+    with serving(folder, "--batch-size", "auto", key=None) as (process, address):
+        assert process.stderr is not None
+        assert any(line.startswith("batch size") for line in process.stderr)
         chat = [sys.executable, "-m", "dlm_bridge.cli", "transformers", "chat", "chatty", address]
         done = subprocess.run(
             [*chat, "max_new_tokens=16", "do_sample=False"],
@@ -120,6 +122,7 @@ def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pyte
             port: [str(llada), "--port", port],
             "frobnicate": [str(llada), "--set", "frobnicate=1"],
             "block_length": [str(llada), "--set", "block_length=0"],
+            "--batch-size": [str(llada), "--batch-size", "many"],
             "nowhere": ["--host", "nowhere.invalid", str(llada)],
         }
         for named, words in cases.items():

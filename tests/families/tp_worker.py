@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.generation.texts import GeneratedTexts, write_texts
+from dlm_bridge.train.rl.replica import RolloutModel
 from tests.families.case import FamilyCase, all_cases
 from tests.generation.recorded import stand_in
 from tests.processes import OK
@@ -41,7 +43,30 @@ def check(case: FamilyCase, root: Path) -> str:
     cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor) and held(parameter)]
     if len(cut) < 2 * model.config.num_hidden_layers:
         return f"only these are cut: {cut}"
-    return check_plain_shards(model, saved)
+    said = check_plain_shards(model, saved)
+    return check_streamed_shards(case, root, saved) if said == OK else said
+
+
+def check_streamed_shards(case: FamilyCase, root: Path, saved: dict[str, Any]) -> str:
+    """The same logits and tokens of a model that was cut without its weights, which then come by the Hub's names, one
+    whole tensor at a time."""
+    whole = case.load(root / case.id)
+    copied = RolloutModel(whole, whole.dtype, "", dist.group.WORLD)
+    tensors = hub_tensors(whole, dict(stored_tensors(whole)))
+    for _ in range(2):
+        with copied.allocated(torch.device("cpu")) as model:
+            assert sum(each.numel() for each in model.parameters()) < sum(each.numel() for each in whole.parameters())
+            for parameter in model.parameters():
+                parameter.data.fill_(torch.nan)
+            writer = copied.hub_writer()
+            assert writer.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            with torch.no_grad():
+                torch.testing.assert_close(model(saved["input_ids"]).logits, saved["logits"], atol=1e-5, rtol=1e-5)
+            assert torch.equal(sampled(model, saved["input_ids"]), saved["sampled"][None]), "streamed shards"
+        assert all(parameter.is_meta for parameter in model.parameters())
+    return OK
 
 
 def check_plain_shards(model: Any, saved: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ def sample(
     gen_length: int,
     block_length: int,
     cfg_scale: float = 0.0,
-    remasking: str = "low_confidence",
+    draw: Callable[[int, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Greedy sampling of unpadded prompts [B, P]; random remasking draws from torch's global state."""
+    """Greedy sampling of unpadded prompts [B, P]; with random remasking `draw` gives each step's [B, S] numbers."""
     batch, width = prompts.shape[0], prompts.shape[1] + gen_length
     canvas = torch.cat([prompts, torch.full((batch, gen_length), mask)], dim=1)
     blocks = gen_length // block_length
@@ -28,7 +29,7 @@ def sample(
         waiting = [int((canvas[row, begin:end] == mask).sum()) for row in range(batch)]
         for step in range(steps // blocks):
             logits = guided_logits(model, canvas, prompts.shape[1], mask, cfg_scale)
-            scores = torch.rand(batch, width) if remasking == "random" else None
+            scores = None if draw is None else draw(batch, width)
             for row in range(batch):
                 # Spread the row's masks over the steps; what does not divide goes to the first ones.
                 share = waiting[row] // (steps // blocks) + (step < waiting[row] % (steps // blocks))

@@ -54,7 +54,7 @@ class StandIn(nn.Module):
             attention_mask = attention_mask[:, 0]
         # Absolute positions too: a canvas of nothing but masks would be all ties otherwise.
         hidden = self.embed[input_ids] + (position_ids[..., None] * self.embed[MASK]).sin() / 2
-        distance = (position_ids[:, :, None] - position_ids[:, None, :]).double()
+        distance = (position_ids[:, :, None] - position_ids[:, None, :]).to(self.embed.dtype)
         scores = hidden @ self.query @ hidden.mT + (distance * 0.7).sin()
         hidden = hidden / 2 + scores.masked_fill(~attention_mask, -torch.inf).softmax(dim=-1) @ hidden @ self.value
         logits = hidden @ self.head

@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.commit_rules import even_schedule
+from dlm_bridge.generation.token_sampling import Noise
 from tests.generation import published
 from tests.generation.conftest import MASK, load, prompts
 from tests.generation.scripted import Scripted
@@ -39,16 +40,20 @@ def test_low_confidence(model: Any, shape: tuple[int, ...], cfg_scale: float) ->
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[4] <= shape[2]])
-def test_random_remasking_draws_the_published_numbers(model: Any, shape: tuple[int, ...]) -> None:
+def test_random_remasking_is_the_published_one_by_the_rows_numbers(model: Any, shape: tuple[int, ...]) -> None:
     batch, length, gen_length, block_length, steps = shape
     ids = prompts(batch, length)
-    arguments = {"gen_length": gen_length, "block_length": block_length, "steps": steps, "remasking": "random"}
-    torch.manual_seed(1)
-    expected = published.sample(model, ids, mask=MASK, **arguments)
-    torch.manual_seed(1)
-    assert torch.equal(model.generate(ids, eos_token_id=None, **arguments), expected)
-    torch.manual_seed(2)
-    assert not torch.equal(model.generate(ids, eos_token_id=None, **arguments), expected)
+    arguments = {"gen_length": gen_length, "block_length": block_length, "steps": steps}
+    seeds = list(range(batch))
+    noise = Noise(seeds, torch.device("cpu"))
+
+    def draw(rows: int, width: int) -> torch.Tensor:
+        return noise.uniform(range(rows), torch.arange(width).expand(rows, -1))
+
+    expected = published.sample(model, ids, mask=MASK, draw=draw, **arguments)
+    arguments |= {"remasking": "random", "eos_token_id": None}
+    assert torch.equal(model.generate(ids, seed=seeds, **arguments), expected)
+    assert not torch.equal(model.generate(ids, seed=[seed + 9 for seed in seeds], **arguments), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import batch_size, batching, commit_rules, generate
+from dlm_bridge.generation import batch_size, commit_rules, generate, loop
 from dlm_bridge.generation.batching import (
     ContinuousBatch,
     Event,
@@ -21,15 +21,15 @@ from dlm_bridge.generation.batching import (
     RowRequest,
     RowTokens,
 )
+from dlm_bridge.generation.canvas import HostCopy
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.rolling_canvas import RollingCanvas
+from dlm_bridge.generation.rolling_canvas import OwnBlocksCanvas
 from tests.families.case import FamilyCase
+from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
-
-WHOLE = ("dream-", "dreamon", "multi_block", "diffullama", "rnd1", "uniform", "linear_spec", "idlm", "wedlm")
 
 
 def requests(
@@ -53,7 +53,7 @@ def alone(model: Any, row: RowRequest, settings: dict[str, Any]) -> list[int]:
     output = generate(
         model,
         torch.tensor([row.prompt]),
-        generator=[torch.Generator().manual_seed(row.seed or 0)],
+        seed=[row.seed or 0],
         **settings | {"gen_length": row.gen_length},
     )
     assert isinstance(output, torch.Tensor)
@@ -72,7 +72,7 @@ def run(
     while waiting or not batch.idle:
         for event in batch.advance():
             events[event.name].append(event)
-        while waiting and (batch.idle or draw.random() < 0.2):
+        while waiting and (batch.idle or draw.random() < 0.5):
             batch.submit(waiting.pop(0))
         for name in sorted(doomed):
             if draw.random() < 0.15 and batch.cancel(name):
@@ -130,25 +130,54 @@ def check_rows(model: Any, settings: dict[str, Any], rows: list[RowRequest], **o
 )
 def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
+    for weights in ("embed", "query", "value", "head"):
+        setattr(model, weights, getattr(model, weights).float())
     settings |= {"temperature": temperature, "eos_token_id": None}
     lengths = [6, 12, 18] if name.startswith(("llada-", "difflm")) or name == "llada" else [8, 12, 20]
     rows = requests(9, lengths)
-    entered: list[int] = []
-    admit = RollingCanvas.admit
+    entered: list[bool] = []  # whether some other row was in the middle of its block
+    admit = OwnBlocksCanvas.admit
 
-    def counting(self: RollingCanvas, entering: Any) -> None:
-        entered.append(len(self.names))
-        admit(self, entering)
+    def watching(self: OwnBlocksCanvas, entering: Any, cached: Any) -> int:
+        if entering:
+            entered.append(any(steps and inside for steps, inside in zip(self.steps, self.inside, strict=True)))
+        return admit(self, entering, cached)
 
-    monkeypatch.setattr(RollingCanvas, "admit", counting)
+    monkeypatch.setattr(OwnBlocksCanvas, "admit", watching)
     free = check_rows(model, settings, rows)
     assert len(free) >= 7
-    if not name.startswith(WHOLE):
-        assert any(entered)  # into a running batch
+    assert any(entered)
     stopping = sorted({free[0].tokens[len(free[0].tokens) // 2], free[2].tokens[1], free[4].tokens[0]})
     if not name.startswith("rnd1"):  # its end-of-sequence token is part of the canvas
         stopped = check_rows(model, settings | {"eos_token_id": stopping, "pad_token_id": 0}, rows, stream=False)
         assert {end.finish_reason for end in stopped} >= {"stop"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, settings = build(name)
+    settings |= {"temperature": 0.0, "eos_token_id": None}
+    sizes: list[int] = []
+    forward = type(model).forward
+
+    def counting(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        sizes.append(len(input_ids) // (2 if settings.get("cfg_scale") else 1))
+        return forward(self, input_ids, **more)
+
+    first, second = requests(2, [24])
+    expected = [alone(model, row, settings) for row in (first, second)]
+    monkeypatch.setattr(type(model), "forward", counting)
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch.submit(first)
+    events = batch.advance()
+    assert set(sizes) == {1}
+    batch.submit(second)
+    events += batch.advance()
+    assert sizes[-1] == 2
+    while not batch.idle:
+        events += batch.advance()
+    for row, tokens in zip((first, second), expected, strict=True):
+        assert list(ended([event for event in events if event.name == row.name]).tokens) == tokens
 
 
 def read_with_overlap(flags_A: torch.Tensor, overlap_with: Callable[[], None]) -> list[bool]:
@@ -184,10 +213,37 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         for speculative in (False, True):
             with monkeypatch.context() as patch:
                 if speculative:
-                    patch.setattr(batching, "read_flags", read_with_overlap)
+                    patch.setattr(loop, "read_flags", read_with_overlap)
                     patch.setattr(commit_rules, "read_flags", read_with_overlap)
                     rows = [RowRequest(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
                 check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("dream", {"alg": "entropy", "steps": 8, "cache": "prefix"}),
+        ("dream", {"alg": "origin", "steps": 8, "cache": "dual"}),
+        ("rnd1", {"num_diffusion_steps": 6, "cache": "prefix", "eos_token_id": 5}),
+        ("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
+        ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
+        ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
+        ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block"}),
+        ("nemotron_labs_diffusion", {"algorithm": "linear_spec", "block_length": 5, "cache": "block"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["cache"],
+)
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
+    family: str, settings: dict[str, Any], execution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if execution == "compiled":
+        stand_in(monkeypatch)
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == family), tmp_path)
+    settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": [5, 9, 21, 33], **settings}
+    rows = requests(8, [8, 12, 20])
+    for temperature in (0.0, 0.7):
+        check_rows(model, settings | {"temperature": temperature, "execution": execution}, rows)
 
 
 def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:
@@ -310,7 +366,9 @@ def test_what_a_batch_cannot_run_is_refused() -> None:
         ContinuousBatch(speculative, settings, max_rows=1, max_length=40).submit(RowRequest("e", []))
 
 
-@pytest.mark.parametrize("name", ["dream-entropy", "wedlm", "linear_spec", "llada", "sdar"])
+@pytest.mark.parametrize(
+    "name", ["dream-entropy", "wedlm", "linear_spec", "idlm", "llada", "sdar", "uniform", "multi_block", "dreamon"]
+)
 def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": 0.0, "eos_token_id": None}
@@ -372,3 +430,59 @@ def test_the_batch_size_follows_from_free_memory(model: Any, monkeypatch: pytest
     assert (guided.cache, guided.logits) == (2 * plan.cache, 2 * plan.logits)
     uncached = batch_size.plan_batch(model, [20], settings | {"cache": "none"}, diffusion=True)
     assert uncached.cache == 0
+
+
+def steps_of_commits(events: list[Event], length: int) -> list[int]:
+    steps = [0] * length
+    for event in events:
+        if isinstance(event, RowCommits):
+            for place in event.places:
+                steps[place] = event.step
+    return steps
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", ["llada-threshold", "llada2.1", "dreamon", "idlm"])
+def test_a_recorded_row_says_what_a_streamed_one_told(name: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where changes arrive on the host a step later, as they may on a GPU, and of tokens behind the end."""
+    model, settings = build(name)
+    settings |= {"eos_token_id": [5, 9], "pad_token_id": 0, "gen_length": 12}
+    rows = requests(5, [12])
+
+    def run_all(**options: Any) -> dict[Any, list[Event]]:
+        batch = ContinuousBatch(model, settings, max_rows=3, max_length=40, **options)
+        events: dict[Any, list[Event]] = {row.name: [] for row in rows}
+        for row in rows:
+            batch.submit(row)
+        while not batch.idle:
+            for event in batch.advance():
+                events[event.name].append(event)
+        return events
+
+    with monkeypatch.context() as patch:
+        if late:
+            patch.setattr(HostCopy, "arrived", False)
+        told = run_all(stream=True)
+    recorded = run_all(stream=False, record=True)
+    for row in rows:
+        end = ended(told[row.name])
+        (record,) = recorded[row.name]
+        assert isinstance(record, RowEnded)
+        assert (record.tokens, record.finish_reason, record.forwards) == (end.tokens, end.finish_reason, end.forwards)
+        assert record.written[: len(record.tokens)] == record.tokens
+        assert list(record.steps) == steps_of_commits(told[row.name], 12)
+        assert (end.written, end.steps) == ((), ())
+
+
+def test_only_rows_that_are_live_are_reported_as_they_come() -> None:
+    model, settings = build("llada")
+    batch = ContinuousBatch(model, settings | {"eos_token_id": None}, max_rows=2, max_length=40)
+    quiet, live = requests(2, [12])
+    batch.submit(RowRequest(quiet.name, quiet.prompt, quiet.gen_length, quiet.seed, live=False))
+    batch.submit(live)
+    events: dict[Any, list[Event]] = {quiet.name: [], live.name: []}
+    while not batch.idle:
+        for event in batch.advance():
+            events[event.name].append(event)
+    assert [type(event) for event in events[quiet.name]] == [RowEnded]
+    assert {type(event) for event in events[live.name]} == {RowCommits, RowTokens, RowEnded}

@@ -1,4 +1,5 @@
-"""DiffusionGemma in a batch that rows enter and leave: each text is that of transformers' own generate, alone."""
+"""DiffusionGemma in a batch that rows enter and leave: each text is that of transformers' own generate, alone, if that
+draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
-from tests.canvas_models import CANVAS, canvas_model, has_class
+from tests.canvas_models import CANVAS, canvas_model, has_class, keyed_draws
 
 pytestmark = has_class
 LENGTHS = (3, 9, 1, 14, 6, 22, 7)  # of prompts; the window of the sliding layers is 6
@@ -35,8 +36,8 @@ def _alone(model: Any, given: dict[str, Any], ends: list[int]) -> list[list[int]
     found = []
     for prompt, seed in zip(_prompts(), SEEDS, strict=True):
         ids = torch.tensor([prompt])
-        torch.manual_seed(seed)
-        new = canvases.generate(model, ids, torch.ones_like(ids), given)[0, len(prompt) :].tolist()
+        with keyed_draws(seed):
+            new = canvases.generate(model, ids, torch.ones_like(ids), given)[0, len(prompt) :].tolist()
         end = next((place for place, token in enumerate(new) if token in ends), len(new))
         found.append(new[: end + 1])
     return found

@@ -1,4 +1,4 @@
-"""DiffusionGemma by transformers' own `generate`: the command, its views, evaluation, the server, what is refused."""
+"""DiffusionGemma, with the tokens of transformers' own `generate`: the command, its views, refusals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from transformers import AutoTokenizer
 from dlm_bridge.generation.display.terminal import live
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
 from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel, load_model
-from dlm_bridge.serving.batches import row_sampler
-from dlm_bridge.serving.model import ServedModel
-from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Ended, Extended, Scheduler
-from tests.canvas_models import CANVAS, CONTEXT, has_class, write_canvas_model
+from tests.canvas_models import CANVAS, CONTEXT, has_class, keyed_draws, write_canvas_model
 from tests.cli.conftest import Cli, cli  # noqa: F401  a fixture
 from tests.cli.pages import Page, played
 
@@ -40,11 +37,11 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 def by_hand(loaded: LoadedModel, text: str, seed: int = 1, **settings: Any) -> list[int]:
-    """The new tokens by transformers alone."""
+    """The new tokens by transformers alone, if it draws what a row of this prompt draws at this seed."""
     ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"]
-    torch.manual_seed(seed)
     own = {"max_denoising_steps": STEPS, "eos_token_id": None, **settings}
-    return loaded.model.generate(ids, **own).sequences[0, ids.shape[1] :].tolist()
+    with keyed_draws(row_seeds(seed, ids.tolist())[0]):
+        return loaded.model.generate(ids, **own).sequences[0, ids.shape[1] :].tolist()
 
 
 def test_the_tokens_are_those_of_transformers_own_generate(cli: Cli, folder: Path, loaded: LoadedModel) -> None:  # noqa: F811
@@ -94,12 +91,13 @@ def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path
     assert texts[0] == texts[1] == texts[2]  # however they are batched
     alone = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text().splitlines()]
     assert alone[0]["token_ids"] == by_hand(loaded, "the cat", max_new_tokens=8)
-    assert alone[2]["token_ids"] == by_hand(loaded, "a", seed=3, max_new_tokens=8)
-    words = [*SHORT, "--gen-length", 8, "--set", "cache_implementation=dynamic", "--output", tmp_path / "theirs.jsonl"]
-    code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl", "--batch-size", 1, *words)
-    assert code == 0, err
-    theirs = [json.loads(line)["token_ids"] for line in (tmp_path / "theirs.jsonl").read_text().splitlines()]
-    assert theirs == texts[0]
+    assert alone[2]["token_ids"] == by_hand(loaded, "a", max_new_tokens=8)
+    words = [*SHORT, "--gen-length", 8, "--set", "cache_implementation=dynamic"]
+    report = cli.report(folder, "--prompt", "the cat", *words)  # transformers' own loop, with its own random numbers
+    ids = loaded.tokenizer("the cat", return_tensors="pt")["input_ids"]
+    torch.manual_seed(1)
+    theirs = loaded.model.generate(ids, max_denoising_steps=STEPS, eos_token_id=None, max_new_tokens=8)
+    assert report["samples"][0]["token_ids"] == theirs.sequences[0, ids.shape[1] :].tolist()
     two = [
         write_texts(
             loaded.model,
@@ -118,7 +116,8 @@ def test_the_page_and_the_live_view_show_every_denoising_step(
     loaded: LoadedModel,
     tmp_path: Path,
 ) -> None:
-    words = ["--prompt", "the cat", "--gen-length", 16, *SHORT, "--html", tmp_path / "out.html"]
+    # A seed at which no character is made of several tokens.
+    words = ["--prompt", "the cat", "--gen-length", 16, *SHORT, "--seed", 4, "--html", tmp_path / "out.html"]
     report = cli.report(folder, *words)
     trace = json.loads(Page((tmp_path / "out.html").read_text("utf-8")).scripts[0][1])
     frames = played(trace)
@@ -179,18 +178,3 @@ def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Pa
     assert code == 2
     assert "in.jsonl, line 2" in err
     assert "image" in err
-
-
-def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
-    served, told = ServedModel(loaded, "tiny", {}), []
-    served.check()
-    settings = {"gen_length": 12, "steps": STEPS, "eos_token_id": None}
-    request = TextRequest(chat=False, prompts=("the cat", "a longer one"), settings=settings, seed=1)
-    rows = served.rows(request, lambda index: lambda event: told.append((index, event)))
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
-    row_sampler(served).run(rows, scheduler)
-    for index in (0, 1):
-        pieces = [event.tokens for who, event in told if who == index and isinstance(event, Extended)]
-        (ended,) = [event for who, event in told if who == index and isinstance(event, Ended)]
-        assert [len(piece) for piece in pieces] == [CANVAS, 12 - CANVAS]
-        assert sum(pieces, ()) == tuple(ended.tokens)

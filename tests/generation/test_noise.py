@@ -9,7 +9,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.token_sampling import TokenSampling
+from dlm_bridge.generation.token_sampling import Noise, TokenSampling, invert
+from dlm_bridge.objectives.noise import philox_words
 from tests.generation.conftest import prompts
 from tests.generation.scripted import Scripted
 
@@ -47,10 +48,70 @@ def test_a_temperature_next_to_nothing_is_greedy(model: Any, temperature: float)
     assert torch.equal(TokenSampling(temperature).shape(logits).softmax(dim=-1).argmax(dim=-1), logits.argmax(dim=-1))
 
 
-def test_a_draw_of_zero_never_wins() -> None:
-    uniform = torch.tensor([[[0.0, 0.5, 0.5]]], dtype=torch.float64)  # -log(-log 0) is minus infinity
-    logits = torch.tensor([[[800.0, 1.0, 0.0]]])
-    assert TokenSampling(1.0).propose(logits, logits, 2, uniform).tolist() == [[1]]
+def test_philox_is_the_published_function() -> None:
+    """The known answers of Random123 (kat_vectors, philox4x32 10)."""
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+    answers = {
+        (0,) * 6: (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+        (2**32 - 1,) * 6: (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        pi: (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    }
+    inputs = torch.tensor(list(answers)).T
+    assert torch.stack(philox_words(*inputs)).T.tolist() == [list(words) for words in answers.values()]
+
+
+def test_uniform_numbers_of_neighbouring_keys() -> None:
+    """Rows of seeds 0 to 31, 32 draws of 64 places each: uniform, and independent along every axis."""
+    noise = Noise(range(32), torch.device("cpu"))
+    places = torch.arange(64).expand(32, -1)
+    numbers = torch.stack([noise.uniform(range(32), places) for _ in range(32)])
+    assert numbers.dtype == torch.float64
+    assert ((numbers > 0) & (numbers < 1)).all()
+    expected = numbers.numel() / 256
+    counts = torch.histc(numbers.float().flatten(), 256, 0, 1).double()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 347  # 255 degrees of freedom: once in ten thousand
+    centred = (numbers - 0.5) * 12**0.5
+    for axis in range(3):
+        for distance in (1, 2, 16):
+            length = centred.shape[axis] - distance
+            products = centred.narrow(axis, 0, length) * centred.narrow(axis, distance, length)
+            assert abs(float(products.mean())) < 4 / products.numel() ** 0.5
+    assert len({*numbers.flatten().tolist()}) == numbers.numel()
+
+
+def test_a_row_s_numbers_are_its_own() -> None:
+    """Whatever other rows draw, enter and leave, and whichever places are asked for."""
+    cpu, places = torch.device("cpu"), torch.arange(-3, 9)[None]
+    alone = Noise([7], cpu)
+    expected = [alone.uniform([0], places)[0] for _ in range(4)]
+    noise = Noise([5, 7, -1], cpu)
+    assert torch.equal(noise.uniform(range(3), places.expand(3, -1))[1], expected[0])
+    noise.uniform([0, 2], places.expand(2, -1))
+    assert torch.equal(noise.uniform([2, 1], places[:, 4:7].expand(2, -1))[1], expected[1][4:7])
+    noise.select_rows([1, 2])
+    noise.admit([9, 2**62])
+    others = torch.tensor([[30], [31]]) + places
+    assert torch.equal(noise.uniform([2, 3], torch.cat([places, others[:1]]))[0], expected[2])
+    assert torch.equal(noise.uniform(range(4), places.expand(4, -1))[2], expected[3])
+    assert len({*torch.stack(expected).flatten().tolist()}) == 4 * 12
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    extremes = torch.tensor([[2.0**-53, 0.5, 1 - 2.0**-53]], dtype=torch.float64)
+    logits = torch.tensor([-torch.inf, 800.0, 1.0, 0.0, -torch.inf, 900.0]).expand(1, 3, -1)
+    assert TokenSampling(1.0).propose(logits, logits, 5, extremes).tolist() == [[1, 1, 1]]
+    weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0], dtype=torch.float64).expand(1, 3, -1)
+    assert invert(weights, extremes).tolist() == [[1, 3, 3]]
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should_be() -> None:
+    """100,000 tokens that share 1e-4 of the probability, each below what a sum in float32 resolves."""
+    weights = torch.full((100_001,), 1e-9, dtype=torch.float64)
+    weights[0] = 1 - 1e-4
+    rare = torch.arange(0, 100_000, 7777)
+    middles = 1 - 1e-4 + 1e-9 * (rare.double() + 0.5)
+    drawn = invert(weights.expand(1, len(rare), -1), middles[None])
+    assert (drawn[0] - 1 - rare).abs().max() <= 1
 
 
 def test_the_model_s_logits_are_not_changed() -> None:
@@ -115,9 +176,18 @@ def test_one_generator_or_the_global_state(model: Any) -> None:
     assert torch.equal(model.generate(ids, **ARGUMENTS), first)
 
 
+def test_rows_have_seeds_of_their_own(model: Any) -> None:
+    ids = prompts(3, 6)
+    together = model.generate(ids, seed=[4, 9, 4], **ARGUMENTS)
+    assert torch.equal(model.generate(ids[1:2], seed=[9], **ARGUMENTS)[0], together[1])
+    with pytest.raises(DlmBridgeError, match="seed lists 2 numbers for 3 rows"):
+        model.generate(ids, seed=[4, 9], **ARGUMENTS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"seed": [1, "2"]}, "seed must be a whole number or a list of them"),
         ({"seed": 1, "generator": torch.Generator()}, "give one of them"),
         ({"generator": [torch.Generator()]}, "1 generators for 2 rows"),
         ({"generator": [torch.Generator()] * 0}, "must be a torch.Generator or a list"),

@@ -136,7 +136,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"pad_token_id": 10**39}, "pad_token_id must be a whole number"),
         ({"seed": 10**39}, "seed must be a whole number"),
         ({"temperature": 10**400}, "temperature must be a number"),
-        ({"seed": "x"}, "seed must be a whole number, not 'x'"),
+        ({"seed": "x"}, "seed must be a whole number or a list of them, not 'x'"),
         ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
         ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
         ({"pad_token_id": MASK, "eos_token_id": None, "stop_strings": "x"}, "pad_token_id 127 is the mask token"),

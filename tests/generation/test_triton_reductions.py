@@ -1,4 +1,4 @@
-"""The kernels over the vocabulary against PyTorch's argmax and softmax: on a GPU, or in Triton's interpreter."""
+"""The kernels over the vocabulary, and of random numbers, against PyTorch: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
 from dlm_bridge.generation.runtime import triton_kernels  # noqa: E402
+from dlm_bridge.generation.token_sampling import invert, without_token  # noqa: E402
+from dlm_bridge.objectives.noise import philox_uniform  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -38,6 +40,36 @@ def test_reductions(vocabulary: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [7, 8192, 20001])
+def test_draws(vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (3 * torch.randn(4, 6, vocabulary, generator=generator)).to(DEVICE, dtype)[:, 1:]  # a view
+    logits[0, :, vocabulary // 2 :] = -torch.inf
+    logits[1, :, 4] = 1000  # the token that is left out
+    uniform = torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    uniform[:, 3:] = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
+    uniform = uniform.to(DEVICE)
+    found = triton_kernels.draw_token(logits, 4, uniform)
+    weights = without_token(logits, 4, torch.float64).softmax(dim=-1)
+    assert (weights.gather(-1, found[..., None]) > 0).all()
+    # The sum up to a token encloses the number; exponentials are float32.
+    after = weights.cumsum(dim=-1).gather(-1, found[..., None])[..., 0]
+    before = after - weights.gather(-1, found[..., None])[..., 0]
+    assert ((before < uniform + 1e-6) & (uniform - 1e-6 < after)).all()
+    assert (found == invert(weights, uniform)).double().mean() > 0.9
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seed, draw = (torch.randint(-(2**63), 2**63 - 1, (5, 1), generator=generator) for _ in range(2))
+    places = torch.arange(-7, 2**33, 2**25).expand(5, -1)
+    found = triton_kernels.philox_uniform(seed.to(DEVICE), draw.to(DEVICE), places.to(DEVICE))
+    assert torch.equal(found.cpu(), philox_uniform(seed, draw, places))
+
+
 def test_nothing_to_reduce() -> None:
-    logits = torch.zeros(2, 0, 9, device=DEVICE)
+    logits, uniform = torch.zeros(2, 0, 9, device=DEVICE), torch.zeros(2, 0, dtype=torch.float64, device=DEVICE)
     assert triton_kernels.best_token(logits, 8).shape == (2, 0)
+    assert triton_kernels.draw_token(logits, 8, uniform).shape == (2, 0)
+    assert triton_kernels.philox_uniform(*[torch.zeros(2, 0, dtype=torch.long, device=DEVICE)] * 3).shape == (2, 0)

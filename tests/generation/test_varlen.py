@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.generation.callbacks import CallbackHandler
 from dlm_bridge.generation.runtime import attention, graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
     PackedRows,
@@ -64,17 +65,20 @@ def packed_heads(lengths: tuple[int, ...], **options: Any) -> tuple[list[torch.T
     return heads, padded_cu_seqlens(ends, len(lengths) + 2, tokens), longest
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_stays_within_each_row(window: int | None) -> None:
+def test_attention_stays_within_each_row(window: int | None, causal: bool) -> None:
     (query, key, value), cu_seqlens, longest = packed_heads(LENGTHS, dtype=torch.float64)
-    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window)
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window, None, causal)
     begin = 0
     for length in LENGTHS:
         own = slice(begin, begin + length)
         q, k, v = (heads[:, :, own].repeat_interleave(4 // heads.shape[1], dim=1) for heads in (query, key, value))
         place = torch.arange(length)
-        near = None if window is None else (place[:, None] - place).abs() < window
-        expected = scaled_dot_product_attention(q, k, v, attn_mask=near, scale=0.3)
+        allowed = place[:, None] >= place if causal else torch.ones(length, length, dtype=torch.bool)
+        if window is not None:
+            allowed &= (place[:, None] - place).abs() < window
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=0.3)
         torch.testing.assert_close(output[:, own], expected.transpose(1, 2))
         begin += length
     assert output.isfinite().all()  # of added tokens, too
@@ -163,11 +167,12 @@ def cached_attention(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_kernel_computes_what_padded_attention_does(window: int | None) -> None:
+def test_the_kernel_computes_what_padded_attention_does(window: int | None, causal: bool) -> None:
     (query, key, value), cu_seqlens, longest = packed_heads(LENGTHS, dtype=torch.bfloat16, device="cuda")
-    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window)
-    expected = attend_padded(query, key, value, cu_seqlens, longest, 0.3, window)
+    output = attend_packed(query, key, value, cu_seqlens, longest, 0.3, window, None, causal)
+    expected = attend_padded(query, key, value, cu_seqlens, longest, 0.3, window, None, causal)
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
     assert output.isfinite().all()
 
@@ -335,6 +340,50 @@ def test_packed_block_causal_rows(
     assert torch.equal(found, expected)
     for ours, theirs in zip(packed, masked, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["wedlm", "linear_spec", "idlm"])
+@pytest.mark.parametrize("cache", ["none", "block"])
+def test_packed_causal_rows(
+    name: str, cache: str, packed_calls: list[graphs.BodyInputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step's logits are those with masked padding: over the whole text, or the prompts and then cached
+    columns."""
+    family = {"wedlm": "wedlm", "linear_spec": "nemotron_labs_diffusion", "idlm": "idlm"}[name]
+    model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == family), tmp_path)
+    tokens = torch.randint(4, 60, (3, 11), generator=torch.Generator().manual_seed(5))
+    real = torch.arange(11) >= 11 - torch.tensor([3, 11, 6])[:, None]
+    settings = {"input_ids": tokens, "attention_mask": real.long(), "gen_length": 14, "temperature": 0.0}
+    settings |= {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "cache": cache, "algorithm": name}
+    settings |= {"block_length": 4} if name == "linear_spec" else {}
+    found, packed = steps_of(model, monkeypatch, **settings)
+    assert packed_calls
+    assert all(inputs.causal and inputs.attended is None for inputs in packed_calls)
+    assert len(packed_calls) == 1 or cache == "none"
+    assert packed_calls[0].tokens.shape[1] < 3 * packed_calls[0].max_seqlen
+    packed_calls.clear()
+    monkeypatch.setattr(runner, "supports_packing", lambda model: False)
+    expected, masked = steps_of(model, monkeypatch, **settings)
+    assert not packed_calls
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(packed, masked, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def steps_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What `generate` returns, and the logits of each step."""
+    seen: list[torch.Tensor] = []
+    step = CallbackHandler.step
+
+    def recording(
+        self: Any, canvas: Any, rows: Any, columns: Any, logits: torch.Tensor, *more: Any, **named: Any
+    ) -> None:
+        seen.append(logits.clone())
+        step(self, canvas, rows, columns, logits, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CallbackHandler, "step", recording)
+        return model.generate(**settings), seen
 
 
 def test_recorded_block_causal_rows(

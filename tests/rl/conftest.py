@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dlm_bridge  # noqa: F401  registers the families
 from dlm_bridge.train.config import RLConfig
@@ -33,13 +33,13 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 def write_llada(
-    folder: Path, vocabulary: int = len(WORDS), seed: int = 0, layers: int = 1, tied: bool = False
+    folder: Path, vocabulary: int = len(WORDS), seed: int = 0, layers: int = 1, tied: bool = False, heads: int = 2
 ) -> Path:
     """A LLaDA of a few thousand parameters, with the tokenizer of letters."""
     config = llada_config(
         d_model=16,
-        n_heads=2,
-        n_kv_heads=2,
+        n_heads=heads,
+        n_kv_heads=heads,
         n_layers=layers,
         weight_tying=tied,
         mlp_hidden_size=32,
@@ -52,6 +52,26 @@ def write_llada(
     )
     del config["auto_map"]
     write_hub_folder(folder, config, llada_tensors(config, seed), shards=1)
+    letters().save_pretrained(folder)
+    return folder
+
+
+def write_llama(folder: Path, layers: int = 1, heads: int = 2) -> Path:
+    """An autoregressive model of as many parameters, with the same tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
     letters().save_pretrained(folder)
     return folder
 

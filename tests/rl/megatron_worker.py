@@ -1,10 +1,11 @@
 """The processes for checks of reinforcement learning in the Megatron engine, forked from one that has imported it.
 
-python -m tests.rl.megatron_worker FOLDER [slow]
+python -m tests.rl.megatron_worker FOLDER PART
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -25,6 +26,7 @@ from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
 from dlm_bridge.parallel.handover import stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import PREFERRED
 from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates
 from dlm_bridge.train.rl.engine import train
 from dlm_bridge.train.rl.megatron_engine import MegatronUpdates
@@ -32,6 +34,7 @@ from dlm_bridge.train.rl.rollout import Rollouts
 from tests.groups import make_way
 from tests.processes import fork
 from tests.rl.sharding_worker import METHODS, OPTIONS, STEPS, rows, same_rows
+from tests.train.test_megatron_lora import factors
 
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
 SMOOTH = {"adam_eps": 1e-2, "lr": 1e-2}
@@ -40,9 +43,20 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "blocks": {"method": "block-grpo", **METHODS["block-grpo"]},  # of a block-causal model, in two streams
     "traced blocks": {"method": "tracerl", **METHODS["tracerl"], "trace_steps": 1},
     "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
+    "blocks of experts": {"method": "block-grpo", **METHODS["block-grpo"]},
+    "traced experts": {"method": "tracerl", **METHODS["tracerl"]},
     "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
+    # Continued, from folders of PEFT's; and one that begins, whose initial values are an engine's own.
+    "adapter": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "adapter": "lora"},
+    "preferred adapter": {"method": "vrpo", **METHODS["vrpo"], "adapter": "dora"},
+    "adapter of experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "adapter": "expert-lora"},
+    "new adapter": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "lora_rank": 2},
 }
-MODELS = {"blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "one-step": "tied"}  # others: policy
+MODELS = {
+    "blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "blocks of experts": "experts",
+    "traced experts": "experts", "one-step": "tied", "grpo": "causal", "dpo": "causal",
+    "adapter of experts": "experts",
+}  # fmt: skip
 UNSHARDED = {"distributed_optimizer": False}  # every rank then has all gradients
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": False},
@@ -56,48 +70,84 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp-pp2": {"tp": 2, "pp": 2},
     "tp2-sp-cp2": {"tp": 2, "cp": 2, **UNSHARDED},
     "pp2-dp2": {"pp": 2, **UNSHARDED},
+    # Ranks that sample from one model: of one replica of the trained model, and of two.
+    "tp2, shared": {"tp": 2, "sequence_parallel": False, "rollout_tp": 2},
+    "dp2, shared": {**UNSHARDED, "rollout_tp": 2},
+    "ep2, shared": {"ep": 2, **UNSHARDED, "rollout_tp": 2},
+    "tp2-sp-pp2, shared": {"tp": 2, "pp": 2, "rollout_tp": 4},
+    "pp2-dp2, shared": {"pp": 2, **UNSHARDED, "rollout_tp": 2},
 }
-QUICK = dict.fromkeys(("tp2", "pp2"), ("one-step",))
-SLOW = {
-    "tp2": ("diffu-grpo", "vrpo", "blocks"),
-    "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
-    "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
-    "tp2-sp": ("diffu-grpo", "blocks", "experts"),
-    "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
-    "cp2": ("diffu-grpo", "vrpo", "blocks"),
-    "ep2": ("experts",),
-    "dp2-zero": ("diffu-grpo",),
+# By part, of which each is a run of its own, and by the number of processes: the subjects of each layout.
+PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
+    "quick": {2: dict.fromkeys(("tp2", "pp2"), ("one-step",))},
+    "diffusion": {
+        2: {
+            "tp2": ("diffu-grpo", "tracerl", "vrpo", "blocks"),
+            "pp2": ("block-grpo", "traced blocks", "vrpo", "experts"),
+            "dp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
+            "tp2-sp": ("diffu-grpo", "blocks", "experts"),
+            "pp2-vp2": ("diffu-grpo", "block-grpo", "tracerl", "vrpo"),
+            "cp2": ("diffu-grpo", "tracerl", "traced blocks", "vrpo", "blocks"),
+            "ep2": ("experts", "blocks of experts", "traced experts"),
+            "dp2-zero": ("diffu-grpo",),
+        },
+        4: {"tp2-sp-pp2": ("block-grpo", "vrpo"), "tp2-sp-cp2": ("blocks",), "pp2-dp2": ("diffu-grpo",)},
+    },
+    "others": {
+        2: {
+            "tp2": ("grpo", "dpo", "preferred adapter", "new adapter"),
+            "pp2": ("grpo", "dpo", "adapter"),
+            "dp2": ("grpo", "dpo", "adapter"),
+            "tp2-sp": ("grpo", "adapter"),
+            "pp2-vp2": ("dpo",),
+            "cp2": ("grpo", "dpo", "adapter"),
+            "ep2": ("adapter of experts",),
+            "tp2, shared": ("diffu-grpo", "blocks", "grpo", "adapter"),
+            "dp2, shared": ("diffu-grpo",),
+            "ep2, shared": ("experts", "adapter of experts"),
+        },
+        4: {
+            "tp2-sp-pp2": ("grpo", "adapter"),
+            "pp2-dp2": ("dpo", "new adapter"),
+            "tp2-sp-pp2, shared": ("diffu-grpo",),
+            "pp2-dp2, shared": ("diffu-grpo",),
+        },
+    },
 }
-LARGE = {"tp2-sp-pp2": ("block-grpo", "vrpo"), "tp2-sp-cp2": ("blocks",), "pp2-dp2": ("diffu-grpo",)}
 
 Check = tuple[str, Callable[[], None]]
 
 
-def names(processes: int, slow: bool) -> list[str]:
-    return [name for name, _ in checks(Path(), processes, slow)]
+def names(processes: int, part: str) -> list[str]:
+    return [name for name, _ in checks(Path(), processes, part)]
 
 
-def checks(root: Path, processes: int, slow: bool) -> Iterator[Check]:
-    """In order; those of the Megatron engine read what one process of the Accelerate engine wrote."""
+def checks(root: Path, processes: int, part: str) -> Iterator[Check]:
+    """In order; those of the Megatron engine read what one process wrote, where it can that of the Accelerate
+    engine."""
     if processes == 1:
-        subjects = [subject for subject in SUBJECTS if slow == (subject not in QUICK["tp2"])]
-        for subject in subjects:
+        subjects = [subject for layouts in PARTS[part].values() for found in layouts.values() for subject in found]
+        for subject in dict.fromkeys(subjects):
             yield f"{subject}, Accelerate", partial(train_run, root, f"{subject}-accelerate", subject)
-        for subject in subjects if slow else ():
-            yield subject, partial(equals, root, f"{subject}-one", subject)
+            if subject == "new adapter":
+                yield subject, partial(train_run, root, f"{subject}-one", subject, engine="megatron")
+            elif part != "quick":
+                yield subject, partial(equals, root, f"{subject}-one", subject)
         return
-    layouts = QUICK if not slow else SLOW if processes == 2 else LARGE
-    for layout, subjects in layouts.items():
+    for layout, subjects in PARTS[part].get(processes, {}).items():
         for subject in subjects:
             yield f"{subject} {layout}", partial(equals, root, f"{subject}-{layout}", subject, **LAYOUTS[layout])
-    if slow and processes == 2:
+    if part == "diffusion" and processes == 2:
         yield "ranks of a replica share", partial(ranks_share, root)
         yield (
             "stops at tp2",
             partial(train_run, root, "cut", "diffu-grpo", engine="megatron", tp=2, steps=1, eval_interval=0),
         )
         yield "goes on at pp2", partial(goes_on, root, "cut", pp=2)
-        yield "exact", partial(resumes_exactly, root)
+        yield "exact", partial(resumes_exactly, root, "diffu-grpo", "tp2")
+    if part == "others" and processes == 2:
+        for subject in ("grpo", "adapter"):
+            yield f"exact, {subject}", partial(resumes_exactly, root, subject, "tp2, shared")
 
 
 def train_run(root: Path, name: str, subject: str, resume: bool = False, **changes: Any) -> None:
@@ -116,7 +166,8 @@ def train_run(root: Path, name: str, subject: str, resume: bool = False, **chang
         kept.append(gradients(self))
         return step(self, *arguments)
 
-    with mock.patch.object(owner, "optimizer_step", keeping):
+    patched = contextlib.nullcontext() if config.model.adapts else mock.patch.object(owner, "optimizer_step", keeping)
+    with patched:
         train(config, resume, Console(quiet=True))
     if os.environ["RANK"] == "0":
         torch.save(kept, root / f"{name}.pt")
@@ -124,10 +175,13 @@ def train_run(root: Path, name: str, subject: str, resume: bool = False, **chang
 
 def configuration(root: Path, name: str, subject: str, **changes: Any) -> RLConfig:
     options = SUBJECTS[subject]
-    data = str(root / ("pairs.jsonl" if options["method"] == "vrpo" else "problems.jsonl"))
-    rewards = {} if options["method"] == "vrpo" else {"reward": [f"{root / 'wanted.py'}:share"]}
+    preferred = options["method"] in PREFERRED
+    data = str(root / ("pairs.jsonl" if preferred else "problems.jsonl"))
+    rewards = {} if preferred else {"reward": [f"{root / 'wanted.py'}:share"]}
     model = str(root / MODELS.get(subject, "policy"))
     values = {**OPTIONS, **SMOOTH, "steps": STEPS, "model": model, "data": [data], **rewards, **options, **changes}
+    if "adapter" in options:
+        values["adapter"] = str(root / options["adapter"])
     return RLConfig.from_flags(**values, eval_data=[data], output=str(root / name))
 
 
@@ -153,13 +207,21 @@ def megatron_gradients(engine: MegatronUpdates) -> dict[str, torch.Tensor]:
 
 
 def equals(root: Path, name: str, subject: str, **changes: Any) -> None:
-    """Completions, rewards, losses and norms of every step, every gradient of every update, and the weights at the end
-    are those of one process under Accelerate."""
+    """Completions, rewards, losses and norms of every step, every gradient of every update (of an adapter its factors
+    at the end), and the weights at the end are those of one process under Accelerate."""
     train_run(root, name, subject, engine="megatron", **changes)
-    like = f"{subject}-accelerate"
+    like = f"{subject}-one" if subject == "new adapter" else f"{subject}-accelerate"
     steps = SUBJECTS[subject].get("steps", STEPS)
     same_rows(rows(root, name), rows(root, like), steps)
     if os.environ["RANK"] != "0":
+        return
+    if "adapter" in subject:
+        places = [root / each / "checkpoints" for each in (name, like)]
+        if subject != "new adapter":
+            places[1] /= f"step-{steps:07d}"
+        one, other = (factors(place, root / MODELS.get(subject, "policy")) for place in places)
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
         return
     found, wanted = (torch.load(root / f"{each}.pt") for each in (name, like))
     assert len(found) == len(wanted) >= steps
@@ -209,26 +271,31 @@ def goes_on(root: Path, name: str, **changes: Any) -> None:
     same_rows(rows(root, name), rows(root, "diffu-grpo-accelerate"))
 
 
-def resumes_exactly(root: Path) -> None:
+def resumes_exactly(root: Path, subject: str, layout: str) -> None:
     """In the same layout, to the last bit."""
-    source, name = "diffu-grpo-tp2", "diffu-grpo-tp2-again"
+    source, name = f"{subject}-{layout}", f"{subject}-{layout}-again"
     if os.environ["RANK"] == "0":
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"iter_{STEPS:07d}"))
         (root / name / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     dist.barrier()
-    train_run(root, name, "diffu-grpo", resume=True, engine="megatron", **LAYOUTS["tp2"])
+    train_run(root, name, subject, resume=True, engine="megatron", **LAYOUTS[layout])
     timed = ("tokens_per_s", "tokens_per_s_per_device", "seconds")
     once, again = ([{k: v for k, v in row.items() if k not in timed} for row in rows(root, n)] for n in (source, name))
     assert once == again
-    one, other = (Bridge.from_megatron(root / each / "checkpoints") for each in (source, name))
+    places = [root / each / "checkpoints" for each in (source, name)]
+    if "adapter" in subject:
+        found, wanted = (factors(place, root / "policy") for place in places)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        return
+    one, other = map(Bridge.from_megatron, places)
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.hub_names())
 
 
-def main(root: Path, slow: bool) -> None:
+def main(root: Path, part: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for processes in (1, 2, 4) if slow else (1, 2):
-        fork(root / f"reports-{processes}", processes, partial(checks, root, processes, slow))
+    for processes in (1, *PARTS[part]):
+        fork(root / f"reports-{processes}", processes, partial(checks, root, processes, part))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "slow" in sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

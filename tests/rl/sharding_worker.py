@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, PREFERRED
 from dlm_bridge.train.rl.engine import train
 from tests.processes import fork
 
@@ -42,6 +43,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "block-grpo": {**SAMPLED, "trace_steps": 2},
     "tracerl": {**SAMPLED, "trace_steps": 2},
     "vrpo": {"global_batch_size": 8, "micro_batch_size": 1, "elbo_levels": 2, "eval_interval": STEPS},
+    "grpo": SAMPLED,
+    "value-model": {
+        **SAMPLED,
+        "method": "tracerl",
+        "trace_steps": 2,
+        "value_model": True,
+        "value_lr": 2e-3,
+        "gae_lambda": 0.9,
+    },
+    "dpo": {"global_batch_size": 8, "micro_batch_size": 1, "eval_interval": STEPS},
 }
 OPTIONS: dict[str, Any] = {
     "seq_length": 16,
@@ -64,26 +75,47 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         for method in METHODS:
             yield method, partial(train_run, root, f"{method}-1", method)
         yield "an adapter", partial(train_run, root, "adapter-1", "diffu-grpo", lora_rank=2)
+        yield "DoRA", partial(train_run, root, "dora-1", "diffu-grpo", lora_rank=2, lora_dora=True)
         return
-    for method in METHODS if processes == 2 else ("diffu-grpo", "vrpo"):
+    for method in METHODS if processes == 2 else ("diffu-grpo", "vrpo", "value-model"):
         yield method, partial(equals, root, f"{method}-{processes}", f"{method}-1", method, sharding="fsdp")
     yield "goes on", partial(goes_on, root, f"diffu-grpo-{processes}", sharding="fsdp")
+    yield "a value model goes on", partial(goes_on, root, f"value-model-{processes}", "value-model", sharding="fsdp")
+    for size in (2, 4)[: processes // 2]:
+        shared = {"sharding": "fsdp", "rollout_tp": size}
+        for method in ("diffu-grpo", "grpo") if processes == 2 else ("diffu-grpo",):
+            name = f"{method}-{processes}-tp{size}"
+            yield f"{method}, {size} sample together", partial(equals, root, name, f"{method}-1", method, **shared)
+        yield f"goes on, {size} sample together", partial(goes_on, root, f"diffu-grpo-{processes}-tp{size}", **shared)
     if processes == 2:
+        more = {"sharding": "fsdp", "rollout_tp": 2, "lora_rank": 2, "lora_dora": True}
+        yield "an adapter that is merged", partial(equals, root, "dora-2", "dora-1", "diffu-grpo", **more)
         yield "an adapter", partial(equals, root, "adapter-2", "adapter-1", "diffu-grpo", sharding="fsdp", lora_rank=2)
         more = {"sharding": "fsdp", "cpu_offload": True, "gradient_checkpointing": True}
         yield "recomputed and offloaded", partial(equals, root, "more-2", "vrpo-1", "vrpo", **more)
         yield "half precision", partial(half_precision, root)
         yield "goes on from one process", partial(goes_on, root, "diffu-grpo-1", sharding="fsdp")
         yield "goes on, not cut", partial(goes_on, root, "diffu-grpo-2")
+        yield "a value model goes on, not cut", partial(goes_on, root, "value-model-2", "value-model")
+        yield (
+            "a value model goes on from one process",
+            partial(goes_on, root, "value-model-1", "value-model", sharding="fsdp"),
+        )
+    else:
+        copies = {"sharding": "fsdp", "fsdp_replicas": 2}
+        yield "replicas", partial(equals, root, "replicas-4", "diffu-grpo-1", "diffu-grpo", **copies)
+        yield "replicas go on", partial(goes_on, root, "replicas-4", **copies, rollout_tp=2)
 
 
 def train_run(root: Path, name: str, method: str, resume: bool = False, **changes: Any) -> None:
     """Run, and keep the gradients of the first update."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    data = str(root / ("pairs.jsonl" if method == "vrpo" else "problems.jsonl"))
-    rewards = {} if method == "vrpo" else {"reward": [f"{root / 'wanted.py'}:share"]}
-    values = {**OPTIONS, "method": method, "steps": STEPS, "model": str(root / "policy"), "data": [data], **rewards}
-    config = RLConfig.from_flags(**{**values, **METHODS[method], **changes}, eval_data=[data], output=str(root / name))
+    data = str(root / ("pairs.jsonl" if method in PREFERRED else "problems.jsonl"))
+    rewards = {} if method in PREFERRED else {"reward": [f"{root / 'wanted.py'}:share"]}
+    model = str(root / ("causal" if method in AUTOREGRESSIVE else "policy"))
+    values = {**OPTIONS, "method": method, "steps": STEPS, "model": model, "data": [data], **rewards}
+    values |= {**METHODS[method], **changes}
+    config = RLConfig.from_flags(**values, eval_data=[data], output=str(root / name))
     step = torch.optim.AdamW.step
     kept: list[list[torch.Tensor]] = []
 
@@ -114,6 +146,10 @@ def equals(root: Path, name: str, like: str, method: str, **changes: Any) -> Non
     ours, theirs = (root / each / f"checkpoints/step-{STEPS:07d}" for each in (name, like))
     listed = [{path.name for path in folder.iterdir()} for folder in (ours, theirs)]
     assert listed[0] == listed[1] | {"optimizer"}, listed
+    if (theirs / "value").is_dir():
+        weights, expected = (load_file(folder / "value" / "model.safetensors") for folder in (ours, theirs))
+        assert weights.keys() == expected.keys()
+        assert all(torch.allclose(weights[key], expected[key], atol=4e-4) for key in expected)
     file = "adapter_model.safetensors" if (theirs / "adapter_model.safetensors").is_file() else "model.safetensors"
     weights, expected = (load_file(folder / file) for folder in (ours, theirs))
     assert weights.keys() == expected.keys()
@@ -126,7 +162,7 @@ def same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]], steps: 
     for row, expected in zip(found, wanted, strict=True):
         assert row.keys() == expected.keys()
         exact = {"reward", "reward_std", "completion_length", "tokens", "preferred", "eval_reward", "eval_preferred"}
-        for key in (exact | {"loss", "grad_norm", "kl", "eval_loss", "margin"}) & expected.keys():
+        for key in (exact | {"loss", "grad_norm", "kl", "eval_loss", "margin", "value_loss"}) & expected.keys():
             if expected[key] is None:
                 assert row[key] is None, key
             else:
@@ -140,14 +176,14 @@ def half_precision(root: Path) -> None:
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
-def goes_on(root: Path, source: str, **changes: Any) -> None:
+def goes_on(root: Path, source: str, method: str = "diffu-grpo", **changes: Any) -> None:
     """From step 1 of a run, cut otherwise, to the rows of one that went through."""
     name = f"{source}-resumed-{os.environ['WORLD_SIZE']}-{changes.get('sharding')}"
     if os.environ["RANK"] == "0":
         shutil.copytree(root / source, root / name, ignore=shutil.ignore_patterns(f"step-{STEPS:07d}"))
     torch.distributed.barrier()
-    train_run(root, name, "diffu-grpo", resume=True, **changes)
-    same_rows(rows(root, name), rows(root, "diffu-grpo-1"))
+    train_run(root, name, method, resume=True, **changes)
+    same_rows(rows(root, name), rows(root, f"{method}-1"))
 
 
 def rows(root: Path, name: str) -> list[dict[str, Any]]:

@@ -1,37 +1,29 @@
-"""Autoregressive models: TRL's trainers give what they give alone; rewards, metrics and checkpoints are ours."""
+"""Autoregressive models: GRPO rises, resumes exactly and samples each row by itself; DPO is TRL's."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dlm_bridge.errors import DlmBridgeError
-from tests.rl.conftest import WORDS, Run, letters
+from dlm_bridge.train.rl.likelihood import causal as causal_query
+from dlm_bridge.train.rl.reward_worker import RewardScores
+from dlm_bridge.train.rl.rollout import Rollouts
+from dlm_bridge.train.rl.rows import Problem
+from dlm_bridge.train.rl.update_engine import target_logps
+from tests.rl.conftest import Run, letters, write_llama
+
+TIMED = ("tokens_per_s", "tokens_per_s_per_device", "seconds")
 
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("causal")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    letters().save_pretrained(folder)
-    return folder
+    return write_llama(tmp_path_factory.mktemp("causal"))
 
 
 def test_grpo_rises_and_resumes(run: Run, causal: Path, tmp_path: Path, problems: Path) -> None:
@@ -49,11 +41,48 @@ def test_grpo_rises_and_resumes(run: Run, causal: Path, tmp_path: Path, problems
     ]
     run(tmp_path / "cut", **changes, **held_out, steps=6)
     resumed = run(tmp_path / "cut", resume=True, **changes, **held_out, steps=12)
-    assert [row["loss"] for row in resumed[:6]] == [row["loss"] for row in rows[:6]]
-    assert [row["step"] for row in resumed] == list(range(1, 13))
-    # From the checkpoint's weights, and the reference is the model as it began, not the checkpoint.
-    assert resumed[6]["reward"] > 0.6
-    assert resumed[6]["kl"] > 0.5 * rows[6]["kl"]
+    # To the last bit: weights, optimizer and draws, and the reference is the model as it began, not the checkpoint.
+    for one, other in zip(resumed, rows, strict=True):
+        assert {key: value for key, value in one.items() if key not in (*TIMED, "eval_reward", "eval_rewards")} == {
+            key: value for key, value in other.items() if key not in (*TIMED, "eval_reward", "eval_rewards")
+        }
+    assert resumed[-1]["eval_rewards"] == rows[-1]["eval_rewards"]
+
+
+class _NoRewards:
+    functions: tuple[Any, ...] = ()
+
+    def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
+        return RewardScores([float(len(text)) for text in completions], {}, 0)
+
+
+def test_rows_are_sampled_by_themselves_and_their_likelihoods_are_the_models(causal: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(causal, dtype=torch.float32)
+    problems = [Problem(text, text, [ord(letter) - 95 for letter in text], {}, "") for text in ("ab", "b", "ccd")]
+    given = {"reward_workers": _NoRewards(), "seed": 3, "group_size": 2, "gen_length": 5, "temperature": 1.3}
+    found = [
+        Rollouts(letters(), sampler={"top_k": 6}, batch_size=size, autoregressive=True, **given).sample(
+            model, problems, step=1, first=first
+        )
+        for size, first in ((None, 0), (1, 0), (4, 0), (None, 6))
+    ]
+    whole, *others, later = found
+    for other in others:
+        assert torch.equal(whole.sequences.tokens, other.sequences.tokens)
+        assert torch.equal(whole.sequences.scored, other.sequences.scored)
+    assert whole.completions != later.completions  # other samples, other draws
+    sequences = whole.sequences
+    query = causal_query(sequences)
+    logps = query.per_token(target_logps(model, query.noisy))
+    for row in range(len(sequences)):
+        count = int((sequences.prompt | sequences.completion)[row].sum())
+        tokens = sequences.tokens[row, :count]
+        wanted = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        scored = sequences.scored[row, 1:count]
+        torch.testing.assert_close(logps[row, 1:count], torch.where(scored, wanted, 0.0), atol=1e-5, rtol=1e-5)
+    # The end of the text is the last that counts.
+    ends = (sequences.tokens == 0) & sequences.scored
+    assert (ends.cumsum(dim=1)[sequences.scored & ~ends] == 0).all()
 
 
 def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:
@@ -67,12 +96,12 @@ def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     changes = {"model": str(causal), "method": "dpo", "reward": [], "data": [str(data)], "micro_batch_size": 2}
-    found = run(tmp_path / "run", **changes, global_batch_size=4, steps=4)
+    found = run(tmp_path / "run", **changes, global_batch_size=8, steps=4)  # all pairs: in whatever order
     arguments = DPOConfig(
         output_dir=str(tmp_path / "trl"),
         max_steps=4,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=4,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -95,7 +124,7 @@ def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step-0000004")
     for name, weight in model.state_dict().items():
         assert torch.allclose(saved.state_dict()[name], weight, atol=1e-6), name
-    tokens = [row["tokens"] for row in run(tmp_path / "run", resume=True, **changes, global_batch_size=4, steps=6)]
+    tokens = [row["tokens"] for row in run(tmp_path / "run", resume=True, **changes, global_batch_size=8, steps=6)]
     assert tokens == sorted(set(tokens))
 
 

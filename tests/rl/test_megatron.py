@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.lora import EXPERTS as EXPERT_STACKS
 from tests import launcher
 from tests.families.llada_moe import CASE as EXPERTS
 from tests.families.sdar import CASES as BLOCKS
 from tests.processes import assert_ok, environments, forked
-from tests.rl.conftest import Run, letters, write_llada
+from tests.rl.conftest import Run, letters, write_llada, write_llama
 
 pytest.importorskip("megatron.core")
 
-from tests.rl.megatron_worker import names
+from tests.rl.megatron_worker import PARTS, names
+from tests.train.test_megatron_lora import write_adapter
 
 SPECIAL = {"mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def write_inputs(root: Path) -> Path:
-    write_llada(root / "policy", layers=4)
+    write_llada(root / "policy", layers=4, heads=4)
     write_llada(root / "tied", layers=2, tied=True)
+    write_llama(root / "causal", layers=4, heads=4)
     for case, folder in ((BLOCKS[0], root / "blocks"), (EXPERTS, root / "experts")):
         case.write(folder, **SPECIAL)
         letters().save_pretrained(folder)
+    attention = ["q_proj", "v_proj"]
+    write_adapter(root / "lora", root / "policy", [*attention, "ff_proj", "ff_out"])
+    write_adapter(root / "dora", root / "policy", [*attention, "attn_out"], dora=True)
+    write_adapter(root / "expert-lora", root / "experts", ["q_proj", EXPERT_STACKS])
     prompts = ["ab", "b", "ccd", "da", "ac", "hg", "fe"]
     (root / "problems.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt, "wanted": "aceg"}) + "\n" for prompt in prompts)
@@ -41,41 +50,42 @@ def write_inputs(root: Path) -> Path:
     return root
 
 
-def reports(root: Path, *arguments: str) -> Path:
-    """Where the checks have run; the reports say what failed."""
-    write_inputs(root)
-    launcher.run("tests.rl.megatron_worker", [str(root), *arguments], environments(1), [root / "log.txt"], 1100)
-    return root
-
-
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reports(tmp_path_factory.mktemp("rl_megatron"))
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the checks of a part have run; the reports say what failed."""
+
+    @functools.cache
+    def run_part(part: str) -> Path:
+        root = write_inputs(tmp_path_factory.mktemp("rl_megatron"))
+        launcher.run("tests.rl.megatron_worker", [str(root), part], environments(1), [root / "log.txt"], 1100)
+        return root
+
+    return run_part
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reports(tmp_path_factory.mktemp("rl_megatron_large"), "slow")
-
-
-@pytest.mark.parametrize("name", names(2, slow=False))
-def test_an_update_is_that_of_one_process(name: str, quick: Path) -> None:
-    assert_ok(name, forked(quick / "reports-2", 2))
+@pytest.mark.parametrize("name", names(2, "quick"))
+def test_an_update_is_that_of_one_process(name: str, reports: Callable[[str], Path]) -> None:
+    assert_ok(name, forked(reports("quick") / "reports-2", 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "name"), [(number, name) for number in (1, 2, 4) for name in names(number, slow=True)]
+    ("part", "processes", "name"),
+    [
+        (part, number, name)
+        for part in PARTS
+        if part != "quick"
+        for number in (1, 2, 4)
+        for name in names(number, part)
+    ],
 )
-def test_every_layout(processes: int, name: str, large: Path) -> None:
-    assert_ok(name, forked(large / f"reports-{processes}", processes), processes)
+def test_every_layout(part: str, processes: int, name: str, reports: Callable[[str], Path]) -> None:
+    assert_ok(name, forked(reports(part) / f"reports-{processes}", processes), processes)
 
 
 @pytest.mark.parametrize(
     ("changes", "flag", "named"),
     [
-        ({"method": "grpo"}, "--engine", "--method grpo"),
-        ({"lora_rank": 4}, "--engine", "an adapter"),
         ({"megatron": ["transformer.hidden_dropout=0.1"]}, "--engine", "transformer.hidden_dropout"),
         ({"fsdp": "optim"}, "--fsdp", "dlm-bridge rl"),
         ({"async_save": True}, "--async-save", "dlm-bridge rl"),

@@ -12,6 +12,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from dlm_bridge.generation import batch_size
+from dlm_bridge.generation.batch_size import plan_batch
+from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.train.rl import rollout
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, LikelihoodQuery, Sequences, blockwise, one_step
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
@@ -183,6 +187,30 @@ def test_single_forwards_are_what_was_drawn(policy: Any) -> None:
             canvas = torch.where(order < order[place], tokens, 1)
             logps = policy(input_ids=torch.tensor([[*prompt, *canvas.tolist()]])).logits[0].log_softmax(-1)
             assert torch.allclose(found[row, begin + place], logps[begin + place, tokens[place]], atol=1e-5)
+
+
+def test_as_many_rows_are_sampled_at_once_as_free_memory_holds(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unjudged:
+        functions: tuple[Any, ...] = ()
+
+        def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
+            return RewardScores([0.0] * len(rows), {}, 0)
+
+    class Watched(ContinuousBatch):
+        def __init__(self, *given: Any, max_rows: int, **more: Any) -> None:
+            sizes.append(max_rows)
+            super().__init__(*given, max_rows=max_rows, **more)
+
+    monkeypatch.setattr(rollout, "ContinuousBatch", Watched)
+    problems, sizes, found = [Problem("", "", [2, 3, 4 + n], {}, "") for n in range(4)], list[int](), []
+    row = plan_batch(policy, [3], {"gen_length": 6, "steps": 3}, diffusion=True).row
+    for free, asked in ((2**40, None), (4 * row, None), (2**40, 2)):
+        monkeypatch.setattr(batch_size, "free_memory", lambda device, free=free: free)
+        rollouts = Rollouts(letters(), Unjudged(), 5, 2, 6, 1.0, {"steps": 3}, asked)  # type: ignore[arg-type]
+        found.append(rollouts.sample(policy, problems, step=1, first=0).sequences.tokens)
+    assert sizes == [8, 3, 2]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_blockwise_of_a_block_causal_model(tmp_path: Path) -> None:

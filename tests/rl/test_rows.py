@@ -94,7 +94,8 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
         ({"generation": ["steps"]}, "--generation"),
         ({"generation": ["temperature=1"]}, "--generation"),
         ({"generation": ["infill=true"]}, "--generation"),
-        ({"engine": "megatron", "method": "dpo", "reward": []}, "--engine"),
+        ({"engine": "megatron", "megatron": ["transformer.attention_dropout=0.1"]}, "--engine"),
+        ({"rollout_tp": 2}, "--rollout-tp"),
         ({"objective": "masked"}, "--objective"),
         ({"packing": True}, "--packing"),
         ({"tp": 2}, "--tp"),
@@ -131,7 +132,7 @@ def test_a_file_of_options(tmp_path: Path) -> None:
         ({"seq_length": 65}, "^--seq-length 65 is more than the model's 64 positions"),
         ({"reward": ["nowhere.f"]}, r"^--reward nowhere\.f: cannot be loaded"),
         ({"lora_rank": 2, "lora_targets": "x_proj"}, "^--lora-targets x_proj: "),
-        ({"sharding": "fsdp", "method": "grpo"}, "^--sharding "),
+        ({"sharding": "fsdp", "precision": "fp16"}, "^--precision "),
     ],
 )
 def test_runs_that_cannot_begin(run: Run, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import batch_size
+from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.rl import replica
 from dlm_bridge.train.rl.accelerate_engine import gather_weights
-from dlm_bridge.train.rl.replica import WholeModel
+from dlm_bridge.train.rl.replica import RolloutModel
+from dlm_bridge.train.rl.rollout import Rollouts
 from tests.processes import assert_ok, forked, launch
-from tests.rl.conftest import Run, write_llada
+from tests.rl.conftest import Run, write_llada, write_llama
 from tests.rl.sharding_worker import WORLDS, names
 
 
@@ -22,7 +26,8 @@ from tests.rl.sharding_worker import WORLDS, names
 def root(tmp_path_factory: pytest.TempPathFactory, problems: Path, reward: str) -> Path:
     """Where the checks have run."""
     root = tmp_path_factory.mktemp("rl_sharding")
-    write_llada(root / "policy")
+    write_llada(root / "policy", heads=4)
+    write_llama(root / "causal", heads=4)
     (root / "problems.jsonl").write_text("".join(problems.read_text().splitlines(keepends=True)[:7]))
     pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -60,12 +65,12 @@ class _Tied(nn.Module):
 
 def test_a_whole_model_has_weights_only_while_allocated() -> None:
     model = _Tied()
-    copied = WholeModel(model, torch.float32)
+    copied = RolloutModel(model, torch.float32, "")
     model.rates.fill_(7)
     for value in (1.0, 2.0):
         nn.init.constant_(model.one.weight, value)
         with copied.allocated(torch.device("cpu")) as whole:
-            gather_weights(model, whole, torch.device("cpu"))
+            gather_weights(model, copied, torch.device("cpu"))
             assert whole.one.weight is whole.other.weight
             assert torch.equal(whole.one.weight, model.one.weight)
             assert torch.equal(whole.rates, model.rates)
@@ -73,11 +78,50 @@ def test_a_whole_model_has_weights_only_while_allocated() -> None:
         assert copied.model.one.weight is copied.model.other.weight
 
 
-def test_rollouts_that_do_not_fit_beside_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _Tied()
+def test_weights_that_do_not_fit_beside_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "free_memory", lambda device: 15)
     with (
-        pytest.raises(DlmBridgeError, match=r"^rollouts .* --cpu-offload"),
-        WholeModel(model, torch.float32).allocated(torch.device("cpu")),
+        pytest.raises(DlmBridgeError, match=r"^rollouts .* missing: offload it"),
+        RolloutModel(_Tied(), torch.float32, "offload it").allocated(torch.device("cpu")),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, ("--sharding fsdp", "--beta 0", "--precision bf16", "--gen-length")),
+        ({"sharding": "fsdp", "precision": "bf16"}, ("--cpu-offload", "--rollout-tp", "--beta 0")),
+        ({"sharding": "fsdp", "cpu_offload": True, "beta": 0.0}, ("--rollout-tp", "--precision bf16")),
+        ({"method": "grpo", "beta": 0.0}, ("--sharding fsdp",)),
+    ],
+)
+def test_a_row_that_does_not_fit(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    """Of plain data parallelism, too: one line that says what is missing and what the run does not offload yet."""
+    if changes.get("method") == "grpo":
+        changes = {**changes, "model": str(write_llama(tmp_path / "causal"))}
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 100)
+    with pytest.raises(DlmBridgeError) as raised:
+        run(tmp_path / "run", **changes)
+    said = str(raised.value)
+    assert "\n" not in said
+    assert all(word in said for word in ("a row of", "needed", "missing", *named)), said
+    assert ("--cpu-offload" in said) == (not changes.get("cpu_offload"))
+
+
+def test_memory_that_runs_out_in_a_rollout(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Rollouts, "_denoised", fails)
+    with pytest.raises(DlmBridgeError, match=r"^rollouts .* 32 rows at once.*--micro-batch-size"):
+        run(tmp_path / "run")
+
+
+def test_ranks_that_do_not_share_a_model(run: Run, tmp_path: Path) -> None:
+    for changes, named in (({}, "--sharding fsdp"), ({"sharding": "fsdp"}, "does not divide 1 processes")):
+        with pytest.raises(OptionError, match=named) as raised:
+            run(tmp_path / "run", rollout_tp=2, **changes)
+        assert raised.value.flag == "--rollout-tp"

@@ -106,7 +106,7 @@ def test_two_steps_by_plain_maths(
         return adam_step(self, *arguments, **more)
 
     generation = ["steps=3", "block_length=5"] if family == "llada" else []
-    options = {"model": str(folder), "steps": 2, "updates": 2, "beta": 0.05, "gen_length": 5, "lr": 2e-3}
+    options = {"model": str(folder), "steps": 2, "updates": 2, "beta": 0.05, "gen_length": 5, "seed": 3, "lr": 2e-3}
     values = {"value_model": True, "value_lr": 5e-3, "discount": 0.9, "gae_lambda": 0.8, "reward": [letters_reward]}
     batch = {"global_batch_size": 4, "group_size": 4, "micro_batch_size": 2, "clip_grad": 0.0, "trace_steps": 1}
     with mock.patch.object(Rollouts, "sample", sampling), mock.patch.object(torch.optim.AdamW, "step", stepping):
@@ -221,7 +221,6 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"method": "block-grpo"}, "--method block-grpo"),
-        ({"sharding": "fsdp"}, "--sharding fsdp"),
         ({"lora_rank": 2}, "an adapter"),
         ({"engine": "megatron"}, "--engine accelerate"),
     ],

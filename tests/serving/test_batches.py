@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.generation import batch_size
 from dlm_bridge.loading import LoadedModel, load_model
 from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
@@ -139,3 +140,18 @@ def test_families_that_no_engine_serves(case: FamilyCase, tmp_path: Path) -> Non
         alone = model.generate(ids, **settings, seed=2)[0, ids.shape[1] :].tolist()
         assert list(ended(told)[name].tokens) == alone
     scheduler.close(PATIENCE_S)
+
+
+def test_the_batch_size_follows_from_free_memory(
+    diffusion: LoadedModel, qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for loaded in (diffusion, load_model(qwen3)):
+        served = ServedModel(loaded, "tiny", {"gen_length": 16}, max_length=48)
+        found = []
+        for free in (2**20, 2**26, 2**28):
+            monkeypatch.setattr(batch_size, "free_memory", lambda device, free=free: free)
+            plan = served.plan()
+            assert plan.length == 48
+            assert plan.rows == 1 or plan.rows * (plan.cache + plan.activations + plan.logits) <= free
+            found.append(plan.rows)
+        assert found[0] < found[1] < found[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -18,13 +19,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dlm_bridge.cli.app import app
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.plan.dry_run import dry_run
+from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import documents
 from dlm_bridge.train.data import preprocess as module
 from dlm_bridge.train.data.documents import find_files, pack
+from dlm_bridge.train.data.fingerprint import check_fingerprint, fingerprint_file
 from dlm_bridge.train.data.indexed import open_indexed
 from dlm_bridge.train.data.preprocess import preprocess
 from tests.train.conftest import Run
@@ -157,6 +163,54 @@ def test_what_is_already_tokenised_is_refused(tmp_path: Path, tokenizer: Any) ->
         preprocess([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
 
 
+def _other(folder: Path) -> Path:
+    """A tokenizer whose ids are in range and mean other tokens."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["other words, of other things"], vocab_size=280, special_tokens=["<eos>", "<mask>"])
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>", mask_token="<mask>").save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path, run: Run, tokenizer: Any, seed_folder: Path) -> None:
+    """For training and for validation, also in a dry run; data without a record pass."""
+    other = AutoTokenizer.from_pretrained(_other(tmp_path / "other"))
+    (tmp_path / "data").mkdir()
+    corpus = _jsonl(tmp_path / "a.jsonl", copies=20)
+    own, foreign = str(tmp_path / "data" / "own"), str(tmp_path / "foreign")
+    preprocess([corpus], own, tokenizer)
+    preprocess([corpus], foreign, other)
+    changes = {"seq_length": 32, "steps": 1, "global_batch_size": 2, "split": "100,0,0", "eval_interval": 0}
+    assert len(run(tmp_path / "run", data=[str(tmp_path / "data")], **changes)) == 1  # a folder with its record
+    for bad in ({"data": [foreign]}, {"data": [own], "valid_data": [foreign], "split": "99,1,0"}):
+        for _ in range(2):  # they leave nothing behind that a second try would stumble over
+            with pytest.raises(DlmBridgeError, match=r"foreign\.bin was made with another tokenizer, .*--tokenizer"):
+                run(tmp_path / "refused", **{**changes, **bad})
+    planned = {**changes, "model": str(seed_folder), "from_scratch": True, "output": str(tmp_path / "planned")}
+    with pytest.raises(DlmBridgeError, match="another tokenizer"):
+        dry_run(TrainConfig.from_flags(**planned, data=[foreign]), 1)
+    dry_run(TrainConfig.from_flags(**planned, data=[own]), 1)
+    Path(f"{foreign}.tokenizer.json").unlink()
+    assert len(run(tmp_path / "passes", **{**changes, "data": [foreign]})) == 1
+
+
+def test_a_tokenizer_with_more_tokens_reads_the_same_data(tmp_path: Path, tokenizer: Any) -> None:
+    """As one that was given a mask token afterwards; a record that is damaged is said."""
+    preprocess([_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"additional_special_tokens": ["<more>"]})
+    opened = open_indexed(tmp_path / "out")
+    check_fingerprint(opened, more)
+    preprocess([_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", more, overwrite=True)
+    check_fingerprint(opened, more)
+    with pytest.raises(DlmBridgeError, match="another tokenizer"):
+        check_fingerprint(opened, tokenizer)
+    fingerprint_file(tmp_path / "out").write_text("{}")
+    with pytest.raises(DlmBridgeError, match="damaged"):
+        check_fingerprint(opened, more)
+
+
 def _processes_with(word: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -192,4 +246,5 @@ def test_a_killed_run_leaves_nothing_that_looks_whole(tmp_path: Path, seed_folde
     assert _processes_with(str(corpus)) == []
     again = CliRunner().invoke(app, ["preprocess", small, "--append-eod", *options], catch_exceptions=False)
     assert json.loads(again.stdout)["tokens"] == json.loads(first.stdout)["tokens"] + 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "small.jsonl"]
+    names = ["a.jsonl", "out.bin", "out.idx", "out.tokenizer.json", "small.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names

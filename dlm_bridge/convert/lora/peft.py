@@ -107,12 +107,19 @@ class LoraAdapter(ABC):
         return self.facts.scale * (b @ a)
 
     def merged(self, weight: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The base's `tensor` of a Hub weight with the adapter in it, in fp32. DoRA: arXiv:2402.09353, equation 5."""
-        changed = tensor.float() + self.delta(weight)
-        if not self.facts.dora:
-            return changed
-        norms = changed.norm(dim=1).clamp_min(torch.finfo(changed.dtype).tiny)
-        return changed * (self.tensor(weight, "magnitude").float() / norms)[:, None]
+        """The base's `tensor` of a Hub weight with the adapter in it, in fp32."""
+        magnitude = self.tensor(weight, "magnitude") if self.facts.dora else None
+        return merged_weight(tensor, self.delta(weight), magnitude)
+
+
+def merged_weight(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
+    """A base's weight with an adapter in it, in fp32; with a magnitude of each row DoRA's (arXiv:2402.09353, equation
+    5)."""
+    changed = weight.float() + delta
+    if magnitude is None:
+        return changed
+    norms = changed.norm(dim=1).clamp_min(torch.finfo(changed.dtype).tiny)
+    return changed * (magnitude.float() / norms)[:, None]
 
 
 def factor_suffix(part: LoraFactor) -> str:

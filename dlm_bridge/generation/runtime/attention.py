@@ -42,6 +42,7 @@ def attend(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     packed_blocks: torch.Tensor | None = None,
+    packed_causal: bool = False,
     kv_attended: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
@@ -56,8 +57,8 @@ def attend(
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
         kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
         kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
-        cu_seqlens, max_seqlen, packed_blocks: rows are packed, see `varlen.attend_packed`; `kv_columns` is that of
-            `write_packed`.
+        cu_seqlens, max_seqlen, packed_blocks, packed_causal: rows are packed, see `varlen.attend_packed`;
+            `kv_columns` is that of `write_packed`.
         kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
             `varlen.attend_packed_cached`.
         sliding_window: a query attends only to keys less than so many columns away, on either side.
@@ -80,7 +81,7 @@ def attend(
         if kv_columns is not None:
             write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
         rows = (cu_seqlens, max_seqlen)
-        return attend_packed(query, key, value, *rows, scaling, sliding_window, packed_blocks), None
+        return attend_packed(query, key, value, *rows, scaling, sliding_window, packed_blocks, packed_causal), None
     if sliding_window is not None or softcap is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
         return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None
@@ -167,8 +168,9 @@ def attend_cached(
     Args:
         length: [1], the number of those columns as a tensor on the device, so that a recorded graph serves every
             context length. The mask has `end` columns all the same.
-        block: attention among the new columns, which are then the last ones, is block-causal in blocks of this length,
-            as if the blocks were run one after the other. None: the new columns all attend to each other.
+        block: attention among the new columns, which are then the last ones that a row attends to, is block-causal in
+            blocks of this length, as if the blocks were run one after the other. None: the new columns all attend to
+            each other.
     """
     kernel = _kernel(query.device.type)
     shared, width, size = query.shape[1] // key.shape[1], query.shape[2], query.shape[3]
@@ -203,7 +205,8 @@ def attend_torch(
     StaticKVCache.write(key_cache, columns, key)
     StaticKVCache.write(value_cache, columns, value)
     keys, values = StaticKVCache.read(key_cache, end), StaticKVCache.read(value_cache, end)
-    if block == 1 and length is None:  # causal: one product with a mask instead of one per column
+    # Causal, or each row in its own columns: one product with a mask instead of one for each block.
+    if length is None and (block == 1 or (block is not None and columns.dim() == 2)):
         length = columns.new_full((1,), end)
     if length is not None:
         mask, block = _masked_until(columns, end, length, block, mask), None
@@ -221,12 +224,12 @@ def _masked_until(
     columns: torch.Tensor, end: int, length: torch.Tensor, block: int | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """[B or 1, 1, Q or 1, end], the mask combined with the limits of `length` and of the queries' blocks."""
-    limit_Q = length
+    limit_BQ = length[None]
     if block is not None:
-        own_Q = torch.arange(len(columns), device=columns.device) // block
-        limit_Q = torch.minimum(length, columns[0] + (own_Q + 1) * block)
-    seen_QK = torch.arange(end, device=columns.device) < limit_Q[:, None]
-    return seen_QK[None, None] if mask is None else seen_QK & mask
+        own_Q = torch.arange(columns.shape[-1], device=columns.device) // block
+        limit_BQ = torch.minimum(length, columns.view(-1, columns.shape[-1])[:, :1] + (own_Q + 1) * block)
+    seen_BQK = torch.arange(end, device=columns.device) < limit_BQ[..., None]
+    return seen_BQK[:, None] if mask is None else seen_BQK[:, None] & mask
 
 
 @functools.cache

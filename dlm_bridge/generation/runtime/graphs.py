@@ -45,6 +45,7 @@ class BodyInputs:
     max_seqlen: int | None = None
     blocks: torch.Tensor | None = None  # [1, T], of packed rows whose attention is block-causal, see `varlen.Packing`
     # Of packed rows: the cached columns that they attend to, see `varlen.attend_packed_cached`.
+    causal: bool = False  # attention of packed rows
     attended: torch.Tensor | None = None  # [1, K]
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_k: int | None = None
@@ -152,7 +153,7 @@ class GraphedBody:
         sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in sized)
         longest = (inputs.max_seqlen, inputs.max_seqlen_k)
-        kind = (inputs.end, inputs.length is None, inputs.block, inputs.variant, *longest)
+        kind = (inputs.end, inputs.length is None, inputs.block, inputs.causal, inputs.variant, *longest)
         key = (batch, width, *kind, *shapes)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -277,6 +278,7 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         cu_seqlens=inputs.cu_seqlens,
         max_seqlen=inputs.max_seqlen,
         packed_blocks=inputs.blocks,
+        packed_causal=inputs.causal,
         kv_attended=inputs.attended,
         cu_seqlens_k=inputs.cu_seqlens_k,
         max_seqlen_k=inputs.max_seqlen_k,

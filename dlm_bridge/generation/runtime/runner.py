@@ -13,6 +13,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, is_attention
+from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
 from dlm_bridge.generation.runtime.varlen import PackedRows, Packing, supports_packing
@@ -237,6 +238,7 @@ class ModelRunner:
             cu_seqlens=rows.cu_seqlens,
             max_seqlen=rows.max_seqlen,
             blocks=None if packing.blocks is None else rows.pack(packing.blocks),
+            causal=packing.causal,
             attended=attended,
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,
@@ -296,7 +298,7 @@ def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> E
 
 
 def _tensor_parallel(plain: Any) -> bool:
-    return bool(getattr(plain, "_tp_size", None))
+    return tensor_parallel_group(plain) is not None
 
 
 def _graph_obstacle(model: Any, plain: Any) -> str | None:

@@ -1,17 +1,22 @@
 """Plain layers for tensor-parallel sampling.
 
-`from_pretrained(..., distributed_config=...)` gives each process its shards as DTensors and wraps the forward of every
-sharded layer: each call takes the local tensors out, calls the layer, and puts the DTensors back, which keeps the host
-busier than the GPU. `use_plain_shards` keeps the weights that were loaded and replaces the wrappers: a layer's
-parameters are this process's shard, a layer cut by output features is an ordinary `nn.Linear`, and the others end with
-one collective on the current stream.
+A layer's parameters are this process's shard, a layer cut by output features is an ordinary `nn.Linear`, and the
+others end with one collective on the current stream. There are two ways to them, both by transformers' plan:
+
+`use_plain_shards` of a loaded model. `from_pretrained(..., distributed_config=...)` gives each process its shards as
+DTensors and wraps the forward of every sharded layer: each call takes the local tensors out, calls the layer, and puts
+the DTensors back, which keeps the host busier than the GPU. The weights that were loaded are kept, the wrappers not.
+
+`cut_model` of a model on the meta device, whose weights come later, a tensor at a time: `Shard.write`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
 from typing import Any, TypeGuard
 
 import torch
@@ -20,12 +25,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from dlm_bridge.errors import DlmBridgeError
+
 # Styles of transformers' plans (transformers.distributed.tensor_parallel) that have a plain layer here.
-_LOCAL = ("colwise", "packed_colwise", "replicated_with_grad_allreduce")
+_LOCAL = ("colwise", "packed_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _EXPERTS = "moe_tp_experts"
 _EMBEDDING = "embedding_rowwise"
+_WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", _EXPERTS)  # whose own parameters are not cut
 
 
 class _CopiedTensorParallel(DistributedConfig):
@@ -109,8 +117,7 @@ def use_plain_shards(model: Any) -> bool:
     mesh = model._device_mesh["tp"]
     makers = []
     for name, module in wrapped.items():
-        style = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
-        make = _plain_layer(module, style, mesh.get_group(), mesh.get_local_rank())
+        make = _plain_layer(module, _style(model, name), mesh.get_group(), mesh.get_local_rank())
         if make is None:
             return False
         makers.append(make)
@@ -121,10 +128,131 @@ def use_plain_shards(model: Any) -> bool:
                 if parameter not in local:
                     local[parameter] = nn.Parameter(parameter.to_local(), requires_grad=False)
                 module._parameters[name] = local[parameter]
+    for module in wrapped.values():
+        del module.forward
     for make in makers:
         make()
-    model.plain_shards = True
+    _mark(model, mesh.get_group())
     return True
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A process's part of a tensor of the shape `whole`: the places of some ranges (first, behind the last) along
+    `dim`, one range behind the other; all of it where `dim` is None."""
+
+    whole: torch.Size
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """Of the part."""
+        sizes = list(self.whole)
+        if self.dim is not None:
+            sizes[self.dim] = sum(high - low for low, high in self.ranges)
+        return torch.Size(sizes)
+
+    def write(self, part: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
+        """Copy to `part` what it has of some values, in its dtype: those of the whole tensor from element `start` on,
+        in row-major order. They are the tensor's whole slices along `dim`, or lie in one of them."""
+        flat = values.reshape(-1)
+        if self.dim is None:
+            part.view(-1)[start : start + len(flat)].copy_(flat)
+            return
+        places, inner = self.whole[self.dim], prod(self.whole[self.dim + 1 :])
+        slice_, first = divmod(start // inner, places)
+        if first == 0 and len(flat) % (places * inner) == 0:
+            slices = flat.view(-1, places, inner)
+        else:
+            slices = flat.view(1, -1, inner)
+        assert first + slices.shape[1] <= places, "the values lie in several slices"
+        target = part.view(-1, self.shape[self.dim], inner)[slice_ : slice_ + len(slices)]
+        offset = 0
+        for low, high in self.ranges:
+            begin, end = max(low, first), min(high, first + slices.shape[1])
+            if begin < end:
+                target[:, offset + begin - low : offset + end - low].copy_(slices[:, begin - first : end - first])
+            offset += high - low
+
+
+def cut_model(model: Any, group: Any) -> dict[str, Shard]:
+    """Make the layers of a model on the meta device plain ones, with parameters for this process's shards, and return
+    those by the parameters' names. The processes of `group` hold the model together.
+
+    Weights that are tied, but whose layers the plan cuts otherwise, stay whole in every process. The model cannot be
+    trained or saved. Raises DlmBridgeError for a model whose plan has a style that is not known here.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    shards: dict[int, set[Shard]] = {}  # by the parameter, from each place that has it
+    for name, module in model.named_modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is not None:
+                full_name = f"{name}.{own_name}".lstrip(".")
+                style = _style(model, full_name) or _style(model, name)
+                shards.setdefault(id(parameter), set()).add(_shard(parameter, own_name, style, rank, size, full_name))
+    chosen = {
+        id(parameter): next(iter(found)) if len(found := shards[id(parameter)]) == 1 else Shard(parameter.shape)
+        for parameter in model.parameters()
+    }
+    named = {name: chosen[id(parameter)] for name, parameter in model.named_parameters()}
+    makers = []
+    for name, module in model.named_modules():
+        style = _style(model, name)
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if style is None or any(len(shards[id(parameter)]) > 1 for parameter in own):
+            continue
+        if (make := _plain_layer(module, style, group, rank)) is None:
+            raise DlmBridgeError(
+                f"{type(model).__name__}: transformers cuts its {name.rpartition('.')[2]} as '{style}', which has no "
+                "plain layer here"
+            )
+        makers.append(make)
+    parts = {
+        id(parameter): nn.Parameter(parameter.new_empty(chosen[id(parameter)].shape), requires_grad=False)
+        for parameter in model.parameters()
+    }
+    for module in model.modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[own_name] = parts[id(parameter)]
+    for make in makers:
+        make()
+    model._tp_size = size
+    _mark(model, group)
+    return named
+
+
+def _mark(model: Any, group: Any) -> None:
+    """What the rest of the package reads of a model with plain layers."""
+    model.plain_shards = True
+    model.shard_group = group
+
+
+def _style(model: Any, name: str) -> str | None:
+    """That of a module or a parameter in transformers' plan."""
+    style: str | None = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
+    return style
+
+
+def _shard(parameter: torch.Tensor, name: str, style: str | None, rank: int, size: int, where: str) -> Shard:
+    """This process's part of a parameter, as torch's `Shard` placements cut it: all but the last are of one width."""
+    last = parameter.dim() - 1
+    if style in (None, *_WHOLE) or (style in _SUMMED and name == "bias"):
+        return Shard(parameter.shape)
+    if style in ("colwise", "packed_colwise", *_GATHERED):
+        dim = max(0, last - 1)
+    elif style in _SUMMED:
+        dim = last
+    elif style == _EMBEDDING:
+        dim = 0
+    else:
+        raise DlmBridgeError(f"{where}: transformers cuts it as '{style}', which is not known here")
+    pieces = 2 if style == "packed_colwise" else 1
+    length = parameter.shape[dim] // pieces
+    width = -(-length // size)
+    low, high = min(rank * width, length), min((rank + 1) * width, length)
+    return Shard(parameter.shape, dim, tuple((n * length + low, n * length + high) for n in range(pieces)))
 
 
 def _is_shard(parameter: object) -> TypeGuard[DTensor]:
@@ -149,13 +277,11 @@ def _plain_layer(module: nn.Module, style: str | None, group: Any, rank: int) ->
 
 
 def _unwrap(module: nn.Module) -> None:
-    del module.forward
     if type(module) is nn.Linear:
         module.out_features = module.weight.shape[0]
 
 
 def _sum_experts(module: nn.Module, group: Any) -> None:
-    del module.forward
     forward = module.forward
 
     def summed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -167,14 +293,12 @@ def _sum_experts(module: nn.Module, group: Any) -> None:
 
 
 def _sum_rows(module: nn.Embedding, group: Any, rank: int) -> None:
-    del module.forward
     width = -(-module.num_embeddings // dist.get_world_size(group))
     module.__class__ = SummedEmbedding
     module.group, module.start = group, rank * width  # type: ignore[assignment]
 
 
 def _gather(module: nn.Linear, group: Any) -> None:
-    del module.forward
     features, processes = module.out_features, dist.get_world_size(group)
     module.__class__ = GatheredLinear
     module.group, module.features, module.width = group, features, -(-features // processes)  # type: ignore[assignment]
@@ -182,7 +306,6 @@ def _gather(module: nn.Linear, group: Any) -> None:
 
 
 def _sum(module: nn.Linear, group: Any, rank: int | None) -> None:
-    del module.forward
     width = -(-module.in_features // dist.get_world_size(group))
     module.__class__ = SummedLinear
     module.group, module.start = group, None if rank is None else rank * width  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Triton kernels: attention over the KV cache, best token and token probability. Imports Triton.
+"""Triton kernels: attention over the KV cache, best and drawn tokens, token probability. Imports Triton.
 
 Attention: a query group is one matrix, whose rows are the queries of all heads that share keys, so that keys and
 values are read once from the cache. New keys and values are attended to where they come from and written to the cache
@@ -6,8 +6,8 @@ in the same pass: no program reads what another writes. Where there are fewer gr
 programs share a group's columns and a second kernel merges their partial results (flash-decoding,
 https://pytorch.org/blog/flash-decoding).
 
-Vocabulary reductions: the logits are read once and one number is written per position, where PyTorch writes
-probabilities of the logits' size.
+Vocabulary reductions: the logits are read once, for a draw three times, and one number is written per position, where
+PyTorch writes probabilities of the logits' size. A position's result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -306,18 +306,24 @@ def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
     return _launch(_best_token_kernel, logits_ANV, torch.long, without)
 
 
+def draw_token(logits_ANV: torch.Tensor, without: int, uniform_AN: torch.Tensor) -> torch.Tensor:
+    """[A, N], the first token up to which softmax(logits) adds up to more than the float64 number on (0, 1), without
+    the token `without`. Exponentials are float32, sums float64."""
+    return _launch(_draw_token_kernel, logits_ANV, torch.long, without, uniform_AN.contiguous())
+
+
 def probability_of(tokens_AN: torch.Tensor, logits_ANV: torch.Tensor) -> torch.Tensor:
     """[A, N], softmax(logits) at the tokens, computed in float32, in the dtype of the logits."""
     return _launch(_probability_kernel, logits_ANV, logits_ANV.dtype, tokens_AN.contiguous())
 
 
-def _launch(kernel: triton.JITFunction, logits_ANV: torch.Tensor, dtype: torch.dtype, of: object) -> torch.Tensor:
+def _launch(kernel: triton.JITFunction, logits_ANV: torch.Tensor, dtype: torch.dtype, *of: object) -> torch.Tensor:
     rows, positions, vocabulary = logits_ANV.shape
     output = torch.empty(rows, positions, dtype=dtype, device=logits_ANV.device)
     if output.numel():
         with torch.cuda.device_of(logits_ANV):
             kernel[(rows * positions,)](
-                logits_ANV, of, output, positions, vocabulary, *logits_ANV.stride()[:2], BLOCK=_BLOCK, num_warps=8
+                logits_ANV, *of, output, positions, vocabulary, *logits_ANV.stride()[:2], BLOCK=_BLOCK, num_warps=8
             )
     return output
 
@@ -332,11 +338,47 @@ def _best_token_kernel(  # type: ignore[no-untyped-def]
     token = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, vocabulary, BLOCK):
         v = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
-        x = tl.where(v == without, float("-inf"), x)  # not a mask of the load, which would go one by one
+        x = _others(logits, v, vocabulary, without)
         token = tl.where(x > best, v, token)
         best = tl.maximum(best, x)
     tl.store(output + row, tl.min(tl.where(best == tl.max(best, 0), token, vocabulary), 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["without"])
+def _draw_token_kernel(  # type: ignore[no-untyped-def]
+    logits, without, uniform, output, positions, vocabulary, stride_a, stride_n, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row // positions * stride_a + row % positions * stride_n
+    highest = tl.full((BLOCK,), _LOWEST, tl.float32)
+    for begin in range(0, vocabulary, BLOCK):
+        highest = tl.maximum(highest, _others(logits, begin + tl.arange(0, BLOCK), vocabulary, without))
+    peak = tl.max(highest, 0)
+    total = tl.full((), 0, tl.float64)
+    for begin in range(0, vocabulary, BLOCK):
+        x = _others(logits, begin + tl.arange(0, BLOCK), vocabulary, without)
+        total += tl.sum(tl.exp(x - peak).to(tl.float64), 0)
+    # Below the total, which the same sums add up to again: rounding leaves no remainder for some rare token.
+    target = tl.load(uniform + row) * total
+    before = tl.full((), 0, tl.float64)
+    token = vocabulary
+    for begin in range(0, vocabulary, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        weight = tl.exp(_others(logits, v, vocabulary, without) - peak).to(tl.float64)
+        after = before + tl.sum(weight, 0)
+        if (token == vocabulary) & (after > target):
+            reached = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
+            last = tl.max(tl.where(weight > 0, v, 0), 0)
+            token = tl.minimum(tl.min(tl.where(reached, v, vocabulary), 0), last)
+        before = after
+    tl.store(output + row, tl.where(token == vocabulary, without == 0, token).to(tl.int64))  # of NaN: any other
+
+
+@triton.jit
+def _others(logits, v, vocabulary, without):  # type: ignore[no-untyped-def]
+    """Logits, minus infinity at `without`: not a mask of the load, which would go one by one."""
+    x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.where(v == without, float("-inf"), x)
 
 
 @triton.jit
@@ -355,3 +397,38 @@ def _probability_kernel(  # type: ignore[no-untyped-def]
         peak = higher
     own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
     tl.store(output + row, (tl.exp(own - peak) / tl.sum(mass, 0)).to(output.dtype.element_ty))
+
+
+def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor) -> torch.Tensor:
+    """`dlm_bridge.objectives.noise.philox_uniform`, the same numbers in one launch; [A, 1] or [A, N] each."""
+    seed, major, minor = torch.broadcast_tensors(seed, major, minor)
+    output = torch.empty(minor.shape, dtype=torch.float64, device=minor.device)
+    if output.numel():
+        with torch.cuda.device_of(output):
+            strides = [stride for one in (seed, major, minor) for stride in one.stride()]
+            _philox_kernel[(triton.cdiv(output.numel(), _NUMBERS),)](
+                seed, major, minor, output, output.numel(), output.shape[1], *strides, BLOCK=_NUMBERS
+            )
+    return output
+
+
+_NUMBERS = 256  # of a program
+
+
+@triton.jit
+def _philox_kernel(  # type: ignore[no-untyped-def]
+    seed, major, minor, output, count, width, seed_a, seed_n, major_a, major_n, minor_a, minor_n, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a, n = (i // width).to(tl.int64), i % width
+    key = tl.load(seed + a * seed_a + n * seed_n, mask=i < count, other=0)
+    high = tl.load(major + a * major_a + n * major_n, mask=i < count, other=0)
+    low = tl.load(minor + a * minor_a + n * minor_n, mask=i < count, other=0)
+    words = tl.philox(key, _word(low), _word(low >> 32), _word(high), _word(high >> 32))
+    bits = (words[0].to(tl.uint64) << 20) | (words[1].to(tl.uint64) >> 12)
+    tl.store(output + i, (bits.to(tl.float64) + 0.5) * (1.0 / 4503599627370496), mask=i < count)
+
+
+@triton.jit
+def _word(number):  # type: ignore[no-untyped-def]
+    return (number & 0xFFFFFFFF).to(tl.uint32)

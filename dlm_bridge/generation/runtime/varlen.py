@@ -34,14 +34,16 @@ class Packing:
     attended: tuple[int, ...] | None = None
     # [A, Q] numbers of blocks: a query attends to its own block and those with lower ones. None: to all.
     blocks: torch.Tensor | None = None
+    causal: bool = False  # a query attends to its own token and those before it
 
     def repeat(self, copies: int) -> Packing:
         """Of so many copies of the rows, one after the other."""
-        return Packing(
-            self.real.repeat(copies, 1),
-            self.lengths * copies,
-            None if self.attended is None else self.attended * copies,
-            None if self.blocks is None else self.blocks.repeat(copies, 1),
+        return replace(
+            self,
+            real=self.real.repeat(copies, 1),
+            lengths=self.lengths * copies,
+            attended=None if self.attended is None else self.attended * copies,
+            blocks=None if self.blocks is None else self.blocks.repeat(copies, 1),
         )
 
     def from_column(self, first: int) -> Packing:
@@ -130,6 +132,7 @@ def attend_packed(
     scaling: float | None,
     window: int | None,
     blocks: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> torch.Tensor:
     """Attention within each packed row. [1, T, heads, D].
 
@@ -142,14 +145,16 @@ def attend_packed(
         blocks: [1, T], as in `Packing`. Rows are padded for the attention itself then: the kernel has no such mask,
             and three of its passes (causal, within each block, and what those have in common) take 1.5 to 4 ms where
             attention over padded rows takes 0.3 (H100, 64 rows of 40 to 240 tokens, 32 heads, blocks of 32 and 4).
+        causal: a query attends to its own token and those before it.
     """
     kernel = _kernel_for(query)
     if kernel is None or blocks is not None:
-        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window, blocks)
+        return attend_padded(query, key, value, cu_seqlens, max_seqlen, scaling, window, blocks, causal)
     near = -1 if window is None else window - 1
     packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    sides = (near, 0 if causal else near)
     output: torch.Tensor = kernel(
-        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(near, near)
+        *packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=sides
     )
     return output[None].contiguous()
 
@@ -169,11 +174,12 @@ def attend_padded(
     scaling: float | None,
     window: int | None,
     blocks: torch.Tensor | None = None,
+    causal: bool = False,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> torch.Tensor:
     """`attend_packed` with PyTorch's attention, over rows padded on the right; with `cu_seqlens_k` and `max_seqlen_k`
-    each row's keys are others than its queries, and without window and blocks."""
+    each row's keys are others than its queries, and all of them are attended to."""
     source_AQ, _ = _padded_rows(cu_seqlens, max_seqlen, query.shape[2])
     if cu_seqlens_k is None or max_seqlen_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
@@ -193,6 +199,8 @@ def attend_padded(
     if blocks is not None:
         block_AK = blocks[0, source_AK]
         mask = mask & (block_AK[:, None, None, :] <= block_AK[:, None, :, None])
+    if causal:
+        mask = mask & (places_K[:, None] >= places_K)
     output_AHLD = scaled_dot_product_attention(query_AHQD, key_AHKD, value_AHKD, attn_mask=mask, scale=scaling)
     token_T = torch.arange(query.shape[2], device=query.device)
     row_T = torch.searchsorted(cu_seqlens[1:].contiguous(), token_T.int(), right=True)
@@ -239,7 +247,7 @@ def attend_packed_cached(
     if kernel is None:
         keys, values = keys_KGD.transpose(0, 1)[None], values_KGD.transpose(0, 1)[None]
         return attend_padded(
-            query, keys, values, cu_seqlens, max_seqlen, scaling, None, None, cu_seqlens_k, max_seqlen_k
+            query, keys, values, cu_seqlens, max_seqlen, scaling, None, None, False, cu_seqlens_k, max_seqlen_k
         )
     query_THD = query[0].transpose(0, 1)
     lengths = (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k)

@@ -82,6 +82,8 @@ class Check:
             return isinstance(value, str) and (not self.choices or value in self.choices)
         if "tuple[int" in self.type:
             return is_token_ids(value)
+        if "list[int" in self.type and isinstance(value, list):
+            return all(Check("int").accepts(one) for one in value)
         if "bool" in self.type or isinstance(value, bool):
             return "bool" in self.type and isinstance(value, bool)
         if "float" not in self.type and "int" not in self.type:
@@ -97,7 +99,12 @@ class Check:
         """Completes the sentence "NAME must be ..."."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        for part, words in {"str": "a name", "tuple[int": "a list of token ids", "bool": "True or False"}.items():
+        for part, words in {
+            "str": "a name",
+            "tuple[int": "a list of token ids",
+            "list[int": "a whole number or a list of them",
+            "bool": "True or False",
+        }.items():
             if part in self.type:
                 return words
         lower = {"{:g} or above": self.minimum, "above {:g}": self.above}
@@ -129,7 +136,7 @@ GENERAL_SETTINGS = {
     "cache": Check("str", choices=get_args(CacheMode)),
     "execution": Check("str", choices=EXECUTIONS),
     "mask_token_id": Check("int", minimum=0),
-    "seed": Check("int"),
+    "seed": Check("int | list[int]"),
     "output_history": Check("bool"),
     "infill": Check("bool"),
     "span_lengths": None,

@@ -97,23 +97,16 @@ class CreditPredictor(Predictor):
         self._alpha = alpha
         self._gamma = gamma
         self._decay = decay
-        self._credit: torch.Tensor | None = None  # [B, N, V] of the block, float32
-
-    def open_block(self, block: slice) -> None:
-        super().open_block(block)
-        self._credit = None
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         logits_ANV = super().__call__(rows, columns, shift)
         index: Any = slice(None) if rows is None else self.canvas.index(rows)
-        if self._credit is None:
-            shape = (len(self.canvas.rows), *logits_ANV.shape[1:])
-            self._credit = torch.zeros(shape, dtype=torch.float32, device=logits_ANV.device)
+        credit_BNV = self.canvas.memory.tensor("credit", *logits_ANV.shape[1:], dtype=torch.float32)
         best_AN, token_AN = logits_ANV.softmax(dim=-1, dtype=torch.float32).max(dim=-1)
         gain_AN = best_AN**self._gamma * self.canvas.masked(rows, columns)
-        credit_ANV = self._credit[index] * self._decay
+        credit_ANV = credit_BNV[index] * self._decay
         credit_ANV = credit_ANV.scatter_add(-1, token_AN[..., None], gain_AN[..., None])
-        self._credit[index] = credit_ANV
+        credit_BNV[index] = credit_ANV
         return logits_ANV + self._alpha * (credit_ANV + 1).log()
 
 

@@ -38,7 +38,7 @@ class DiffuLLaMASampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length, whole=True),
+            layout=BlockLayout(None),
             rule=AncestralRule(self.diffusion_steps, eps=0.0),
             sampling=self.sampling(),
         )

@@ -25,7 +25,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
     CommitRule,
@@ -65,7 +65,7 @@ class DreamSampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length, whole=True),
+            layout=BlockLayout(None),
             rule=self._rule(),
             sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
         )
@@ -137,31 +137,36 @@ class AncestralRule(CommitRule):
 
     def __init__(self, steps: int, eps: float) -> None:
         self._rising_levels = noise_levels(steps, eps)[1:-1].flip(0)
-        self._order: list[torch.Tensor] = []  # by row and mask, the step in which it is committed
-        self._masks: dict[int, torch.Tensor] = {}  # by row, where its masks were
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        width = max(masks)
-        uniform_BN = noise.per_position(
-            range(len(masks)), width, [width - count for count in masks], [width] * len(masks)
-        )
+        rows = [row for row, count in enumerate(masks) if count]
+        counts, width = [masks[row] for row in rows], max(masks)
+        uniform_AM = noise.uniform(rows, torch.arange(width, device=noise.device).expand(len(rows), -1))
         # A position is still masked after the steps whose level is above its number.
-        levels = self._rising_levels.to(uniform_BN.device)
-        when_BN = len(levels) - torch.searchsorted(levels, uniform_BN, right=True)
-        schedules, self._order = [], []
-        for count, when_N in zip(masks, when_BN, strict=True):
-            _, order, counts = when_N[width - count :].unique(return_inverse=True, return_counts=True)
-            schedules.append(counts.tolist())
-            self._order.append(order)
+        levels = self._rising_levels.to(uniform_AM)
+        when_AM = len(levels) - torch.searchsorted(levels, uniform_AM, right=True)
+        is_mask_AM = torch.arange(width, device=when_AM.device) < to_device(counts, when_AM.device)[:, None]
+        # Steps that commit nothing are left out: of each mask, how many of the others remain before its own.
+        ordered_AM, order_AM = when_AM.masked_fill(~is_mask_AM, len(levels) + 1).sort(dim=1)
+        ranks_AM = torch.zeros_like(order_AM)
+        ranks_AM[:, 1:] = (ordered_AM[:, 1:] > ordered_AM[:, :-1]).cumsum(dim=1)
+        ranks_AM = torch.zeros_like(order_AM).scatter(1, order_AM, ranks_AM)
+        commits_AM = torch.zeros_like(ranks_AM).scatter_add(1, ranks_AM, is_mask_AM.long())
+        self.memory.tensor("ranks", width)[to_device(rows, ranks_AM.device)] = ranks_AM
+        schedules: list[list[int]] = [[] for _ in masks]
+        for row, commits in zip(rows, commits_AM.tolist(), strict=True):
+            schedules[row] = [count for count in commits if count]
         return schedules
 
     def select(self, step: Step) -> torch.Tensor:
-        if step.index == 0:
-            self._masks = dict(zip(step.rows, step.masked, strict=True))
-        picked_AN = torch.zeros_like(step.masked)
-        for picked_N, row in zip(picked_AN, step.rows, strict=True):
-            picked_N.masked_scatter_(self._masks[row], self._order[row] == step.index)
-        return picked_AN
+        width, rows_A = step.masked.shape[1], to_device(step.rows, step.masked.device)
+        ranks_BN, index_A1 = self.memory.tensor("ranks", width), to_device(step.index, rows_A.device)[:, None]
+        ranks_AN = ranks_BN[rows_A]
+        if 0 in step.index:  # from the order of a row's masks to its columns
+            nth_AN = (step.masked.cumsum(dim=1) - 1).clamp(min=0)
+            ranks_AN = torch.where(index_A1 == 0, ranks_AN.gather(1, nth_AN), ranks_AN)
+            ranks_BN[rows_A] = ranks_AN
+        return step.masked & (ranks_AN == index_A1)
 
 
 class StepBudgetRule(CommitRule):
@@ -174,17 +179,21 @@ class StepBudgetRule(CommitRule):
     def __init__(self, threshold: float, steps: int) -> None:
         self._threshold = threshold
         self._steps = steps
-        self._masks: list[int] = []
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        self._masks = masks
+        planned = self.memory.values("masks")
+        for row, count in enumerate(masks):
+            if count:
+                planned[row] = count
         return [[1] * count for count in masks]
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = probability(step).masked_fill(~step.masked, MINUS_INFINITY)
         # What the schedule leaves for later steps stays masked, however confident the model is.
-        later = [max(0, self._masks[row] - self._masks[row] // self._steps * (step.index + 1)) for row in step.rows]
-        left = step.masked.sum(dim=1).tolist()
-        allowed_AN = top_scores(scores_AN, [a - b for a, b in zip(left, later, strict=True)])
+        masks = [self.memory.values("masks")[row] for row in step.rows]
+        later = [
+            max(0, count - count // self._steps * (done + 1)) for count, done in zip(masks, step.index, strict=True)
+        ]
+        allowed_AN = top_scores(scores_AN, step.masked.sum(dim=1) - to_device(later, scores_AN.device))
         best_AN = top_scores(scores_AN, [1] * len(step.rows))
         return (allowed_AN & (scores_AN >= self._threshold)) | best_AN

@@ -17,15 +17,14 @@ Source: generation_utils.py of Dream-org/DreamOn-v0-7B as public copies have it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, to_device
+from dlm_bridge.generation.canvas import BlockLayout, read_flags, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import KVCache
@@ -76,8 +75,9 @@ class DreamOnSampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length, whole=True, first_masks=self.number_of_mask),
-            rule=ExpandDeleteRule(self),
+            layout=BlockLayout(None, first_masks=self.number_of_mask),
+            # Rows of every gen_length follow one rule, so that they share a continuous batch.
+            rule=ExpandDeleteRule(replace(self, gen_length=1)),
             sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("temperature", "top_p", "top_k")),
             predictor=UncachedPredictor,
         )
@@ -102,36 +102,38 @@ class ExpandDeleteRule(DenoisingRule):
         constraints.refuse_text("tokens move while a row is sampled")
         return self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        canvas, sampler = context.canvas, self._sampler
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        canvas, budget = context.canvas, self._sampler.expand_budget
         self._check_tokens(context.vocabulary_size)
-        masked_AN = canvas.masked(None, block)
-        active = [row for row, masks in enumerate(masked_AN.any(dim=1).tolist()) if masks]
-        firsts = (block.start + masked_AN.int().argmax(dim=1)).tolist()
-        budgets = [2 * (stop - first) for stop, first in zip(canvas.stops, firsts, strict=True)]
-        if sampler.expand_budget is not None:
-            budgets = [sampler.expand_budget] * len(budgets)
-        index = 0
-        while active:
-            room = [min(budgets[row], canvas.stops[row] - canvas.ends[row]) for row in active]
-            step, logits = self._propose(context, active, block, room, index)
-            picked_AN = self._best.select(step)
-            deleted_AN, expanded_AN = self._edits(step, picked_AN, room)
-            committed_AN = picked_AN & (step.tokens != sampler.expand_token_id)
-            canvas.put(context.selected(active), block, torch.where(committed_AN, step.tokens, step.before))
-            read = torch.stack([picked_AN.any(dim=1), deleted_AN.any(dim=1), expanded_AN.sum(dim=1)]).tolist()
-            for row, expansions in zip(active, read[2], strict=True):
-                budgets[row] -= expansions
-            if any(read[1]) or any(read[2]):
-                source_AN = canvas.resize(active, block, 1 - deleted_AN.long() + expanded_AN.long())
-                logits = logits.gather(1, source_AN[..., None].expand_as(logits))
-            context.callbacks.step(canvas, active, block, logits, context.predictor.forwards, final=False)
-            index += 1
-            masks = canvas.masked(context.selected(active), block).any(dim=1).tolist()
-            # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
-            active = [row for row, left, some in zip(active, masks, read[0], strict=True) if left and some]
-            yield
-            active = canvas.still_wanted(active)
+        masked_AN = canvas.masked(context.selected(rows), block)
+        firsts_and_masks = torch.stack([block.start + masked_AN.int().argmax(dim=1), masked_AN.sum(dim=1)])
+        firsts, masks = read_flags(firsts_and_masks, context.predictor.launch_speculatively)
+        budgets = canvas.memory.values("budget")
+        for row, first in zip(rows, firsts, strict=True):
+            budgets[row] = 2 * (canvas.stops[row] - first) if budget is None else budget
+        return [row for row, count in zip(rows, masks, strict=True) if count]
+
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        canvas, budgets = context.canvas, context.canvas.memory.values("budget")
+        room = [min(budgets[row], canvas.stops[row] - canvas.ends[row]) for row in rows]
+        step, logits = self._propose(context, rows, block, room)
+        picked_AN = self._best.select(step)
+        deleted_AN, expanded_AN = self._edits(step, picked_AN, room)
+        committed_AN = picked_AN & (step.tokens != self._sampler.expand_token_id)
+        canvas.put(context.selected(rows), block, torch.where(committed_AN, step.tokens, step.before))
+        left_AN = step.masked & ~committed_AN & ~deleted_AN
+        # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
+        more_A = left_AN.any(dim=1) & picked_AN.any(dim=1)
+        counts = torch.stack([more_A.long(), deleted_AN.sum(dim=1), expanded_AN.sum(dim=1)])
+        more, deleted, expanded = read_flags(counts, context.predictor.launch_speculatively)
+        for row, expansions in zip(rows, expanded, strict=True):
+            budgets[row] -= expansions
+        if any(deleted) or any(expanded):
+            growth = [plus - minus for plus, minus in zip(expanded, deleted, strict=True)]
+            source_AN = canvas.resize(rows, block, 1 - deleted_AN.long() + expanded_AN.long(), growth)
+            logits = logits.gather(1, source_AN[..., None].expand_as(logits))
+        context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
+        return [row for row, on in zip(rows, more, strict=True) if on]
 
     def _check_tokens(self, vocabulary: int) -> None:
         ids = {name: getattr(self._sampler, name) for name in ("expand_token_id", "delete_token_id")}
@@ -140,7 +142,7 @@ class ExpandDeleteRule(DenoisingRule):
                 raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary}: pass another")
 
     def _propose(
-        self, context: SamplerContext, active: list[int], block: slice, room: list[int], index: int
+        self, context: SamplerContext, active: list[int], block: slice, room: list[int]
     ) -> tuple[Step, torch.Tensor]:
         """The step's proposals, and its logits, without <|expand|> in rows without room."""
         canvas, rows = context.canvas, context.selected(active)
@@ -153,7 +155,7 @@ class ExpandDeleteRule(DenoisingRule):
         before, new = canvas.take(rows, block), canvas.behind_prompt(rows, block)
         step = Step(
             rows=active,
-            index=index,
+            index=[canvas.steps[row] for row in active],
             num_transfer_tokens=[self._sampler.number_transfer_tokens] * len(active),
             logits=logits,
             shaped=shaped,
@@ -162,9 +164,7 @@ class ExpandDeleteRule(DenoisingRule):
             masked=(before == canvas.mask_token_id) & new,
             new=new,
             columns=block,
-            width=context.predictor.end(block),
-            origins=[canvas.origins[row] for row in active],
-            stops=[canvas.stops[row] for row in active],
+            places=canvas.places(rows, block),
             noise=context.noise,
             mask_token_id=canvas.mask_token_id,
         )

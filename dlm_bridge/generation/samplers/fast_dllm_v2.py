@@ -22,7 +22,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, HostCopy
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
 from dlm_bridge.generation.predictors import BlockCausalPredictor
@@ -105,25 +105,34 @@ class SmallBlockPredictor(BlockCausalPredictor):
         self._small = small_block_length
         self._by_small_block = isinstance(cache, SmallBlockKVCache)
         self._has_run = False  # in this block
+        self._needs: HostCopy | None = None  # [B, 2], what `_look` has found since the last forward pass
 
-    def open_block(self, block: slice) -> None:
-        super().open_block(block)
-        self._has_run = False
+    def open_block(self, block: slice, rows: list[int]) -> None:
+        super().open_block(block, rows)
+        self._has_run, self._needs = False, None
 
     def launch_speculatively(self, *, done: bool = False) -> None:
         # Which columns a row's next forward pass runs depends on what it has committed.
         if not self._by_small_block or done:
             super().launch_speculatively(done=done)
+        else:
+            self._look(self._block)
 
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
         if not self._by_small_block:
             return block
+        if self._needs is None:
+            self._look(block)
+        small_BN = self._first_B1 + torch.arange(self._small, device=self._first_B1.device)
+        return small_BN if rows is None else small_BN[self.canvas.index(rows)]
+
+    def _look(self, block: slice) -> None:
+        """Find the rows' current small blocks, and whether they need the whole block."""
         masked_BN = self.canvas.masked(None, block)
         first_B1 = masked_BN.int().argmax(dim=1, keepdim=True) // self._small * self._small
-        self._whole_B1 = masked_BN.gather(1, first_B1)  # whether the row needs the whole block
+        self._whole_B1 = masked_BN.gather(1, first_B1)
         self._first_B1 = block.start + first_B1
-        small_BN = self._first_B1 + torch.arange(self._small, device=first_B1.device)
-        return small_BN if rows is None else small_BN[self.canvas.index(rows)]
+        self._needs = HostCopy(torch.cat([self._first_B1, self._whole_B1.long()], dim=1))
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         if isinstance(columns, slice):
@@ -140,10 +149,12 @@ class SmallBlockPredictor(BlockCausalPredictor):
         """The next forward pass, of the whole batch, by what these rows need, and [B, 1] the first column that it runs
         of each row's block."""
         block, everywhere_B1 = self._block, torch.full_like(self._first_B1, self._block.start)
+        copy, self._needs = self._needs, None
+        assert copy is not None
         if not self._has_run:
             self._has_run = True
             return self.view(None, block), everywhere_B1
-        needs = torch.cat([self._first_B1, self._whole_B1.long()], dim=1).tolist()
+        needs = copy.values().tolist()
         small_blocks, whole = {needs[row][0] for row in rows}, {needs[row][1] for row in rows}
         if whole == {1}:
             return self.view(None, block), everywhere_B1

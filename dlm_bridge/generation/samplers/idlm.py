@@ -18,19 +18,19 @@ text's distribution is that of the causal model under the same filters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, read_flags
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from, refuse_empty_rows
-from dlm_bridge.generation.token_sampling import gather_tokens, propose_tokens
+from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class IDLMSampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         spare = 2 * self.gen_block_size - 2  # what a forward pass may predict behind the last new token
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length + spare, whole=True, spare=spare),
+            layout=BlockLayout(None, spare=spare),
             rule=StridedRule(self.gen_block_size - 1, self.verify_alpha),
             sampling=self.sampling(),
             predictor=SpeculativePredictor,
@@ -75,11 +75,8 @@ class _Drafts:
     """The tokens that rows expect next. M is their number."""
 
     tokens: torch.Tensor  # [A, M]
-    probabilities: torch.Tensor  # [A, M, V], q; of a greedy draft nothing is read
+    probabilities: torch.Tensor | None  # [A, M, V], q; None of greedy drafts
     exist: torch.Tensor  # [A] bool
-
-    def select(self, places: list[int]) -> _Drafts:
-        return _Drafts(self.tokens[places], self.probabilities[places], self.exist[places])
 
 
 class StridedRule(DenoisingRule):
@@ -95,48 +92,26 @@ class StridedRule(DenoisingRule):
         constraints.refuse_text("a draft has no text before its tokens yet")
         return self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Denoise the block, all of the new tokens. A row leaves when it has ended."""
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Commit the causal model's first token. The block is all of the new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        refuse_empty_rows(canvas)
-        rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
-        logits_ANV = predictor.prompt()
-        columns_AN = columns_from(firsts, 1, canvas.tokens.device) + 1
-        logits_ANV = context.constraints(logits_ANV, canvas, rows, columns_AN)
-        shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
+        refuse_empty_rows(canvas, rows)
+        predictor.begin(rows)
+        columns_AN = columns_from(predictor.firsts(rows), 1, canvas.tokens.device) + 1
+        logits_ANV = context.constraints(predictor.prompt(rows), canvas, rows, columns_AN)
+        _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         canvas.put(rows, columns_AN, tokens_AN)
         context.callbacks.step(canvas, rows, columns_AN, logits_ANV, predictor.forwards, final=True)
-        masks_AM = torch.full((len(rows), self._drafted), canvas.mask_token_id, device=canvas.tokens.device)
-        nothing_A = torch.zeros(len(rows), dtype=torch.bool, device=canvas.tokens.device)
-        drafts = _Drafts(masks_AM, shaped_ANV.expand(-1, self._drafted, -1), nothing_A)
-        committed_A = torch.ones_like(masks_AM[:, 0])
-        while True:
-            counts = (committed_A * canvas.unfinished(rows, block)).tolist()
-            places = [place for place, count in enumerate(counts) if count]
-            if not places:
-                return
-            yield
-            wanted = canvas.still_wanted(rows)
-            places = [place for place in places if rows[place] in wanted]
-            if not places:
-                return
-            firsts = [firsts[place] + counts[place] for place in places]
-            if len(places) < len(rows):
-                rows, drafts = [rows[place] for place in places], drafts.select(places)
-            predictor.select_cached_rows(rows)
-            committed_A, drafts = self._step(context, predictor, rows, firsts, drafts)
+        return self._go_on(context, block, rows, torch.ones_like(tokens_AN[:, 0]))
 
-    def _step(
-        self,
-        context: SamplerContext,
-        predictor: SpeculativePredictor,
-        rows: list[int],
-        firsts: list[int],
-        drafts: _Drafts,
-    ) -> tuple[torch.Tensor, _Drafts]:
-        """One forward pass: [A], how many tokens it committed, and the next drafts."""
-        canvas, count = context.canvas, self._drafted
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """One forward pass: check the drafts and write the next ones."""
+        canvas, predictor, count = context.canvas, context.predictor, self._drafted
+        assert isinstance(predictor, SpeculativePredictor)
+        predictor.keep_rows(rows)
+        firsts = predictor.firsts(rows)
+        drafts = self._drafts(context, rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
         # Rows without a draft have masks in its place, of which they read as many: one shape for all.
         masks_AM = torch.full_like(drafts.tokens, canvas.mask_token_id)
@@ -144,7 +119,10 @@ class StridedRule(DenoisingRule):
         columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
         logits_ANV = context.constraints(predictor.check(rows, firsts, input_AN), canvas, rows, columns_AN)
         shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
-        accepted_AM, corrected_AM = self._verify(context, rows, shaped_ANV[:, :count], tokens_AN[:, :count], drafts)
+        places_AM = canvas.places(rows, columns_AN[:, :count])
+        accepted_AM, corrected_AM = self._verify(
+            context, rows, places_AM, shaped_ANV[:, :count], tokens_AN[:, :count], drafts
+        )
         accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
         rejected_A = drafts.exist & (accepted_A < count)
         # The token behind what is accepted: the correction of a rejected one, else a draw of its own.
@@ -161,34 +139,64 @@ class StridedRule(DenoisingRule):
         # What the masks behind the next token predict is the next draft.
         from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
         from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # of rejected rows, whose draft is dropped
-        exist_A = ~rejected_A
-        tokens_AM = torch.where(exist_A[:, None], tokens_AN.gather(1, from_AM), canvas.mask_token_id)
-        q_AMV = drafts.probabilities
+        self._keep(context, rows, tokens_AN.gather(1, from_AM), shaped_ANV, from_AM, ~rejected_A)
+        return self._go_on(context, block, rows, accepted_A + 1)
+
+    @staticmethod
+    def _go_on(context: SamplerContext, block: slice, rows: list[int], committed_A: torch.Tensor) -> list[int]:
+        """The rows that have not ended, after so many more tokens."""
+        predictor = context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        return predictor.advance(rows, counts)
+
+    def _drafts(self, context: SamplerContext, rows: list[int]) -> _Drafts:
+        """What the rows' last step has drafted."""
+        memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
+        exist_A = memory.tensor("drafted", dtype=torch.bool)[index]
+        tokens_AM = memory.tensor("drafts", count)[index].masked_fill(~exist_A[:, None], context.canvas.mask_token_id)
+        if not context.sampling.draws:
+            return _Drafts(tokens_AM, None, exist_A)
+        q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
+        return _Drafts(tokens_AM, q_BMV[index], exist_A)
+
+    def _keep(
+        self,
+        context: SamplerContext,
+        rows: list[int],
+        tokens_AM: torch.Tensor,
+        shaped_ANV: torch.Tensor,
+        from_AM: torch.Tensor,
+        exist_A: torch.Tensor,
+    ) -> None:
+        """Keep the rows' drafts, with the distributions that they were drawn from."""
+        memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
+        memory.tensor("drafts", count)[index] = tokens_AM
+        memory.tensor("drafted", dtype=torch.bool)[index] = exist_A
         if context.sampling.draws:
             chosen_AMV = shaped_ANV.gather(1, from_AM[..., None].expand(-1, -1, shaped_ANV.shape[-1]))
-            q_AMV = self._probabilities(context, chosen_AMV)
-        return accepted_A + 1, _Drafts(tokens_AM, q_AMV, exist_A)
+            q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
+            q_BMV[index] = self._probabilities(context, chosen_AMV)
 
     def _verify(
         self,
         context: SamplerContext,
         rows: list[int],
+        places_AM: torch.Tensor,
         shaped_AMV: torch.Tensor,
         drawn_AM: torch.Tensor,
         drafts: _Drafts,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[A, M] twice: which tokens of the drafts pass, and what would be in their place."""
-        if not context.sampling.draws:
+        if drafts.probabilities is None:
             return drawn_AM == drafts.tokens, drawn_AM
-        noise, count, vocabulary = context.noise, self._drafted, shaped_AMV.shape[-1]
-        begins, ends = [0] * len(rows), [count] * len(rows)
         p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
-        bound_AM = noise.per_position(rows, count, begins, ends) * gather_tokens(q_AMV, drafts.tokens)
+        bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, drafts.tokens)
         accepted_AM = bound_AM < gather_tokens(p_AMV, drafts.tokens)
         rest_AMV = (p_AMV - q_AMV).clamp(min=0)
         rest_AMV = torch.where(rest_AMV.sum(dim=-1, keepdim=True) > 0, rest_AMV, p_AMV)
-        uniform_AMV = noise.per_token(rows, count, vocabulary, begins, ends)
-        return accepted_AM, (rest_AMV.log() - uniform_AMV.log().neg().log()).argmax(dim=-1)
+        return accepted_AM, invert(rest_AMV, context.noise.uniform(rows, places_AM))
 
     @staticmethod
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:

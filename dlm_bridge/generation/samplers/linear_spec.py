@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
-from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.kv_cache import KVCache
+from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
@@ -61,7 +63,7 @@ class LinearSpecSampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         spare = self.block_length - 1  # what a check may predict behind the last new token
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length + spare, whole=True, spare=spare),
+            layout=BlockLayout(None, spare=spare),
             rule=SpeculativeRule(self.block_length, self.threshold),
             sampling=self.sampling(),
             predictor=SpeculativePredictor,
@@ -78,30 +80,41 @@ class SpeculativeRule(DenoisingRule):
     block_length: int
     threshold: float = 0.0
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Denoise the block, all of the new tokens. A row leaves when it has ended."""
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Commit the causal model's first token. The block is all of the new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        refuse_empty_rows(canvas)
-        rows, firsts = canvas.rows, [start - 1 for start in canvas.starts]
-        logits_ANV = predictor.prompt()
-        drafts_AN = canvas.take(None, slice(firsts[0], firsts[0] + 1))
-        while True:
-            committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
-            counts = (committed_A * canvas.unfinished(rows, block)).tolist()
-            firsts = [first + count for first, count in zip(firsts, counts, strict=True) if count]
-            rows = [row for row, count in zip(rows, counts, strict=True) if count]
-            if not rows:
-                return
-            yield
-            wanted = canvas.still_wanted(rows)
-            firsts = [first for row, first in zip(rows, firsts, strict=True) if row in wanted]
-            rows = wanted
-            if not rows:
-                return
-            predictor.select_cached_rows(rows)
-            drafts_AN = self._draft(context, predictor, rows, firsts)
-            logits_ANV = predictor.check(rows, firsts, drafts_AN)
+        refuse_empty_rows(canvas, rows)
+        predictor.begin(rows)
+        firsts = predictor.firsts(rows)
+        last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
+        return self._go_on(context, block, rows, firsts, last_A1, predictor.prompt(rows))
+
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """A draft and its check."""
+        predictor = context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        predictor.keep_rows(rows)
+        firsts = predictor.firsts(rows)
+        drafts_AN = self._draft(context, predictor, rows, firsts)
+        return self._go_on(context, block, rows, firsts, drafts_AN, predictor.check(rows, firsts, drafts_AN))
+
+    def _go_on(
+        self,
+        context: SamplerContext,
+        block: slice,
+        rows: list[int],
+        firsts: list[int],
+        drafts_AN: torch.Tensor,
+        logits_ANV: torch.Tensor,
+    ) -> list[int]:
+        """Commit what the check allows; the rows that have not ended."""
+        predictor = context.predictor
+        assert isinstance(predictor, SpeculativePredictor)
+        committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
+        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
+        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        return predictor.advance(rows, counts)
 
     def _draft(
         self, context: SamplerContext, predictor: SpeculativePredictor, rows: list[int], firsts: list[int]
@@ -113,7 +126,8 @@ class SpeculativeRule(DenoisingRule):
         going = list(range(len(rows))) if self.block_length > 1 else []  # places in `rows`
         while going:
             some = [rows[place] for place in going]
-            which = slice(None) if some == rows else going  # of all rows nothing is copied
+            # Of all rows nothing is copied.
+            which = slice(None) if some == rows else to_device(going, columns_AN.device)
             columns = columns_AN[which, 1:]
             logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
             # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
@@ -173,30 +187,30 @@ class SpeculativeRule(DenoisingRule):
         committed_A = torch.zeros_like(columns_AN[:, 0])
         going = list(range(len(rows)))  # places in `rows`
         for place in range(columns_AN.shape[1]):
-            some, columns = [rows[one] for one in going], columns_AN[going, place : place + 1]
-            logits = context.constraints(logits_ANV[going, place : place + 1], canvas, some, columns)
+            some, index = [rows[one] for one in going], to_device(going, columns_AN.device)
+            columns = columns_AN[index, place : place + 1]
+            logits = context.constraints(logits_ANV[index, place : place + 1], canvas, some, columns)
             _, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             canvas.put(some, columns, tokens)
-            logits_ANV[going, place : place + 1] = logits
-            committed_A[going] += 1
+            logits_ANV[index, place : place + 1] = logits
+            committed_A[index] += 1
             if place + 1 == columns_AN.shape[1]:
                 break
-            accepted = (tokens[:, 0] == drafts_AN[going, place + 1]) & canvas.unfinished(some, block)
-            going = [one for one, on in zip(going, accepted.tolist(), strict=True) if on]
+            right = tokens[:, 0] == drafts_AN[index, place + 1]
+            accepted = canvas.read_unfinished(some, block, torch.Tensor.tolist, partial(torch.mul, right))
+            going = [one for one, on in zip(going, accepted, strict=True) if on]
             if not going:
                 break
         return committed_A, logits_ANV
 
 
-class SpeculativePredictor(Predictor):
+class SpeculativePredictor(RowCachePredictor):
     """Causal attention, except in drafts, where a row's block attends to all of itself.
 
-    Rows have blocks of their own, which begin at the columns `firsts`. With the cache "block" the keys and values of
-    committed tokens are cached as the check computed them. Those of rejected tokens and of drafts stand behind them,
-    where the next block overwrites them before anything attends to them.
+    Rows have blocks of their own, which begin at the columns `firsts`, those of their last committed tokens. With the
+    cache "block" the keys and values of committed tokens are cached as the check computed them. Those of rejected
+    tokens and of drafts stand behind them, where the next block overwrites them before anything attends to them.
     """
-
-    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
 
     def __init__(
         self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, shift: bool, adapter: str | None = None
@@ -208,17 +222,32 @@ class SpeculativePredictor(Predictor):
                 "use cache 'block'"
             )
         self._adapter = DraftAdapter(runner.model, adapter)
-        self._rows = canvas.rows  # rows in the cache
 
-    def prompt(self) -> torch.Tensor:
-        """[B, 1, V], the causal model's logits of each row's first new token."""
-        stop = self.canvas.starts[0]  # as every row's
-        positions, real = self._positions(None, stop)
-        view = CanvasView(self.canvas.take(None, slice(0, stop)), causal_mask(real), positions, 0, stop)
+    def begin(self, rows: list[int]) -> None:
+        """These rows have no new token."""
+        for row in rows:
+            self.canvas.memory.values("new tokens")[row] = 0
+
+    def firsts(self, rows: list[int]) -> list[int]:
+        """The column of each row's last committed token."""
+        written = self.canvas.memory.values("new tokens")
+        return [self.canvas.starts[row] - 1 + written[row] for row in rows]
+
+    def advance(self, rows: list[int], counts: list[int]) -> list[int]:
+        """So many tokens more of each row are committed. Returns the rows with more than none."""
+        written = self.canvas.memory.values("new tokens")
+        for row, count in zip(rows, counts, strict=True):
+            written[row] += count
+        return [row for row, count in zip(rows, counts, strict=True) if count]
+
+    def prompt(self, rows: list[int]) -> torch.Tensor:
+        """[A, 1, V], the causal model's logits of each row's first new token; with a cache, of its first rows."""
+        view = self.prompt_view(rows)
+        last_A1 = (self.canvas.first_new(rows) - self.canvas.origin(rows))[:, None] - 1
         with self._adapter.off():
             if not self.cache.stores:
-                return self._runner.logits(view, slice(stop - 1, stop))
-            return self._runner.head(self._runner.hidden(view, once=True), slice(stop - 1, stop))
+                return self._runner.logits_at(view, last_A1)
+            return self._runner.head_at(self._runner.hidden(view, once=True), last_A1)
 
     def draft(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
         """[A, N, V], the denoiser's logits of the rows' blocks."""
@@ -230,20 +259,13 @@ class SpeculativePredictor(Predictor):
         with self._adapter.off():
             return self._block_logits(rows, firsts, tokens_AN, draft=False)
 
-    def select_cached_rows(self, rows: list[int]) -> None:
-        """Go on with these of the canvas' rows; others do not come back."""
-        if len(rows) < len(self._rows):
-            self.cache.select_rows([self._rows.index(row) for row in rows])
-        self._rows = rows
-
     def _block_logits(
         self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
     ) -> torch.Tensor:
-        assert rows == self._rows, "the cache holds every row"
         own_AN = columns_from(firsts, tokens_AN.shape[1], tokens_AN.device)
         if not self.cache.stores:
             return self._runner.logits_at(self._uncached_view(rows, firsts, tokens_AN, own_AN, draft), own_AN)
-        view = self._cached_view(rows, firsts, tokens_AN, own_AN, draft)
+        view = self._cached_view(rows, firsts, tokens_AN, draft)
         return self._runner.head(self._runner.hidden(view), slice(None))
 
     def _uncached_view(
@@ -256,25 +278,23 @@ class SpeculativePredictor(Predictor):
         if draft:
             inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
             mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
-        return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+            return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+        needed_AS = real_AS & (torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:])
+        ends = [first + tokens_AN.shape[1] for first in firsts]
+        lengths = tuple(end - self.canvas.origins[row] for row, end in zip(rows, ends, strict=True))
+        packing = Packing(needed_AS, lengths, causal=True)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
 
-    def _cached_view(
-        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
-    ) -> CanvasView:
-        width, stop = tokens_AN.shape[1], max(firsts) + tokens_AN.shape[1]
-        variant = self._adapter.variant(draft)
-        if min(firsts) == max(firsts):  # one range of columns: attention needs no mask but that of padding
-            positions_AS, real_AS = self._positions(rows, stop)
-            mask = real_AS if self.canvas.padded else None
-            positions_AN = positions_AS[:, firsts[0] :]
-            block = None if draft else 1
-            return CanvasView(tokens_AN, mask, positions_AN, firsts[0], stop, block=block, variant=variant)
-        stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.width)
-        positions_AS, real_AS = self._positions(rows, stop)
-        limit_AN = own_AN[:, -1:].expand(-1, width) if draft else own_AN
-        attended_ANS = (torch.arange(stop, device=own_AN.device) <= limit_AN[..., None]) & real_AS[:, None]
-        positions_AN = positions_AS.gather(1, own_AN)
-        return CanvasView(tokens_AN, attended_ANS[:, None], positions_AN, end=stop, columns=own_AN, variant=variant)
+    def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
+        width, variant, block = tokens_AN.shape[1], self._adapter.variant(draft), None if draft else 1
+        before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
+        stop = max(before) + width
+        if min(before) == max(before):  # one range of columns: attention needs no mask
+            return CanvasView(tokens_AN, None, None, before[0], stop, block=block, variant=variant)
+        stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
+        own_AN = columns_from(before, width, tokens_AN.device)
+        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
+        return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block, variant=variant)
 
 
 class DraftAdapter:
@@ -336,10 +356,10 @@ def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.T
     return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
 
 
-def refuse_empty_rows(canvas: Canvas) -> None:
-    """Raise DlmBridgeError for a row without a prompt."""
-    for row, (origin, start) in enumerate(zip(canvas.origins, canvas.starts, strict=True)):
-        if origin == start:
+def refuse_empty_rows(canvas: Canvas, rows: list[int]) -> None:
+    """Raise DlmBridgeError for one of these rows that has no prompt."""
+    for row in rows:
+        if canvas.origins[row] == canvas.starts[row]:
             raise DlmBridgeError(
                 f"input_ids row {row} has no tokens, a causal model continues one: begin with bos_token_id"
             )

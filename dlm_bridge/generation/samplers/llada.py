@@ -132,7 +132,7 @@ class LLaDASampler(GuidedSampler):
         )
         if self.confidence_eos_eot_inf:
             ends = tokens.end_token_ids + (() if self.eot_token_id is None else (self.eot_token_id,))
-            score = _without_confidence(score, _required(ends, "confidence_eos_eot_inf"))
+            score = partial(_without_confidence, score=score, tokens=_required(ends, "confidence_eos_eot_inf"))
         if self.threshold is not None:
             return ThresholdRule(self.threshold, score)
         if self.factor is not None:
@@ -227,15 +227,11 @@ def _next_token(
     return next_A
 
 
-def _without_confidence(score: Score, tokens: tuple[int, ...]) -> Score:
+def _without_confidence(step: Step, *, score: Score, tokens: tuple[int, ...]) -> torch.Tensor:
     """The score with the logits of these tokens at minus infinity (LLaDA's appendix B.4)."""
-
-    def scored(step: Step) -> torch.Tensor:
-        logits = step.logits.clone()
-        logits[..., [token for token in tokens if token < logits.shape[-1]]] = -torch.inf
-        return score(replace(step, logits=logits))
-
-    return scored
+    logits = step.logits.clone()
+    logits[..., [token for token in tokens if token < logits.shape[-1]]] = -torch.inf
+    return score(replace(step, logits=logits))
 
 
 def _required(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, probability, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -67,13 +67,9 @@ class EditingRule(CommitRule):
         self._editing_threshold = editing_threshold
         self._max_post_steps = max_post_steps
         self._num_to_transfer = num_to_transfer
-        self._rows = 0
-        self._post_steps: torch.Tensor | None = None  # [B], steps without masks so far
         self._more_A: torch.Tensor | None = None
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        self._post_steps = None
-        self._rows = len(masks)
         return [[1] * count + [0] * self._max_post_steps for count in masks]
 
     def select(self, step: Step) -> torch.Tensor:
@@ -86,12 +82,13 @@ class EditingRule(CommitRule):
         differs_AN = (scores_AN > self._editing_threshold) & (step.tokens != step.before)
         edits_AN = differs_AN & step.new & ~step.masked
 
-        if self._post_steps is None:  # a block's first step
-            self._post_steps = torch.zeros(self._rows, dtype=torch.long, device=scores_AN.device)
         full_A = ~step.masked.any(dim=1)
-        self._post_steps[step.rows] += full_A
+        post_steps_B = self.memory.tensor("post steps")  # without masks, so far
+        rows_A = to_device(step.rows, full_A.device)
+        post_steps_A = post_steps_B[rows_A] + full_A
+        post_steps_B[rows_A] = post_steps_A
         masks_left_A = (step.masked & ~filled_AN).any(dim=1)
-        may_edit_A = self._post_steps[step.rows] < self._max_post_steps
+        may_edit_A = post_steps_A < self._max_post_steps
         self._more_A = masks_left_A | (~(full_A & ~edits_AN.any(dim=1)) & may_edit_A)
         return filled_AN | edits_AN
 

@@ -84,14 +84,9 @@ class LevenshteinRule(CommitRule):
 
     def __init__(self, sampler: LLaDA22Sampler) -> None:
         self._sampler = sampler
-        self._masks: list[int] = []  # of each row, when the block began
-        self._original: torch.Tensor | None = None  # [B, N], True at the block's first masks, wherever they are now
-        self._post_steps: torch.Tensor | None = None  # [B], steps without original masks so far
-        self._seen: list[torch.Tensor] = []  # [B, N] each, results before DELETE and SPLIT were carried out
         self._more_A: torch.Tensor | None = None
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        self._masks, self._original, self._seen = masks, None, []
         steps = self._sampler.steps
         schedule = [[count // steps + (step < count % steps) for step in range(steps)] for count in masks]
         later = self._sampler.max_steps_per_block - steps
@@ -102,39 +97,35 @@ class LevenshteinRule(CommitRule):
         return self.write(step) != step.before
 
     def write(self, step: Step) -> torch.Tensor:
-        sampler, device = self._sampler, step.before.device
-        rows_A = to_device(step.rows, device)
-        if self._original is None or self._post_steps is None:  # a block's first step
-            shape = (len(self._masks), step.before.shape[1])
-            self._original = torch.zeros(shape, dtype=torch.bool, device=device)
-            self._original[rows_A] = step.masked
-            self._post_steps = torch.zeros(shape[0], dtype=torch.long, device=device)
-        original_AN = self._original[rows_A]
+        sampler, width = self._sampler, step.before.shape[1]
+        rows_A, index_A = (to_device(numbers, step.before.device) for numbers in (step.rows, step.index))
+        # True at the block's first masks, wherever they are now.
+        original_BN = self.memory.tensor("original", width, dtype=torch.bool)
+        original_AN = torch.where(index_A[:, None] == 0, step.masked, original_BN[rows_A])
         open_AN = step.masked & original_AN
-        post_A = torch.where(open_AN.any(dim=1), 0, self._post_steps[rows_A] + 1)
-        self._post_steps[rows_A] = post_A
+        post_B = self.memory.tensor("post steps")  # without original masks, so far
+        post_A = torch.where(open_AN.any(dim=1), 0, post_B[rows_A] + 1)
+        post_B[rows_A] = post_A
 
         dtype = torch.promote_types(step.logits.dtype, torch.float32)
         logits_ANV = without_token(step.logits, step.mask_token_id, dtype)
         scores_AN = probability_of(step.tokens, logits_ANV)
         # Enough for one that is neither DELETE nor SPLIT.
         ranked_ANK = logits_ANV.topk(min(3, logits_ANV.shape[-1]), dim=-1).indices
-        filled_AN = self._filled(step, scores_AN, (step.masked & ~original_AN).sum(dim=1))
-        last = step.index + 1 >= sampler.max_steps_per_block
+        filled_AN = self._filled(step, index_A, scores_AN, (step.masked & ~original_AN).sum(dim=1))
         if sampler.max_post_steps:
             final_A = post_A >= sampler.max_post_steps
         else:
             final_A = open_AN.any(dim=1) & ~(open_AN & ~filled_AN).any(dim=1)
-        final_A = final_A | last
+        final_A = final_A | (index_A + 1 >= sampler.max_steps_per_block)
         filled_AN = torch.where(final_A[:, None], step.masked, filled_AN)
         edits_AN = step.new & ~step.masked & (scores_AN > sampler.editing_threshold) & (step.tokens != step.before)
         plain_AN = _first(ranked_ANK, ~self._is_edit(ranked_ANK))
         tokens_AN = torch.where(final_A[:, None] & self._is_edit(step.tokens), plain_AN, step.tokens)
         written_AN = torch.where(filled_AN | edits_AN, tokens_AN, step.before)
         written_AN = self._without_repetition(step, written_AN, scores_AN, ranked_ANK, ~final_A)
-        self._remember(rows_A, written_AN)
         result_AN, original_AN = self._carried_out(step, written_AN, original_AN)
-        self._original[rows_A] = original_AN
+        original_BN[rows_A] = original_AN
         masks_A = ((result_AN == step.mask_token_id) & step.new).any(dim=1)
         self._more_A = ~final_A & (masks_A | (result_AN != step.before).any(dim=1))
         return result_AN
@@ -144,15 +135,17 @@ class LevenshteinRule(CommitRule):
         assert self._more_A is not None
         return self._more_A
 
-    def _filled(self, step: Step, scores_AN: torch.Tensor, added_A: torch.Tensor) -> torch.Tensor:
+    def _filled(
+        self, step: Step, index_A: torch.Tensor, scores_AN: torch.Tensor, added_A: torch.Tensor
+    ) -> torch.Tensor:
         """[A, N], the masks to commit, of which `added_A` were not there when the block began."""
-        if step.index >= self._sampler.steps:
-            return step.masked
+        late_A1 = (index_A >= self._sampler.steps)[:, None]
         masked_scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
         confident_AN = masked_scores_AN > self._sampler.threshold
         least_A = to_device(step.num_transfer_tokens, scores_AN.device) + added_A
         best_AN = top_scores(masked_scores_AN, least_A)
-        return torch.where((confident_AN.sum(dim=1) >= least_A)[:, None], confident_AN, best_AN)
+        chosen_AN = torch.where((confident_AN.sum(dim=1) >= least_A)[:, None], confident_AN, best_AN)
+        return torch.where(late_A1, step.masked, chosen_AN)
 
     def _is_edit(self, tokens: torch.Tensor) -> torch.Tensor:
         return (tokens == self._sampler.delete_token_id) | (tokens == self._sampler.split_token_id)
@@ -167,21 +160,22 @@ class LevenshteinRule(CommitRule):
     ) -> torch.Tensor:
         """The result of a step or, where the block had it before, another one: its least certain change is another
         token. Without this, edits could go round in circles."""
-        rows_A = to_device(step.rows, written_AN.device)
-        for _ in range(RETRIES if self._seen else 0):
+        rows_A, index_A = (to_device(numbers, written_AN.device) for numbers in (step.rows, step.index))
+        latest = max(step.index)
+        room = 1 << latest.bit_length()  # in powers of two, of what is written in each step
+        written_BKN = self.memory.tensor("written", room, written_AN.shape[1])
+        written_AKN = written_BKN[rows_A]
+        before_AK = torch.arange(room, device=rows_A.device) < index_A[:, None]
+        for _ in range(RETRIES if latest else 0):
             changed_AN = written_AN != step.before
-            seen_A = torch.stack([(seen[rows_A] == written_AN).all(dim=1) for seen in self._seen]).any(dim=0)
+            seen_A = ((written_AKN == written_AN[:, None]).all(dim=2) & before_AK).any(dim=1)
             uncertain_A1 = scores_AN.masked_fill(~changed_AN, torch.inf).argmin(dim=1, keepdim=True)
             again_A = seen_A & may_A & changed_AN.any(dim=1)
             other_AN = _first(ranked_ANK, ranked_ANK != written_AN[..., None])
             other_A1 = torch.where(again_A[:, None], other_AN, written_AN).gather(1, uncertain_A1)
             written_AN = written_AN.scatter(1, uncertain_A1, other_A1)
+        written_BKN[rows_A, index_A] = written_AN
         return written_AN
-
-    def _remember(self, rows_A: torch.Tensor, written_AN: torch.Tensor) -> None:
-        result_BN = torch.full((len(self._masks), written_AN.shape[1]), -1, device=written_AN.device)
-        result_BN[rows_A] = written_AN
-        self._seen.append(result_BN)
 
     def _carried_out(
         self, step: Step, written_AN: torch.Tensor, original_AN: torch.Tensor

@@ -29,10 +29,9 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
-from dlm_bridge.generation.token_sampling import Noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class MultiBlockSampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length, whole=True),
+            layout=BlockLayout(None),
             rule=MultiBlockRule(self.block_length, self.threshold, self.block_add_threshold, self.commit_best),
             sampling=self.sampling(),
         )
@@ -74,12 +73,6 @@ class MultiBlockRule(OneOrMoreRule):
         self._threshold = threshold
         self._block_add_threshold = block_add_threshold
         self._commit_best = commit_best
-        self._rows = 0
-        self._begun_B: torch.Tensor | None = None  # blocks of each row that are begun
-
-    def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        self._rows, self._begun_B = len(masks), None
-        return super().begin(masks, noise)
 
     def select(self, step: Step) -> torch.Tensor:
         block_N = torch.arange(step.masked.shape[1], device=step.masked.device) // self._block_length
@@ -101,11 +94,11 @@ class MultiBlockRule(OneOrMoreRule):
     def _begin_blocks(self, step: Step) -> torch.Tensor:
         """[A] blocks that are begun, after beginning the next one where the last one is far enough."""
         masks_AK = step.masked.unflatten(1, (-1, self._block_length)).sum(dim=-1)
-        if self._begun_B is None:  # the first step
-            self._begun_B = torch.ones(self._rows, dtype=torch.long, device=masks_AK.device)
-        begun_A = self._begun_B[step.rows]
+        more_B = self.memory.tensor("blocks begun behind the first")
+        rows_A = to_device(step.rows, masks_AK.device)
+        begun_A = (more_B[rows_A] + 1).clamp(max=masks_AK.shape[1])  # a row may have fewer blocks than others
         masks_A = masks_AK.gather(1, begun_A[:, None] - 1)[:, 0]
         far_enough_A = 1 - masks_A.double() / self._block_length >= self._block_add_threshold
         begun_A = (begun_A + far_enough_A).clamp(max=masks_AK.shape[1])
-        self._begun_B[step.rows] = begun_A
+        more_B[rows_A] = begun_A - 1
         return begun_A

@@ -70,7 +70,7 @@ class RND1Sampler(Sampler):
         if self.eb_gamma is not None:
             rule = ErrorBoundRule(self.eb_gamma, self.num_diffusion_steps)
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length - (closing is not None), whole=True, closing=closing),
+            layout=BlockLayout(None, closing=closing),
             rule=rule,
             sampling=TokenSampling(self.temperature, self.top_k, self.top_p, greedy=self.greedy),
         )

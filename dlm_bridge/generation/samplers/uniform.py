@@ -26,7 +26,6 @@ entropy-bounded unmasking (arXiv 2505.24857).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,11 +33,11 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
-from dlm_bridge.generation.token_sampling import Noise
+from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.random_tokens import NoiseProcess, random_tokens
 from dlm_bridge.objectives.registry import noise_process
@@ -78,7 +77,7 @@ class UniformSampler(Sampler):
             if self.p_uniform is not None:
                 raise DlmBridgeError("resampling entropy_bound has no masks: a model of hybrid noise needs posterior")
             rule = EntropyBoundResampling(self.steps, self.entropy_bound)
-        return SamplerSpec(BlockLayout(self.gen_length, whole=True), rule, self.sampling())
+        return SamplerSpec(BlockLayout(None), rule, self.sampling())
 
 
 class ResamplingRule(DenoisingRule):
@@ -94,58 +93,65 @@ class ResamplingRule(DenoisingRule):
     @abstractmethod
     def next_tokens(
         self,
-        index: int,
+        index_A: torch.Tensor,
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens after step `index` [A, N], and True [A, N] where they are replaced by noise.
+        """The tokens after a step [A, N], and True [A, N] where they are replaced by noise.
 
         Args:
+            index_A: float64, the number of each row's step.
             x_ANV: float64 probabilities of the text.
             tokens_AN: the current tokens.
             noise_V: float64 probabilities of noise, 1 / N; 0 for the mask token.
-            uniform_ANV: float64 numbers in [0, 1), to draw with.
+            uniform_AN: float64 numbers on (0, 1), to draw with.
         """
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         constraints.refuse_text("a canvas of noise has no committed text")
         return self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
-        """Fill the block with noise and denoise it. Every row takes every step."""
-        canvas, noise, rows = context.canvas, context.noise, context.canvas.rows
-        vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
-        count = vocabulary - (0 <= mask < vocabulary)
-        new_AN = canvas.behind_prompt(None, block)
-        start_AN = _noise(canvas, block, noise, vocabulary)
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Fill the block with noise."""
+        canvas = context.canvas
+        selected = context.selected(rows)
+        start_AN = _noise(context, block, rows)
         if self.process.p_uniform is not None:
-            start_AN = torch.full_like(start_AN, mask)
-        canvas.tokens[:, block] = torch.where(new_AN, start_AN, canvas.tokens[:, block])
+            start_AN = torch.full_like(start_AN, canvas.mask_token_id)
+        new_AN = canvas.behind_prompt(selected, block)
+        canvas.put(selected, block, torch.where(new_AN, start_AN, canvas.take(selected, block)))
         canvas.tokens.masked_fill_(~canvas.real(None), 0)  # padding, which nothing attends to
+        return rows
+
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        """Draw the block's tokens again. Every row takes every step."""
+        canvas = context.canvas
+        vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
+        selected = context.selected(rows)
+        count = vocabulary - (0 <= mask < vocabulary)
         noise_V = torch.full((vocabulary,), 1 / count, dtype=torch.float64, device=canvas.tokens.device)
         if count < vocabulary:
             noise_V[mask] = 0.0
-        pads = [max(0, origin - block.start) for origin in canvas.origins]
-        for index in range(self.steps):
-            logits = context.predict(rows, block)
-            shaped = context.sampling.shape(logits).double()
-            shaped = shaped.masked_fill(noise_V == 0, -torch.inf)
-            x_ANV = shaped.softmax(dim=-1)
-            if not context.sampling.draws:
-                x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
-            uniform_ANV = noise.per_token(rows, logits.shape[1], vocabulary, pads, [logits.shape[1]] * len(rows))
-            before_AN = canvas.take(None, block)
-            if any(canvas.holes):
-                # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
-                given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
-                x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
-            tokens_AN, renoised_AN = self.next_tokens(index, x_ANV, before_AN, noise_V, uniform_ANV)
-            tokens_AN = torch.where(renoised_AN, _noise(canvas, block, noise, vocabulary), tokens_AN)
-            canvas.put(None, block, torch.where(new_AN, tokens_AN, before_AN))
-            context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
-            yield
+        logits = context.predict(rows, block)
+        shaped = context.sampling.shape(logits).double()
+        shaped = shaped.masked_fill(noise_V == 0, -torch.inf)
+        x_ANV = shaped.softmax(dim=-1)
+        if not context.sampling.draws:
+            x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
+        uniform_AN = context.noise.uniform(rows, canvas.places(selected, block))
+        before_AN, new_AN = canvas.take(selected, block), canvas.behind_prompt(selected, block)
+        if any(canvas.holes) or min(canvas.stops[row] for row in rows) < block.stop:
+            # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
+            given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
+            x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
+        index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
+        tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, before_AN, noise_V, uniform_AN)
+        tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
+        canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
+        context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
+        return [row for row in rows if canvas.steps[row] + 1 < self.steps]
 
 
 class PosteriorRule(ResamplingRule):
@@ -153,21 +159,21 @@ class PosteriorRule(ResamplingRule):
 
     def next_tokens(
         self,
-        index: int,
+        index_A: torch.Tensor,
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        levels = torch.tensor([1 - index / self.steps, 1 - (index + 1) / self.steps], dtype=torch.float64)
-        keep, masked, replaced = (pair.tolist() for pair in self.process.probabilities(levels))
+        levels_2A = torch.stack([1 - index_A / self.steps, 1 - (index_A + 1) / self.steps])
+        keep, masked, replaced = self.process.probabilities(levels_2A[..., None, None])
         is_mask_V = (noise_V == 0).double()  # without a mask token none is
-        before_V, after_V = (masked[at] * is_mask_V + replaced[at] * noise_V for at in (0, 1))  # b_t, b_s
-        stays = keep[0] / keep[1]
-        text_ANV = keep[1] * x_ANV + after_V
+        before_A1V, after_A1V = (masked[at] * is_mask_V + replaced[at] * noise_V for at in (0, 1))  # b_t, b_s
+        stays_A11 = keep[0] / keep[1]
+        text_ANV = keep[1] * x_ANV + after_A1V
         now_AN1 = tokens_AN[..., None]
-        jumps_ANV = text_ANV * (before_V - stays * after_V)[tokens_AN][..., None]
-        drawn_AN = _draw(jumps_ANV.scatter_add(-1, now_AN1, stays * text_ANV.gather(-1, now_AN1)), uniform_ANV)
+        jumps_ANV = text_ANV * (before_A1V - stays_A11 * after_A1V).expand_as(x_ANV).gather(-1, now_AN1)
+        drawn_AN = invert(jumps_ANV.scatter_add(-1, now_AN1, stays_A11 * text_ANV.gather(-1, now_AN1)), uniform_AN)
         return drawn_AN, torch.zeros_like(drawn_AN, dtype=torch.bool)
 
 
@@ -181,27 +187,22 @@ class EntropyBoundResampling(ResamplingRule):
 
     def next_tokens(
         self,
-        index: int,
+        index_A: torch.Tensor,
         x_ANV: torch.Tensor,
         tokens_AN: torch.Tensor,
         noise_V: torch.Tensor,
-        uniform_ANV: torch.Tensor,
+        uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if index == self.steps - 1:
-            return x_ANV.argmax(dim=-1), torch.zeros_like(tokens_AN, dtype=torch.bool)
         entropies_AN = -(x_ANV * x_ANV.clamp(min=1e-300).log()).sum(dim=-1)
         ordered_AN, order_AN = entropies_AN.sort(dim=1, stable=True)
         passed_AN = ordered_AN.cumsum(dim=1) - ordered_AN <= self._bound
         accepted_AN = torch.zeros_like(passed_AN).scatter(1, order_AN, passed_AN)
-        return _draw(x_ANV, uniform_ANV), ~accepted_AN
+        last_A1 = (index_A == self.steps - 1)[:, None]
+        return torch.where(last_A1, x_ANV.argmax(dim=-1), invert(x_ANV, uniform_AN)), ~(accepted_AN | last_A1)
 
 
-def _noise(canvas: Canvas, block: slice, noise: Noise, vocabulary: int) -> torch.Tensor:
+def _noise(context: SamplerContext, block: slice, rows: list[int]) -> torch.Tensor:
     """[A, N] of equally likely tokens; the mask token is none of them."""
-    uniform_AS = noise.per_position(canvas.rows, canvas.width, canvas.origins, canvas.stops)
-    return random_tokens(uniform_AS[:, block], vocabulary, canvas.mask_token_id)
-
-
-def _draw(weights_ANV: torch.Tensor, uniform_ANV: torch.Tensor) -> torch.Tensor:
-    """[A, N], drawn in proportion to the weights, by the Gumbel-max trick."""
-    return (weights_ANV.log() - uniform_ANV.log().neg().log()).argmax(dim=-1)
+    canvas = context.canvas
+    uniform_AN = context.noise.uniform(rows, canvas.places(context.selected(rows), block))
+    return random_tokens(uniform_AN, context.vocabulary_size, canvas.mask_token_id)

@@ -21,11 +21,11 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
-from dlm_bridge.generation.canvas import BlockLayout, Columns
+from dlm_bridge.generation.canvas import BlockLayout, Columns, to_device
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
-from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
-from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import TokenSampling
 
@@ -53,7 +53,7 @@ class WeDLMSampler(Sampler):
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         size = self.wedlm_window_size
         return SamplerSpec(
-            layout=BlockLayout(self.gen_length + size, whole=True, spare=size),
+            layout=BlockLayout(None, spare=size),
             rule=DistancePenaltyRule(self.wedlm_entropy_threshold, self.wedlm_pos_penalty_factor),
             sampling=TokenSampling(self.temperature, self.top_k, self.top_p, order=("top_k", "top_p", "temperature")),
             predictor=ReorderedPredictor,
@@ -77,7 +77,7 @@ class DistancePenaltyRule(OneOrMoreRule):
         return lowest_AN if self._threshold is None else lowest_AN | (adjusted_AN < self._threshold)
 
 
-class ReorderedPredictor(Predictor):
+class ReorderedPredictor(RowCachePredictor):
     """Causal attention over committed tokens first and masks last, each with its own position.
 
     So a mask attends to every committed token, also to those on its right, and to the masks before it. What stands
@@ -85,13 +85,19 @@ class ReorderedPredictor(Predictor):
     values are cached, and a forward pass runs the columns behind it, as far as the window reaches.
     """
 
-    caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
+    def open_block(self, block: slice, rows: list[int]) -> None:
+        super().open_block(block, rows)
+        if len(rows) == len(self.canvas.rows):
+            self._has_run = False
 
-    def open_block(self, block: slice) -> None:
-        super().open_block(block)
-        self._has_run = False
-        self._rows = self.canvas.rows  # rows in the cache
-        self._length_A = torch.zeros_like(self.canvas.first_new(None))  # each row's cached columns
+    def admit(self, count: int) -> None:
+        """Cache the entering rows' prompts, unless the first forward pass of all rows will."""
+        others = bool(self._rows)
+        super().admit(count)
+        if others and self.cache.stores:
+            rows = list(range(count))
+            self._runner.hidden(self.prompt_view(rows), once=True)
+            self._cached_tokens[:count] = self.canvas.first_new(rows) - self.canvas.origin(rows)
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         assert isinstance(columns, torch.Tensor)
@@ -101,8 +107,15 @@ class ReorderedPredictor(Predictor):
         tokens = canvas.take(rows, slice(0, canvas.width))
         positions, real = self._positions(rows, canvas.width)
         order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
-        view = CanvasView(tokens.gather(1, order), causal_mask(real.gather(1, order)), positions.gather(1, order))
+        tokens, positions, real = (each.gather(1, order) for each in (tokens, positions, real))
+        packing = Packing(real, canvas.lengths(rows, canvas.width), causal=True)
+        view = CanvasView(tokens, causal_mask(real), positions, packing=packing)
         return self._runner.logits_at(view, order.argsort(dim=1).gather(1, columns))
+
+    @property
+    def _cached_tokens(self) -> torch.Tensor:
+        """[B], how many of each row's first tokens are cached."""
+        return self.canvas.memory.tensor("cached tokens")
 
     def _cached_logits(self, rows: list[int] | None, columns_AN: torch.Tensor) -> torch.Tensor:
         """Logits [A, N, V] by a forward pass of Q columns of each row, from its cached ones on.
@@ -111,38 +124,49 @@ class ReorderedPredictor(Predictor):
         What is cached behind them, in columns of other tokens, is overwritten by the next forward pass.
         """
         canvas = self.canvas
-        self._select_cached_rows(canvas.rows if rows is None else rows)
-        width, end = self._reach(columns_AN.shape[1])
-        first_A1 = self._length_A.clamp(max=end - width)[:, None]
+        chosen = canvas.rows if rows is None else rows
+        self.keep_rows(chosen)
+        index = canvas.index(chosen)
+        cached_A, origin_A1 = self._cached_tokens[index], canvas.origin(rows)[:, None]
+        width, end = self._reach(chosen, columns_AN.shape[1])
+        first_A1 = cached_A.clamp(max=end - width)[:, None]
         own_AQ = first_A1 + torch.arange(width, device=first_A1.device)
+        source_AQ = (origin_A1 + own_AQ).clamp(max=canvas.width - 1)
+        real_AK = torch.arange(end, device=own_AQ.device) < canvas.real(rows).sum(dim=1, keepdim=True)
         masked_AS = canvas.masked(rows, slice(0, canvas.width))
-        order_AQ = masked_AS.gather(1, own_AQ).int().argsort(dim=1, stable=True)
-        source_AQ = first_A1 + order_AQ
-        positions_AS, real_AS = self._positions(rows, canvas.width)
-        before_AQK = torch.arange(end, device=own_AQ.device) <= own_AQ[..., None]
-        # Padding attends to itself.
-        attended_AQK = (before_AQK & real_AS[:, None, :end]).scatter(2, own_AQ[..., None], True)
-        tokens_AQ, positions_AQ = canvas.take(rows, source_AQ), positions_AS.gather(1, source_AQ)
-        view = CanvasView(tokens_AQ, attended_AQK[:, None], positions_AQ, end=end, columns=own_AQ)
+        # Committed tokens, masks, padding.
+        kind_AQ = torch.where(real_AK.gather(1, own_AQ), masked_AS.gather(1, source_AQ).long(), 2)
+        order_AQ = kind_AQ.argsort(dim=1, stable=True)
+        packing = None
+        if not self._has_run and not any(canvas.holes):  # nothing is cached: each row's prompt and its own window
+            rooms = [canvas.starts[row] + columns_AN.shape[1] - canvas.origins[row] for row in chosen]
+            lengths = tuple(min(room, width) for room in rooms)
+            needed_AQ = torch.arange(width, device=own_AQ.device) < to_device(lengths, own_AQ.device)[:, None]
+            packing = Packing(needed_AQ, lengths, causal=True)
+        view = CanvasView(
+            canvas.take(rows, source_AQ.gather(1, order_AQ)),
+            real_AK & (torch.arange(end, device=own_AQ.device) < first_A1 + width),
+            first_A1 + order_AQ,
+            end=end,
+            columns=own_AQ,
+            block=1,
+            packing=packing,
+        )
         hidden_AQH = self._runner.hidden(view, once=not self._has_run)
         self._has_run = True
-        self._length_A = masked_AS.int().argmax(dim=1)
-        return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, columns_AN - first_A1))
+        self._cached_tokens[index] = (masked_AS.int().argmax(dim=1) - origin_A1[:, 0]).clamp(min=0)
+        places_AN = columns_AN - origin_A1 - first_A1
+        return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, places_AN))
 
-    def _reach(self, window: int) -> tuple[int, int]:
-        """How many columns of each row a forward pass runs, and where the last of them ends."""
+    def _reach(self, rows: list[int], window: int) -> tuple[int, int]:
+        """How many columns of each row a forward pass runs, and where the last of them ends, counted from its first
+        token."""
         canvas = self.canvas
+        longest = max(canvas.ends[row] - canvas.origins[row] for row in rows)
         if any(canvas.holes):  # tokens behind the window, to which it attends
-            return canvas.width - int(self._length_A.min()), canvas.width
+            return longest - int(self._cached_tokens[canvas.index(rows)].min()), longest
         if not self._has_run:  # the prompt, too
-            end = min(max(canvas.starts) + window, canvas.width)
+            end = min(max(canvas.starts[row] - canvas.origins[row] for row in rows) + window, longest)
             return end, end
         # A step commits at most its window: one shape, whatever a row has committed.
-        return min(2 * window, canvas.width), canvas.width
-
-    def _select_cached_rows(self, rows: list[int]) -> None:
-        """Rows without masks left do not come back in this block."""
-        if len(rows) < len(self._rows):
-            stay = [self._rows.index(row) for row in rows]
-            self.cache.select_rows(stay)
-            self._rows, self._length_A = rows, self._length_A[stay]
+        return min(2 * window, longest), longest

@@ -24,7 +24,6 @@ Source: Feng-Hong/WINO-DLLM 9549a1d, LLaDA/decoding.py, `decoding_wino`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -92,22 +91,21 @@ class CheckingPredictor(Predictor):
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
         assert isinstance(columns, slice)
-        view, count = self.view(rows, columns), columns.stop - columns.start
-        places = torch.arange(view.tokens.shape[1], device=view.tokens.device)
-        places = torch.cat([places[columns], places[-count:]])
-        logits, self.checks = self._runner.logits_at(view, places.expand(len(view.tokens), -1)).split(count, dim=1)
+        canvas, count = self.canvas, columns.stop - columns.start
+        view, first_A1 = self._compact_view(rows, columns, slice(0, canvas.width))
+        assert view.attention_mask is not None
+        assert view.position_ids is not None
+        width, place_AN = view.tokens.shape[1], canvas.columns(rows, columns) - first_A1
+        tokens_AQ = F.pad(view.tokens, (0, count), value=canvas.mask_token_id)
+        column_Q = torch.arange(width + count, device=tokens_AQ.device)
+        real_AQ = torch.cat([view.attention_mask, canvas.real(rows)[:, columns]], dim=1)
+        mask_AQK = ((column_Q < width) | (column_Q[:, None] >= width)) & real_AQ[:, None]
+        mask_AQK[:, width:] &= column_Q != place_AN[..., None]
+        mask_AQK |= column_Q == column_Q[:, None]  # padding sees itself
+        checked = CanvasView(tokens_AQ, mask_AQK[:, None], torch.cat([view.position_ids, place_AN], dim=1))
+        places_A2N = torch.cat([place_AN.clamp(max=width - 1), column_Q[width:].expand_as(place_AN)], dim=1)
+        logits, self.checks = self._runner.logits_at(checked, places_A2N).split(count, dim=1)
         return logits
-
-    def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
-        width, count = self.canvas.width, columns.stop - columns.start
-        positions, real = self._positions(rows, width)
-        tokens = F.pad(self.canvas.take(rows, slice(0, width)), (0, count), value=self.canvas.mask_token_id)
-        positions, real = (torch.cat([each, each[:, columns]], dim=1) for each in (positions, real))
-        mask_QK = torch.ones(width + count, width + count, dtype=torch.bool, device=tokens.device)
-        mask_QK[:width, width:] = False
-        mask_QK[width:, columns].fill_diagonal_(False)
-        own_QK = torch.eye(width + count, dtype=torch.bool, device=tokens.device)  # padding sees itself
-        return CanvasView(tokens, ((mask_QK & real[:, None]) | own_QK)[:, None], positions)
 
 
 class WINORule(DenoisingRule):
@@ -122,36 +120,36 @@ class WINORule(DenoisingRule):
     def constrained(self, constraints: Constraints) -> DenoisingRule:
         return LeftToRightRule() if constraints.ordered else self
 
-    def denoise_block(self, context: SamplerContext, block: slice) -> Iterator[None]:
+    def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
+        canvas = context.canvas
+        masks, kept = canvas.masks(block), canvas.memory.values("masks")
+        for row in rows:
+            kept[row] = masks[row]
+        canvas.memory.tensor("accepted")[canvas.index(rows)] = ACCEPTED_BEFORE
+        return [row for row in rows if masks[row]]
+
+    def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, CheckingPredictor)
-        masks = canvas.masks(block)
-        accepted_B = torch.full((len(masks),), ACCEPTED_BEFORE, device=canvas.tokens.device)
-        active = [row for row in canvas.rows if masks[row]]
-        steps = 0
-        while active:
-            rows = context.selected(active)
-            logits = context.predict(active, block)
-            _, tokens = propose_tokens(logits, canvas, active, block, context.sampling, context.noise)
-            before, masked, new = (
-                canvas.take(rows, block),
-                canvas.masked(rows, block),
-                canvas.behind_prompt(rows, block),
-            )
-            committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
-            doubts = probability_of(before, predictor.checks, torch.float64)
-            index = canvas.index(active)
-            doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
-            accepted_B[index] = committed.sum(dim=1)
-            after = torch.where(committed, tokens, before.masked_fill(doubted, canvas.mask_token_id))
-            canvas.put(rows, block, after)
-            context.callbacks.step(canvas, active, block, logits, predictor.forwards, final=False)
-            steps += 1
-            left = read_flags(canvas.masked(rows, block).any(dim=1), predictor.launch_speculatively)
-            # Masks are left after so many steps only where the logits are NaN.
-            active = [row for row, more in zip(active, left, strict=True) if more and steps < masks[row]]
-            yield
-            active = canvas.still_wanted(active)
+        most_steps, accepted_B = canvas.memory.values("masks"), canvas.memory.tensor("accepted")
+        selected, index = context.selected(rows), canvas.index(rows)
+        logits = context.predict(rows, block)
+        _, tokens = propose_tokens(logits, canvas, rows, block, context.sampling, context.noise)
+        before, masked, new = (
+            canvas.take(selected, block),
+            canvas.masked(selected, block),
+            canvas.behind_prompt(selected, block),
+        )
+        committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
+        doubts = probability_of(before, predictor.checks, torch.float64)
+        doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
+        accepted_B[index] = committed.sum(dim=1)
+        after = torch.where(committed, tokens, before.masked_fill(doubted, canvas.mask_token_id))
+        canvas.put(selected, block, after)
+        context.callbacks.step(canvas, rows, block, logits, predictor.forwards, final=False)
+        left = read_flags(canvas.masked(selected, block).any(dim=1), predictor.launch_speculatively)
+        # Masks are left after so many steps only where the logits are NaN.
+        return [row for row, more in zip(rows, left, strict=True) if more and canvas.steps[row] + 1 < most_steps[row]]
 
     def _committed(self, scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
         """[A, N], the masks to commit."""

@@ -37,7 +37,8 @@ def save_run(
 
     `model` is the plain one, without Accelerate around it, and of an `adapter` the one in which it is; `optimizer` may
     have Accelerate around it. `state` is the trainer's own, to which the gradient scaler's is added. `save_more` adds
-    to the folder of a run that is not sharded. Raises DlmBridgeError on every process where the disk refuses.
+    to the folder, on every process of a run that is sharded and else on the main one. Raises DlmBridgeError on every
+    process where the disk refuses.
     """
     output, scaler, main = Path(config.checkpoint.output), accelerator.scaler, accelerator.is_main_process
     sharded = config.parallel.shards
@@ -45,7 +46,7 @@ def save_run(
     if sharded:
         fsdp.reshard_model(model)
         fsdp.save_sharded(
-            output, step, model, optimizer, adapter, tokenizer, state, accelerator.device, averages
+            output, step, model, optimizer, adapter, tokenizer, state, accelerator.device, averages, save_more
         )  # fmt: skip
     with raised_everywhere():
         if main and not sharded:
@@ -69,11 +70,17 @@ def restore_run(
     """Set the optimizer's state and the gradient scaler's to those of a checkpoint, and return the trainer's state;
     `starting_model` has loaded the weights. Every process calls this together."""
     state = load_state(folder)
-    if not config.parallel.shards and "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
-    else:
-        plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
-        fsdp.load_optimizer(folder, model, plain, state)
+    load_optimizer(config, folder, model, optimizer, state)
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     return state
+
+
+def load_optimizer(config: TrainConfig, folder: Path, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    """Set the optimizer to the one under "optimizer" in a `state`, or where that has none to the sharded one in
+    `folder`. Every process calls this together."""
+    if not config.parallel.shards and state.get(fsdp.OPTIMIZER) is not None:
+        optimizer.load_state_dict(state[fsdp.OPTIMIZER])
+        return
+    plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
+    fsdp.load_optimizer(folder, model, plain, state)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -34,7 +35,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.accelerate.ema import AveragedModel
-from dlm_bridge.train.accelerate.shard_source import ShardSource, shard_source
+from dlm_bridge.train.accelerate.shard_source import ShardSource, first_row, shard_source
 from dlm_bridge.train.checkpoints import (
     atomic_checkpoint,
     checkpoint_errors,
@@ -216,9 +217,10 @@ def save_sharded(
     state: dict[str, Any],
     device: torch.device,
     averages: AveragedModel | None = None,
+    save_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
-    and `state`.
+    and `state`, and `save_more` adds to the folder on all of them.
 
     Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
     disk refuses.
@@ -230,7 +232,9 @@ def save_sharded(
             if main:
                 checkpoint.enter_context(atomic_checkpoint(output, step))
         with raised_everywhere(), checkpoint_errors(output, step):
-            _save_optimizer(folder / OPTIMIZER, model, optimizer)
+            save_optimizer(folder / OPTIMIZER, model, optimizer)
+            if save_more is not None:
+                save_more(folder)
             write_rank_digests(folder, dist.get_rank())
         with raised_everywhere(), checkpoint_errors(output, step):
             if adapter is None:
@@ -247,7 +251,8 @@ def save_sharded(
                 checkpoint.close()  # which gives the folder its name
 
 
-def _save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Write the optimizer's state of a sharded model; every process calls this together."""
     try:
         dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
     except CheckpointException as error:  # of any rank, raised in all
@@ -265,6 +270,33 @@ def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int
     finally:
         for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
             pass
+
+
+def save_parameters(folder: Path, model: nn.Module, device: torch.device) -> None:
+    """Write a sharded model's parameters by its own names to one safetensors file. Every process calls this together,
+    rank 0 writes."""
+    specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in model.named_parameters()}
+    writer = None
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        writer = HubWriter(folder, plan_by_size(specs, 2**62))
+    for name, weight in model.named_parameters():
+        whole = full_tensor(weight, device)
+        if writer is not None:
+            writer.write(name, whole.contiguous().cpu())
+    if writer is not None:
+        writer.finish()
+
+
+@torch.no_grad()
+def load_parameters(file: Path, model: nn.Module) -> None:
+    """Set a sharded model's parameters to those of a file of `save_parameters`, of which each process reads its shards
+    alone."""
+    with safe_open(file, framework="pt") as tensors:
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor)
+            first, local = first_row(weight), weight.to_local()
+            local.copy_(tensors.get_slice(name)[first : first + len(local)])
 
 
 def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], shard_size: int) -> None:

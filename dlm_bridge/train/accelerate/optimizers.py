@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.muon import muon_parameters, trained_parameters
 
@@ -21,6 +23,14 @@ def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -
     """AdamW over a model's trained parameters."""
     groups = parameter_groups(trained_parameters(model), config.optimizer.weight_decay)
     return torch.optim.AdamW(groups, **_adamw_settings(config), fused=fused)
+
+
+def clip_gradients(config: TrainConfig, accelerator: Any, model: nn.Module) -> float:
+    """Clip the gradients of a model, sharded or in Accelerate's wrapper, and return their norm over all processes."""
+    max_norm = config.optimizer.clip_grad or math.inf  # infinity only measures
+    if config.parallel.shards:
+        return float(fsdp.clip_grad_norm(list(model.parameters()), max_norm, accelerator.device))
+    return float(accelerator.clip_grad_norm_(model.parameters(), max_norm))
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

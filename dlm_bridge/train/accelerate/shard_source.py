@@ -102,7 +102,7 @@ class OwnSlices(ShardSource):
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     def shard(self, name: str, weight: DTensor) -> torch.Tensor:
-        first, shape = _first_row(weight), weight.to_local().shape
+        first, shape = first_row(weight), weight.to_local().shape
         own = self.tensors[name]
         if (base := magnitude_of(name, own)) is not None:
             rows = self._rows(base, first, torch.Size([*shape, *self.tensors[base].shape[1:]]))
@@ -126,7 +126,7 @@ class OwnSlices(ShardSource):
         return own.detach().to(self.device)
 
 
-def _first_row(weight: DTensor) -> int:
+def first_row(weight: DTensor) -> int:
     """The first row of this process's shard; all but the last shards have as many."""
     mesh = weight.device_mesh
     assert weight.placements[-1] == Shard(0), "FSDP2 cuts rows"

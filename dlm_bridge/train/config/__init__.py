@@ -10,7 +10,7 @@ import yaml
 
 from dlm_bridge.train.config.objective import ObjectiveOptions
 from dlm_bridge.train.config.options import OptionError, check_option, options_of
-from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, PREFERRED, RLOptions
+from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
     PASSED_THROUGH,
     CheckpointOptions,
@@ -333,12 +333,13 @@ class RLConfig(TrainConfig):
             raise OptionError("--method", "is missing: give it on the command line or in the --config file")
         if self.precision.name == "fp8":
             raise OptionError("--precision", "fp8: reinforcement learning runs in fp32, bf16 or fp16")
-        if self.parallel.shards and options.method in AUTOREGRESSIVE:
-            raise OptionError(
-                "--sharding", f"fsdp with --method {options.method}: TRL's trainers hold the whole model: leave it out"
-            )
         if self.engine.name == "megatron":
             self._check_megatron_updates()
+        elif options.rollout_tp > 1 and not self.parallel.shards:
+            raise OptionError(
+                "--rollout-tp",
+                f"{options.rollout_tp} without --sharding fsdp or --engine megatron: each process has the whole model",
+            )
         if options.value_model:
             self._check_value_model()
         _ = options.sampler  # made to be checked
@@ -363,12 +364,10 @@ class RLConfig(TrainConfig):
 
     def _check_value_model(self) -> None:
         """Raise OptionError for what cannot have a value model."""
-        whole = "each process holds it whole: leave one of them out"
         _exclude(
             "--value-model",
             "",
             (self.rl.method != "tracerl", f"--method {self.rl.method}", "only tracerl has one"),
-            (self.parallel.shards, "--sharding fsdp", whole),
             (self.model.adapts, "an adapter", "it would be trained whole: leave one of them out"),
         )
 
@@ -380,12 +379,6 @@ class RLConfig(TrainConfig):
         _exclude(
             "--engine",
             "megatron",
-            (
-                self.rl.method in AUTOREGRESSIVE,
-                f"--method {self.rl.method}",
-                "TRL's trainers hold the whole model: use --engine accelerate",
-            ),
-            (self.model.adapts, "an adapter", "rollouts are sampled from its base's weights: leave it out"),
             *((True, f"--megatron transformer.{name}", twice) for name in dropout),
         )
 

@@ -12,7 +12,7 @@ from dlm_bridge.train.config.options import OptionError, option
 SAMPLED = ("grpo", "diffu-grpo", "block-grpo", "tracerl")  # methods on sampled completions and their rewards
 PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
 METHODS = (*SAMPLED, *PREFERRED)
-AUTOREGRESSIVE = ("grpo", "dpo")  # what TRL trains
+AUTOREGRESSIVE = ("grpo", "dpo")  # methods of autoregressive models
 BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "tracerl": 0.01, "dpo": 0.1, "vrpo": 0.2}
 # Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
 ROLLOUT_ARGUMENTS = (
@@ -45,6 +45,12 @@ class RLOptions:
     temperature: float = option(1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True)
     generation: list[str] = option(
         [], "Further settings of the sampler, NAME=VALUE such as steps=64. May be repeated.", fixed=True
+    )
+    rollout_batch_size: int | None = option(
+        None, "Completions that a process samples at once (as many as free memory holds).", minimum=1
+    )
+    rollout_tp: int = option(
+        1, "Processes that hold the model to sample from together, tensor parallel; of sharded training.", minimum=1
     )
     advantages: str = option(
         "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",

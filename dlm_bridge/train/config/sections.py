@@ -234,7 +234,7 @@ class ParallelOptions:
         choices=("none", "fsdp"),
     )  # fmt: skip
     fsdp_replicas: int = accelerate_option(
-        1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1, tasks=TRAINING,
+        1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1,
         needs=("--sharding", "fsdp"),
     )  # fmt: skip
     cpu_offload: bool = accelerate_option(

@@ -20,6 +20,7 @@ import numpy as np
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.processes import end_with_parent
 from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
+from dlm_bridge.train.data.fingerprint import fingerprint_file, write_fingerprint
 from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
 from dlm_bridge.train.data.sources import find_sources
 
@@ -53,10 +54,11 @@ def preprocess(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PreprocessReport:
-    """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order; empty documents are
-    left out, special tokens are not added. With `append_eod` the tokenizer's EOS closes each document. `key` is the
-    field of JSON objects and the column of tables that holds the text. Each of `workers` processes tokenises on one
-    core; with one, this process does, on as many as the Rust tokenizer takes.
+    """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order, and the tokenizer's
+    fingerprint to `PREFIX.tokenizer.json`; empty documents are left out, special tokens are not added. With
+    `append_eod` the tokenizer's EOS closes each document. `key` is the field of JSON objects and the column of tables
+    that holds the text. Each of `workers` processes tokenises on one core; with one, this process does, on as many as
+    the Rust tokenizer takes.
 
     Raises:
         DlmBridgeError: an input that names nothing or is already tokenised, text that cannot be read (with file and
@@ -82,6 +84,8 @@ def preprocess(
         if tokens == 0:
             raise DlmBridgeError(f"{', '.join(inputs)}: no text there, nothing was written")
         documents = writer.documents
+        fingerprint_file(prefix).unlink(missing_ok=True)  # of the pair that this one replaces
+    write_fingerprint(prefix, tokenizer)
     seconds = time.perf_counter() - began
     return PreprocessReport(str(prefix), documents, tokens, str(dtype), total, seconds, tokens / seconds)
 

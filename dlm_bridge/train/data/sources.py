@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dlm_bridge.train.data.blocks import (
     split,
 )
 from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, check_tokenizer, find_files, pack
+from dlm_bridge.train.data.fingerprint import check_fingerprint, fingerprint_file, without_fingerprints
 from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_length, open_indexed, pair, split_stream
 
 PAIR_SUFFIXES = (".bin", ".idx")
@@ -67,10 +68,21 @@ class DataSources:
 
     def check(self, seq_length: int) -> None:
         """Raise DlmBridgeError where a pair holds less than one block."""
-        for part in self.all_parts:
-            for source in part:
-                if isinstance(source, IndexedTokens):
-                    check_length(source, seq_length)
+        for source in self._pairs():
+            check_length(source, seq_length)
+
+    @property
+    def has_fingerprints(self) -> bool:
+        """Whether the tokenizer of a pair is recorded beside it."""
+        return any(fingerprint_file(source.prefix).is_file() for source in self._pairs())
+
+    def check_fingerprints(self, tokenizer: Any) -> None:
+        """Raise DlmBridgeError where a pair was made with another tokenizer. None is not compared."""
+        for source in self._pairs() if tokenizer is not None else ():
+            check_fingerprint(source, tokenizer)
+
+    def _pairs(self) -> Iterator[IndexedTokens]:
+        return (source for part in self.all_parts for source in part if isinstance(source, IndexedTokens))
 
     def sections(self, reader: ReaderSettings, tokenizer: Any) -> tuple[Samples, Samples]:
         """The training and the validation samples: the first shuffled, the second in the data's order, each source of
@@ -78,6 +90,7 @@ class DataSources:
         be read, do not fit the model or are too short."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
+        self.check_fingerprints(tokenizer)
         return self.mixed(lambda part, shares: _part(part, shares, reader, tokenizer), reader.shares, reader.seed)
 
     def mixed(self, cut: Cut, shares: Shares, seed: int) -> tuple[Samples, Samples]:
@@ -149,6 +162,7 @@ def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | 
         if HUB_ID.fullmatch(name) and path.suffix not in FILE_SUFFIXES and not _in_a_folder(name):
             return [_loaded(name, config, part, load)]
     files = find_files([item])
+    files = files if len(files) == 1 else without_fingerprints(files)
     prefixes = dict.fromkeys(str(file.with_suffix("")) for file in files if file.suffix in PAIR_SUFFIXES)
     text = [file for file in files if file.suffix not in PAIR_SUFFIXES]
     return [*text, *(open_indexed(prefix) for prefix in prefixes)]

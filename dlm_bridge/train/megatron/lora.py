@@ -23,7 +23,8 @@ from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
 from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.initialisation import Normal, initialise
-from dlm_bridge.parallel.lora import LiveFactor, add_adapters
+from dlm_bridge.parallel.handover import LiveAdapter
+from dlm_bridge.parallel.lora import LiveFactor, add_adapters, live_adapter_tensors
 from dlm_bridge.train.checkpoints import how_to_go_on
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import comma_separated
@@ -68,6 +69,12 @@ class LoraRun:
     def add(self, chunks: list[Any]) -> list[list[LiveFactor]]:
         """The adapter in this rank's chunks, which are frozen; its factors, by chunk. Raises DlmBridgeError."""
         return add_adapters(chunks, self.base, list(self.modules), self.rank, self.scale, self._initial, self.dora)
+
+    def live(self, factors: list[list[LiveFactor]]) -> LiveAdapter:
+        """The trained adapter, of which this rank's chunks have `factors`. Every process calls this together."""
+        return LiveAdapter(
+            live_adapter_tensors(self.base, list(self.modules), self.rank, self.dora), factors, self.scale
+        )
 
     def write_manifest(self, root: Path, dtype: torch.dtype) -> None:
         """Make a run's folder of checkpoints that of an adapter. One process calls it, when a run starts."""

@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
-from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
-from dlm_bridge.train.loading import StartingModel, starting_model
+from dlm_bridge.train.loading import StartingModel, model_without_weights, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter
-from dlm_bridge.train.rl.replica import WholeModel
+from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.update_engine import (
-    ReplicaRanks,
+    RankGroup,
     UpdateEngine,
     UpdatePart,
     accumulate_gradients,
@@ -38,7 +39,7 @@ from dlm_bridge.train.rl.value_model import ValueModel
 class AccelerateUpdates(UpdateEngine):
     """Model, reference and optimizer on each process, data parallel or sharded by FSDP2."""
 
-    replica = ReplicaRanks()
+    replica = RankGroup()
     value_model: ValueModel | None = None
 
     def __init__(
@@ -61,13 +62,11 @@ class AccelerateUpdates(UpdateEngine):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference_model = self._reference_model()
         self.plain_model = self.model = model
-        self.whole_model: WholeModel | None = None
+        self.rollout_model: RolloutModel | None = None
         self.fsdp = config.parallel.shards
         if self.fsdp:
             if config.rl.method in SAMPLED:
-                self.whole_model = WholeModel(
-                    model, torch.float32 if config.precision.name == "fp32" else torch.bfloat16
-                )
+                self.rollout_model = self._rollout_model(model)
             fsdp.shard_model(model, starting.weights, config, self.device)
         self.optimizer: Any = adamw(config, model)
         if not self.fsdp:
@@ -97,11 +96,7 @@ class AccelerateUpdates(UpdateEngine):
         return accumulate_gradients(self.accelerator, self.model, parts, target_logps, always_reduce=self.fsdp)
 
     def optimizer_step(self, step: int) -> float:
-        max_norm = self.config.optimizer.clip_grad or math.inf
-        if self.fsdp:
-            norm = float(fsdp.clip_grad_norm(list(self.model.parameters()), max_norm, self.device))
-        else:
-            norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        norm = clip_gradients(self.config, self.accelerator, self.model)
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
         self.optimizer.step()
@@ -124,16 +119,31 @@ class AccelerateUpdates(UpdateEngine):
         self.plain_model.train()
 
     def sampling_model(self) -> AbstractContextManager[Any]:
-        if self.whole_model is None:
+        if self.rollout_model is None:
             return contextlib.nullcontext(self.plain_model)
-        return self._gathered(self.whole_model)
+        return self._gathered(self.rollout_model)
+
+    def _rollout_model(self, model: Any) -> RolloutModel:
+        """Of the model before it is sharded. One that processes share has its adapter merged into the weights."""
+        config = self.config
+        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+        self.samplers, group = sampler_ranks(config)
+        if group is not None:
+            if self.adapter is not None and self.adapter.mask_only is not None:
+                raise DlmBridgeError(
+                    "--rollout-tp with an adapter that acts at mask tokens alone, which cannot be merged: leave it out"
+                )
+            plain = model_without_weights(type(model), model.config, dtype)
+            plain.generation_config = model.generation_config
+            model = plain
+        return RolloutModel(model, dtype, room_makers(config), group)
 
     @contextlib.contextmanager
-    def _gathered(self, whole: WholeModel) -> Iterator[Any]:
-        """The whole model, with its weights gathered one at a time."""
+    def _gathered(self, rollout_model: RolloutModel) -> Iterator[Any]:
+        """The model to sample from, with weights gathered one at a time."""
         fsdp.reshard_model(self.plain_model)
-        with whole.allocated(self.device) as model:
-            gather_weights(self.plain_model, model, self.device)
+        with rollout_model.allocated(self.device) as model:
+            gather_weights(self.plain_model, rollout_model, self.device)
             yield model
 
     # -- checkpoints
@@ -162,7 +172,7 @@ class AccelerateUpdates(UpdateEngine):
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         state = restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
         if self.value_model is not None:
-            self.value_model.load(state)
+            self.value_model.load(state, folder)
         return state
 
     def _reference_model(self) -> Any:
@@ -184,13 +194,46 @@ class AccelerateUpdates(UpdateEngine):
 
 
 @torch.no_grad()
-def gather_weights(sharded: torch.nn.Module, whole: torch.nn.Module, device: torch.device) -> None:
-    """Give `whole`, a copy of a `sharded` model, its weights, one at a time, and its buffers. Every process calls this
+def gather_weights(sharded: torch.nn.Module, rollout_model: RolloutModel, device: torch.device) -> None:
+    """Give the copy of a `sharded` model its weights, one at a time, and its buffers. Every process calls this
     together."""
-    weights, filled = dict(sharded.named_parameters()), dict(whole.named_parameters())
-    assert weights.keys() == filled.keys(), "the copy is of another model"
-    for name, weight in filled.items():
-        weight.copy_(fsdp.full_tensor(weights[name], device))
+    copied = rollout_model.model
+    missing = {name for name, _ in copied.named_parameters()}
+    for name, whole in _weights(sharded, device) if rollout_model.group is None else _merged(sharded, device):
+        rollout_model.write(name, whole)
+        missing.remove(name)
+    assert not missing, "the copy is of another model"
     for name, buffer in sharded.named_buffers(remove_duplicate=False):
         owner, _, own_name = name.rpartition(".")
-        whole.get_submodule(owner)._buffers[own_name] = buffer
+        copied.get_submodule(owner)._buffers[own_name] = buffer
+
+
+def _weights(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in sharded.named_parameters():
+        yield name, fsdp.full_tensor(weight, device)
+
+
+def _merged(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model without the adapter that PEFT has put into it, which is merged into them."""
+    layers = {name: module for name, module in sharded.named_modules() if hasattr(module, "base_layer")}
+    for name, weight in sharded.named_parameters():
+        place, changed, kind = name.partition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        whole = fsdp.full_tensor(weight, device)
+        if not changed:
+            yield name, whole
+            continue
+        if kind == "weight":
+            whole = _with_adapter(layers[place], whole, device)
+        yield f"{place}.{kind}", whole
+
+
+def _with_adapter(layer: Any, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The weight of one of PEFT's linear layers with the layer's adapter in it."""
+    (name,) = layer.lora_A.keys()
+    a, b = (fsdp.full_tensor(part[name].weight, device).float() for part in (layer.lora_A, layer.lora_B))
+    magnitude = None
+    if name in layer.lora_magnitude_vector:
+        magnitude = fsdp.full_tensor(layer.lora_magnitude_vector[name].weight, device)
+    return merged_weight(weight, layer.scaling[name] * (b @ a), magnitude)

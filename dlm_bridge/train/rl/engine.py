@@ -13,7 +13,6 @@ from rich.console import Console
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.trainer import run
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE
 from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.lora import add_adapter, with_lora
 from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates
@@ -30,10 +29,6 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     rewards that fail and where a loss is NaN.
     """
     console = console or Console(stderr=True, markup=False)
-    if config.rl.method in AUTOREGRESSIVE:
-        from dlm_bridge.train.rl.trl_engine import train_with_trl
-
-        return train_with_trl(config, resume, console)
     if config.engine.name == "megatron":
         from dlm_bridge.train.rl.megatron_engine import train_with_megatron
 

@@ -1,9 +1,9 @@
-"""Likelihood estimates of diffusion models: one-step, block-wise and trajectory token log-probabilities, and the
-evidence bound.
+"""Likelihoods: an autoregressive model's token log-probabilities; a diffusion model's estimates of them, one-step,
+block-wise and along the trajectory, and the evidence bound.
 
 All of them are batches of the training objectives with given noise, which define every family's shift, attention
-pattern and streams. `one_step`, `blockwise`, `trajectory` and `bound_query` build the model's input without the model;
-`LikelihoodQuery.per_token` and `bound_sums` take the log-probabilities that it gives the targets.
+pattern and streams. `causal`, `one_step`, `blockwise`, `trajectory` and `bound_query` build the model's input without
+the model; `LikelihoodQuery.per_token` and `bound_sums` take the log-probabilities that it gives the targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
 from dlm_bridge.objectives.registry import family_objective, mask_token_id
-from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
+from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction, ShiftedDiffusion
 from dlm_bridge.objectives.two_streams import BlockDiffusion
 
 NEVER_COMMITTED = torch.iinfo(torch.int64).max  # of `Sequences.order`: a token that the sampler left masked
@@ -80,6 +80,11 @@ class LikelihoodQuery:
         return LikelihoodQuery(self.noisy.row_without_targets(), self.rows[:0], self.columns[:0], self.shape)
 
 
+def causal(sequences: Sequences) -> LikelihoodQuery:
+    """An autoregressive model's own log-probabilities: every token given those before it."""
+    return _predicted(NextTokenPrediction(), sequences.tokens, sequences)
+
+
 def one_step(
     model: Any, sequences: Sequences, seed: int, draw: int, samples: Sequence[int], fraction: float
 ) -> LikelihoodQuery:
@@ -88,7 +93,7 @@ def one_step(
     tokens, objective = sequences.tokens, _single_stream(model)
     uniforms = Uniforms.keyed(seed, draw, samples, tokens.shape[1], Purpose.PROMPT_MASK)
     hidden = sequences.completion | (sequences.prompt & (uniforms.token.to(tokens.device) < fraction))
-    return _all_masked(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
+    return _predicted(objective, torch.where(hidden, objective.mask_token_id, tokens), sequences)
 
 
 def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> list[LikelihoodQuery]:
@@ -100,7 +105,7 @@ def blockwise(model: Any, sequences: Sequences, trace_steps: int) -> list[Likeli
     objective = dataclasses.replace(family_objective(model), length_variation=0.0)
     after_end = sequences.completion & ~sequences.scored  # after the end: not part of the sequence
     tokens = torch.where(after_end, objective.mask_token_id, sequences.tokens)
-    return [_all_masked(objective, tokens, sequences)]
+    return [_predicted(objective, tokens, sequences)]
 
 
 def trajectory(model: Any, sequences: Sequences, trace_steps: int) -> list[LikelihoodQuery]:
@@ -130,13 +135,13 @@ def trajectory(model: Any, sequences: Sequences, trace_steps: int) -> list[Likel
         )
     groups = step_groups(sequences, trace_steps, trace_block_size(model))
     queries = []
-    for number in range(int(groups[sequences.scored].max()) + 1):
+    for number in groups[sequences.scored].unique().tolist():
         predicted = sequences.scored & (groups == number)
         owner = predicted.any(dim=1).nonzero()[:, 0]
         rows = dataclasses.replace(sequences.rows(owner), scored=predicted[owner])
         hidden = (sequences.completion & (groups >= number))[owner]
         masked = torch.where(hidden, objective.mask_token_id, rows.tokens)
-        query = _all_masked(objective, rows.tokens if two_streams else masked, rows)
+        query = _predicted(objective, rows.tokens if two_streams else masked, rows)
         if two_streams:
             tokens = torch.cat([masked, query.noisy.input_ids[:, masked.shape[1] :]], dim=1)
             query = dataclasses.replace(query, noisy=dataclasses.replace(query.noisy, input_ids=tokens))
@@ -171,7 +176,8 @@ def trace_block_size(model: Any) -> int | None:
 def bound_query(
     model: Any, tokens: torch.Tensor, answer: torch.Tensor, real: torch.Tensor, uniforms: Uniforms
 ) -> NoisyBatch:
-    """Input of the model for one sample of the evidence lower bound of B answers, by its family's own objective.
+    """Input of the model for one sample of the evidence lower bound of B answers, by its family's own objective; of an
+    autoregressive model for their log-likelihood.
 
     Args:
         tokens: [B, L].
@@ -182,6 +188,9 @@ def bound_query(
     Raises:
         DlmBridgeError: a family whose loss is not a bound.
     """
+    labels = torch.where(answer, tokens, IGNORE_INDEX)
+    if not hasattr(model, "family"):
+        return NextTokenPrediction().noise(tokens, uniforms, labels, real)
     objective = family_objective(model)
     if objective.resizes:
         objective = _single_stream(model)  # of the tokens where they are
@@ -190,7 +199,7 @@ def bound_query(
             f"--method vrpo needs a likelihood bound, which the objective of {model.family.title} does not give"
         )
     objective = dataclasses.replace(objective, loss_normalisation="tokens", loss_weighting="level", eps=1e-3)
-    return objective.noise(tokens, uniforms, torch.where(answer, tokens, IGNORE_INDEX), real)
+    return objective.noise(tokens, uniforms, labels, real)
 
 
 def bound_sums(noisy: NoisyBatch, logps_M: torch.Tensor) -> torch.Tensor:
@@ -221,8 +230,8 @@ def _single_stream(model: Any) -> Objective:
     return kind(mask_token_id=mask_token_id(model))
 
 
-def _all_masked(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> LikelihoodQuery:
-    """The query with every scored token masked and predicted."""
+def _predicted(objective: Objective, tokens: torch.Tensor, sequences: Sequences) -> LikelihoodQuery:
+    """The query that predicts every scored token, from `tokens`; an objective that masks them is given all masked."""
     batch, length = tokens.shape
     zeros_B, zeros_BL = torch.zeros(batch), torch.zeros(batch, length)
     certain = Uniforms(level=zeros_B + 1, token=zeros_BL, cut=zeros_B + 1, cut_length=zeros_B, block=zeros_BL + 1)

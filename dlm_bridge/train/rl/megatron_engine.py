@@ -22,32 +22,46 @@ from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
+from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_targets
 from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import named_refusals, parallel_state
 from dlm_bridge.parallel.gpt import model_inputs
-from dlm_bridge.parallel.handover import InPlaceWriter, refresh_hf_model
+from dlm_bridge.parallel.handover import InPlaceWriter, write_hf_weights
+from dlm_bridge.parallel.lora import LiveFactor, adapters_disabled
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.reinforcement import SAMPLED
-from dlm_bridge.train.loading import MegatronSource, model_without_weights, open_megatron_source
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
+from dlm_bridge.train.loading import (
+    MegatronSource,
+    model_without_weights,
+    open_megatron_source,
+    read_generation_config,
+)
+from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import mcore_config
-from dlm_bridge.train.megatron.checkpoints import CheckpointManager, remove_leftovers, write_hub_files
+from dlm_bridge.train.megatron.checkpoints import (
+    CheckpointManager,
+    checkpoint_root,
+    remove_leftovers,
+    write_hub_files,
+)
 from dlm_bridge.train.megatron.engine import (
     begin_run,
     build_trained_model,
     describe_layout,
     first_on_main,
 )
+from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.methods import check_model, load_rows
-from dlm_bridge.train.rl.replica import WholeModel
+from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.trainer import RLTrainer
-from dlm_bridge.train.rl.update_engine import ReplicaRanks, UpdateEngine, UpdatePart
+from dlm_bridge.train.rl.update_engine import RankGroup, UpdateEngine, UpdatePart
 from dlm_bridge.train.setup import write_config
 from dlm_bridge.train.trainer import Processes
 
@@ -59,6 +73,7 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Pat
         return start.finished
     source = open_megatron_source(config, start.checkpoint)
     kind, tokenizer = check_model(config, source.model)
+    config = with_lora(config, source.model)
     rows, held_out = first_on_main(lambda: load_rows(config, kind, source.model, tokenizer))
     engine = assemble_engine(config, source, start.checkpoint)
     trainer: RLTrainer[Any] = kind(config, engine, tokenizer, rows, held_out, start.output, console)
@@ -66,7 +81,7 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Pat
         with raised_everywhere():
             if dist.get_rank() == 0:
                 if start.checkpoint is None:
-                    write_hub_files(start.output, source, tokenizer)
+                    engine.write_shared_files(start.output, tokenizer)
                 remove_leftovers(start.output)
                 write_config(config, start.output)
         if start.checkpoint is not None:
@@ -79,19 +94,23 @@ def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path |
     """Model, optimizer and reference of a run that goes on from `checkpoint` (None: as `--model` has them). Every
     process calls it. Raises DlmBridgeError."""
     rank_positions(config.data.seq_length, config.parallel.cp)
-    overrides = mcore_config.transformer_overrides(config, source.bridge, family_objective(source.model))
-    chunks, optimizer, _ = build_trained_model(config, source, overrides, checkpoint)
+    objective = NextTokenPrediction() if config.rl.method in AUTOREGRESSIVE else family_objective(source.model)
+    overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
+    adapter = LoraRun.of(config, source, checkpoint)
+    chunks, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     reference = None
-    if config.rl.has_reference:
+    if config.rl.has_reference and not config.model.lora_rank:  # whose reference is the base without it
         start = source if checkpoint is None else open_megatron_source(config, None)
         dtype, parallel = mcore_config.DTYPES[config.precision.name], config.parallel
         with named_refusals(AssertionError):
             reference = build_megatron_model(
                 start.bridge.checkpoint, parallel.layout, dtype, parallel.context, **overrides
             )
+        if adapter is not None:
+            adapter.add(reference)
         for chunk in reference:
             chunk.eval().requires_grad_(False)
-    return MegatronUpdates(config, source, chunks, optimizer, reference)
+    return MegatronUpdates(config, source, chunks, optimizer, reference, adapter, factors)
 
 
 class MegatronUpdates(UpdateEngine):
@@ -104,18 +123,23 @@ class MegatronUpdates(UpdateEngine):
         chunks: list[Any],  # wrapped for data parallelism
         optimizer: Any,
         reference: list[Any] | None,
+        adapter: LoraRun | None = None,
+        factors: list[list[LiveFactor]] | None = None,  # of the adapter, by chunk
     ) -> None:
         self.config, self.source = config, source
+        self.adapter, self.factors = adapter, factors
         self.chunks, self.optimizer, self.reference = chunks, optimizer, reference
         self.plain_model = source.model
         self.processes = megatron_processes()
         self.replica, self.replica_group = _replica_ranks(self.processes)
-        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint)
+        self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint, factors)
         self.clipped_step = ClippedOptimizerStep(optimizer, config.optimizer.clip_grad)
-        self.whole_model: WholeModel | None = None
+        self.rollout_model: RolloutModel | None = None
         if config.rl.method in SAMPLED:
             dtype = mcore_config.DTYPES[config.precision.name]
-            self.whole_model = WholeModel(_empty_model(source, dtype, self.processes.device), dtype)
+            self.samplers, group = sampler_ranks(config)
+            empty = _empty_model(source, dtype, self.processes.device)
+            self.rollout_model = RolloutModel(empty, dtype, room_makers(config), group)
 
     # -- log-probabilities and updates
 
@@ -131,8 +155,10 @@ class MegatronUpdates(UpdateEngine):
             return self._logps(self.chunks, batches)
 
     def reference_logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
-        assert self.reference is not None
-        return self._logps(self.reference, batches)
+        if self.reference is not None:
+            return self._logps(self.reference, batches)
+        with gathered_weights(self.chunks), adapters_disabled(self.chunks):
+            return self._logps(self.chunks, batches)
 
     def forward_backward(self, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
         found = self.logps([part.noisy for part in parts])
@@ -170,11 +196,16 @@ class MegatronUpdates(UpdateEngine):
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
-        """Every rank has the whole model, of the weights that all ranks gather one at a time."""
-        assert self.whole_model is not None
-        with self.whole_model.allocated(self.processes.device) as model:
+        """Every rank has the whole model, or its shard of it, of the weights that all ranks gather one at a time."""
+        assert self.rollout_model is not None
+        with self.rollout_model.allocated(self.processes.device) as model:
+            writer = self.rollout_model.hub_writer() if self.samplers.size > 1 else InPlaceWriter(model)
             with gathered_weights(self.chunks):
-                refresh_hf_model(self.source.bridge.checkpoint, model, self.chunks)
+                trained = None
+                if self.adapter is not None:
+                    assert self.factors is not None
+                    trained = self.adapter.live(self.factors)
+                write_hf_weights(self.source.bridge.checkpoint, writer, self.chunks, trained)
             yield model
 
     def _logps(self, chunks: list[Any], batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
@@ -221,6 +252,13 @@ class MegatronUpdates(UpdateEngine):
 
     # -- checkpoints
 
+    def write_shared_files(self, output: Path, tokenizer: Any) -> None:
+        """Write what the run's checkpoints share. One process calls it, when a run starts."""
+        if self.adapter is None:
+            write_hub_files(output, self.source, tokenizer)
+        else:
+            self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.name])
+
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
@@ -235,7 +273,7 @@ class MegatronUpdates(UpdateEngine):
         return self.checkpoints.load(folder)
 
 
-def _replica_ranks(processes: Processes) -> tuple[ReplicaRanks, Any]:
+def _replica_ranks(processes: Processes) -> tuple[RankGroup, Any]:
     """The ranks of this process's data parallel replica, and their group between CPUs."""
     replica_of: list[Any] = [None] * processes.world_size
     dist.all_gather_object(replica_of, processes.replica, group=processes.cpu_group)
@@ -244,13 +282,7 @@ def _replica_ranks(processes: Processes) -> tuple[ReplicaRanks, Any]:
         for replica in range(processes.replicas)
     }
     group = groups[processes.replica]
-
-    def gather(own: Any) -> list[Any]:
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, own, group=group)
-        return found
-
-    return ReplicaRanks(group.rank(), group.size(), gather), group
+    return RankGroup.of(group), group
 
 
 def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.device) -> Any:
@@ -265,8 +297,8 @@ def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.devic
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-    if (folder := checkpoint.hub.folder) is not None and hasattr(model, "adjust_generation_fn"):
-        model.adjust_generation_fn(None, None, None, str(folder))
+    if (folder := checkpoint.hub.folder) is not None:
+        read_generation_config(model, folder)
     return model
 
 

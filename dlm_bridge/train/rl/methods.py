@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.family_spec import FamilySpec
@@ -23,6 +24,14 @@ from dlm_bridge.train.setup import check_length
 def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any]:
     """The trainer of a run's method, and the tokenizer. Of the model, family, config and sizes are read. Raises
     DlmBridgeError where they do not fit each other."""
+    check_settings(config, model)
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
+    return PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer, tokenizer
+
+
+def check_settings(config: RLConfig, model: Any) -> None:
+    """`check_model` without the tokenizer."""
     check_trackers(config)
     check_method(config, model_family(model))
     check_length(config, model)
@@ -31,17 +40,13 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
             f"--model {config.model.path}: trained with {noise} noise (noise_process in its config.json), whose "
             "answers have no likelihood that --method could use: rl needs a model of masks"
         )
-    tokenizer = load_tokenizer(config)
-    check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], mask_token_id(model))
-    if config.rl.method not in SAMPLED:
-        return PreferenceTrainer, tokenizer
-    check_sampler(config, model)
-    return PolicyTrainer, tokenizer
+    if config.rl.method in SAMPLED:
+        check_sampler(config, model)
 
 
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     """The rows to train on and those held out. Raises DlmBridgeError."""
-    token = mask_token_id(model)
+    token = _mask_token(model)
     rows = kind.load(config, config.data.paths, tokenizer, token)
     return rows, kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
 
@@ -62,6 +67,14 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
 
 def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
+    if config.rl.method in AUTOREGRESSIVE:
+        native_settings(model, {"temperature": config.rl.temperature, **config.rl.sampler})
+        return
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)
     settings.sampler.spec(SpecialTokens.of(settings))
+
+
+def _mask_token(model: Any) -> int | None:
+    """The token that no prompt may hold; None of an autoregressive model."""
+    return mask_token_id(model) if hasattr(model, "family") else None

@@ -1,4 +1,4 @@
-"""Updates on sampled completions and their rewards (diffu-GRPO, block-GRPO, TraceRL)."""
+"""Updates on sampled completions and their rewards (GRPO, diffu-GRPO, block-GRPO, TraceRL)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.likelihood import (
     LikelihoodQuery,
     Sequences,
     blockwise,
+    causal,
     one_step,
     trace_block_size,
     trace_numbers,
     trajectory,
 )
+from dlm_bridge.train.rl.replica import room_makers
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem, load_problems
@@ -50,7 +53,7 @@ class PolicyTrainer(RLTrainer[Problem]):
     """Trainer on sampled completions and their rewards."""
 
     @staticmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Problem]:
+    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[Problem]:
         return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token)
 
     def set_up(self) -> None:
@@ -65,9 +68,12 @@ class PolicyTrainer(RLTrainer[Problem]):
             gen_length=config.rl.gen_length,
             temperature=config.rl.temperature,
             sampler=config.rl.sampler,
-            batch_size=config.data.micro_batch_size,
+            batch_size=config.rl.rollout_batch_size,
             scaled=config.rl.advantages == "scaled",
+            autoregressive=config.rl.method in AUTOREGRESSIVE,
+            remedy=room_makers(config),
             ranks=self.engine.replica,
+            samplers=self.engine.samplers,
         )
 
     def close(self) -> None:
@@ -255,6 +261,8 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     def _queries(self, sequences: Sequences, draw: int, samples: list[int]) -> list[LikelihoodQuery]:
         config, model = self.config, self.plain_model
+        if config.rl.method == "grpo":
+            return [causal(sequences)]
         if config.rl.method == "tracerl":
             return trajectory(model, sequences, self._trace_steps())
         if config.rl.method == "block-grpo":

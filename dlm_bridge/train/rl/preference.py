@@ -1,4 +1,4 @@
-"""Updates on pairs of a chosen and a rejected answer (VRPO)."""
+"""Updates on pairs of a chosen and a rejected answer (VRPO, DPO)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
     """Trainer on pairs of a chosen and a rejected answer."""
 
     @staticmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[PreferencePair]:
+    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[PreferencePair]:
         return load_pairs(items, tokenizer, config.data.seq_length, mask_token)
 
     def set_up(self) -> None:
         options = self.config.rl
         if not options.kl_weight:
-            raise DlmBridgeError("--beta 0: vrpo compares with the model as it began, give a positive number")
-        self.draws = BoundDraws(options.elbo_levels, options.elbo_masks, self.config.data.seed)
+            raise DlmBridgeError(
+                f"--beta 0: {options.method} compares with the model as it began, give a positive number"
+            )
+        # An autoregressive model's likelihood has no noise to draw.
+        levels, masks = (1, 1) if options.method == "dpo" else (options.elbo_levels, options.elbo_masks)
+        self.draws = BoundDraws(levels, masks, self.config.data.seed)
         self.micro_batch_size = self.config.data.micro_batch_size or self.per_replica
 
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:

@@ -1,36 +1,65 @@
-"""Whole models to sample from, on each process of a run whose own model is sharded."""
+"""Models to sample from, beside a model that is sharded to be trained: whole on each process, or tensor parallel.
+
+Such a model has memory for weights only while it samples. The engine streams the trained weights to it, a whole tensor
+at a time, of which each process keeps its part.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.batch_size import free_memory
+from dlm_bridge.generation.runtime.runner import release
+from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
+from dlm_bridge.loading import check_tensor_parallel_split
 from dlm_bridge.train.checkpoints import raised_everywhere
-from dlm_bridge.train.lazy_weights import replace_parameters
+from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.lazy_weights import HubRange, NotInRangesError, hub_ranges, replace_parameters
+from dlm_bridge.train.rl.update_engine import RankGroup
+
+GIB = 2**30
 
 
-class WholeModel:
-    """A copy of a model that has memory for weights only while `allocated`, in the dtype of the run's computations.
+class RolloutModel:
+    """A copy of a model that has memory for weights only while `allocated`, in the dtype of the run's computations."""
 
-    Each process samples its own rows from it, in as many forward passes as these take: a sharded model would need all
-    processes to run as many.
-    """
+    def __init__(self, model: Any, dtype: torch.dtype, remedy: str, group: Any = None) -> None:
+        """Of `model`, unsharded or without weights; what transformers keeps in fp32 (routers) is so here too.
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        """Of `model`, unsharded or without weights; what transformers keeps in fp32 (routers) is so here too."""
+        Args:
+            remedy: how to make room for it, for the error where there is none.
+            group: of the processes that hold it together, tensor parallel; None: each one holds it whole.
+
+        Raises DlmBridgeError for a model that the processes cannot share.
+        """
         kept = tuple(model._get_dtype_plan(torch.bfloat16))
         empty: dict[int, Any] = {}
         for name, weight in model.named_parameters():
             own = torch.float32 if any(re.search(part, name) for part in kept) else dtype
             empty[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta", dtype=own), requires_grad=False)
         self.model = copy.deepcopy(model, memo=empty).eval()
+        self.remedy, self.group = remedy, group
+        self.shards = {name: Shard(tensor.shape) for name, tensor in stored_tensors(self.model)}
+        self._places: dict[str, tuple[str, HubRange]] = {}  # of each Hub tensor
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if group is not None:
+            size = dist.get_world_size(group)
+            check_tensor_parallel_split(
+                model.config, size, f"--rollout-tp {size}: {type(model).__name__}", "--rollout-tp", "leave it out"
+            )
+            self._find_places()
+            self.shards |= cut_model(self.model, group)
 
     @contextlib.contextmanager
     def allocated(self, device: torch.device) -> Iterator[Any]:
@@ -48,21 +77,95 @@ class WholeModel:
             yield self.model
         finally:
             replace_parameters(self.model, {id(filled[id(weight)]): weight for weight in empty.values()})
+            del filled
+            release(self.model)  # KV cache, graphs, and the memory of fused weights
+
+    def write(self, name: str, whole: torch.Tensor, start: int = 0) -> None:
+        """Set what this process has of the parameter, or stored buffer, `name`: of its elements from `start` on."""
+        owner, _, own_name = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        target = module._parameters[own_name] if own_name in module._parameters else module._buffers[own_name]
+        with torch.no_grad():
+            self.shards[name].write(target, whole, start)
+
+    def hub_writer(self) -> ShardWriter:
+        """What Hub tensors are written with, of a model that processes share."""
+        return ShardWriter(self, self._places, self._shapes)
+
+    def _find_places(self) -> None:
+        for name, tensor in stored_tensors(self.model):
+            try:
+                for part, shape in hub_ranges(self.model, name, tensor):
+                    self._places[part.name], self._shapes[part.name] = (name, part), shape
+            except NotInRangesError as error:
+                raise DlmBridgeError(f"--rollout-tp: {error}: leave it out") from error
 
     def _check_room(self, device: torch.device) -> None:
         free = free_memory(device)
         needed = sum(weight.numel() * weight.itemsize for weight in self.model.parameters())
-        if free is not None and needed > free:
-            raise DlmBridgeError(
-                f"rollouts need the whole model on each GPU, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are "
-                "free beside the shards: add --cpu-offload (with --engine megatron --optimizer-cpu-offload), use "
-                "--precision bf16, or more GPUs"
-            )
+        if needed > free:
+            raise no_room("the weights to sample from", needed, free, self.remedy)
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that the device, or this process's allocator, has free; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+class ShardWriter:
+    """Writes Hub tensors into a model that processes share, as `InPlaceWriter` does into a whole one."""
+
+    def __init__(
+        self,
+        model: RolloutModel,
+        places: Mapping[str, tuple[str, HubRange]],
+        shapes: dict[str, tuple[int, ...]],  # of every Hub tensor
+    ) -> None:
+        self._model, self._places, self.shapes = model, places, shapes
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy this process's part of a Hub tensor into the model."""
+        parameter, part = self._places[name]
+        self._model.write(parameter, tensor, part.start)
+
+
+def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
+    """The `--rollout-tp` neighbouring processes that sample from one model together, and their group on the devices
+    (None for one). Every process calls it. Raises OptionError where the processes do not divide."""
+    size = config.rl.rollout_tp
+    if size == 1:
+        return RankGroup(), None
+    processes = dist.get_world_size()
+    if processes % size:
+        raise OptionError("--rollout-tp", f"{size} does not divide {processes} processes: take a divisor")
+    own: Any = None
+    for first in range(0, processes, size):
+        ranks = list(range(first, first + size))
+        groups = dist.new_group(ranks, backend="gloo"), dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            own = groups
+    return RankGroup.of(own[0]), own[1]
+
+
+def room_makers(config: RLConfig) -> str:
+    """The options that leave rollouts more memory, of those that a run does not have yet, in words."""
+    found = []
+    if config.engine.name == "megatron":
+        if not config.optimizer.cpu_offload and config.precision.name != "fp32":
+            found.append("offload the optimizer with --optimizer-cpu-offload")
+        found.append(f"cut the model to sample from with --rollout-tp above {config.rl.rollout_tp}")
+        found.append("cut the trained one further with --tp or --pp")
+    elif config.parallel.shards:
+        if not config.parallel.cpu_offload:
+            found.append("offload weights and optimizer with --cpu-offload")
+        found.append(f"cut the model to sample from with --rollout-tp above {config.rl.rollout_tp}")
+    else:
+        found.append("shard the training state with --sharding fsdp, offloaded with --cpu-offload")
+    if config.rl.has_reference and not config.model.lora_rank:
+        found.append("train without a reference (--beta 0)" if config.rl.reward else "train an adapter (--lora-rank)")
+    if config.precision.name == "fp32":
+        found.append("use --precision bf16")
+    found.append("sample shorter completions (--gen-length)")
+    return "; or ".join(found)
+
+
+def no_room(what: str, needed: int, free: int, remedy: str) -> DlmBridgeError:
+    """That a rollout's `what` takes so many bytes, more than is free."""
+    sizes = [(needed, "needed"), (free, "free"), (needed - free, "missing")]
+    shown = ", ".join(f"{size / GIB:.2f} GiB {word}" for size, word in sizes if size > 0)
+    return DlmBridgeError(f"rollouts do not fit beside the training state: {what}: {shown}: {remedy}")

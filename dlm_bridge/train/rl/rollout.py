@@ -1,24 +1,29 @@
-"""Rollouts: completions by the family's own sampler, with their rewards.
+"""Rollouts: completions by the family's own sampler, or by transformers' `generate`, with their rewards.
 
 A rollout needs a live Hub model only, which the engine gives (`UpdateEngine.sampling_model`). Ranks that hold a
 replica of the trained model together sample a part of its completions each and share them: all train on the same.
+Ranks whose model to sample from is tensor parallel run the rows of all of them together, and each scores its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowFailed, RowRequest
-from dlm_bridge.generation.texts import mask_token
+from dlm_bridge.generation.batch_size import plan_batch
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
+from dlm_bridge.generation.native import sample
+from dlm_bridge.generation.texts import stop_condition
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
+from dlm_bridge.train.rl.replica import no_room
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.update_engine import ReplicaRanks
+from dlm_bridge.train.rl.update_engine import RankGroup
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,12 @@ class Rollouts:
     gen_length: int
     temperature: float
     sampler: dict[str, Any]  # further keyword arguments of generate
-    batch_size: int | None = None  # sequences at once; None: all
+    batch_size: int | None = None  # sequences at once; None: as many as free memory holds
     scaled: bool = False  # advantages over the group's standard deviation
-    ranks: ReplicaRanks = field(default_factory=ReplicaRanks)  # that share their completions
+    autoregressive: bool = False
+    remedy: str = ""  # how to make room, for the error where there is none
+    ranks: RankGroup = field(default_factory=RankGroup)  # that share their completions
+    samplers: RankGroup = field(default_factory=RankGroup)  # that have the model to sample from together
 
     def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
         """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
@@ -66,7 +74,7 @@ class Rollouts:
         texts, rewards = [one.text for one in completed], torch.tensor(scores.rewards)
         return Rollout(
             samples=samples,
-            sequences=_sequences(completed, self.gen_length),
+            sequences=_sequences(completed),
             prompts=[problem.prompt for problem in repeated],
             completions=texts,
             scores=scores,
@@ -90,32 +98,88 @@ class Rollouts:
     def _complete(
         self, model: Any, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
     ) -> list[_Completed]:
-        if not problems:
+        """Of this process's problems, any number; processes with one model call it together."""
+        own = [(problem.input_ids, sample) for problem, sample in zip(problems, samples, strict=True)]
+        shares = self.samplers.gather(own)
+        rows = [(prompt, self._seed(step, sample)) for share in shares for prompt, sample in share]
+        if not rows:
             return []
-        settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
-        rows: list[_Completed] = []
         training = model.training
         model.eval()
         try:
-            batch = ContinuousBatch(
-                model,
-                settings,
-                max_rows=self.batch_size or len(problems),
-                max_length=max(len(problem.input_ids) for problem in problems) + self.gen_length,
-            )
-            mask = mask_token(model, settings)
-            for number, (problem, sample) in enumerate(zip(problems, samples, strict=True)):
-                seed = int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
-                batch.submit(RowRequest(number, problem.input_ids, self.gen_length, seed))
-                tokens = torch.full((self.gen_length,), -1 if mask is None else mask)
-                rows.append(_Completed(problem.input_ids, tokens, torch.full_like(tokens, NEVER_COMMITTED)))
-            _run(batch, rows)
+            with self._room(model, [len(prompt) for prompt, _ in rows]) as size:
+                sampled = self._continued if self.autoregressive else self._denoised
+                completed = sampled(model, rows, temperature, size)
         finally:
             model.train(training)
-        kept = [row.tokens[: row.length].tolist() for row in rows]
-        for row, text in zip(rows, self.tokenizer.batch_decode(kept, skip_special_tokens=True), strict=True):
+        first = sum(map(len, shares[: self.samplers.rank]))
+        completed = completed[first : first + len(own)]
+        kept = [row.tokens[: row.length].tolist() for row in completed]
+        for row, text in zip(completed, self.tokenizer.batch_decode(kept, skip_special_tokens=True), strict=True):
             row.text = text
-        return rows
+        return completed
+
+    @contextlib.contextmanager
+    def _room(self, model: Any, lengths: list[int]) -> Iterator[int]:
+        """Context of sampling: how many rows run at once. Raises DlmBridgeError where a row does not fit beside the
+        weights, and where the device runs out of memory all the same."""
+        new = "max_new_tokens" if self.autoregressive else "gen_length"
+        plan = plan_batch(model, lengths, {new: self.gen_length, **self.sampler}, diffusion=not self.autoregressive)
+        if plan.row > plan.free:
+            raise no_room(plan.described, plan.row, plan.free, self.remedy)
+        rows = min(self.batch_size or plan.rows, len(lengths))
+        try:
+            yield rows
+        except torch.OutOfMemoryError as error:
+            raise no_room(
+                f"{rows} rows at once, of which {plan.described}",
+                rows * plan.row,
+                plan.free,
+                f"sample fewer at once (--rollout-batch-size); or {self.remedy}",
+            ) from error
+
+    def _seed(self, step: int, sample: int) -> int:
+        return int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
+
+    def _denoised(
+        self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
+    ) -> list[_Completed]:
+        """By the family's own sampler, of (prompt, seed), so many at once."""
+        settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
+        batch = ContinuousBatch(
+            model,
+            settings,
+            max_rows=size,
+            max_length=max(len(prompt) for prompt, _ in rows) + self.gen_length,
+            stream=False,
+            record=True,
+        )
+        for number, (prompt, seed) in enumerate(rows):
+            batch.submit(RowRequest(number, prompt, self.gen_length, seed))
+        found = [_Completed(prompt) for prompt, _ in rows]
+        _run(batch, found)
+        return found
+
+    def _continued(
+        self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
+    ) -> list[_Completed]:
+        """By transformers' `generate`, a batch after the other."""
+        settings = {"temperature": temperature, "max_new_tokens": self.gen_length, **self.sampler}
+        stop = stop_condition(model, self.tokenizer, settings)
+        found = []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            width = max(len(prompt) for prompt, _ in part)
+            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
+            seeds = [seed for _, seed in part] if temperature else None
+            new = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds).sequences[:, width:].tolist()
+            for (prompt, _), tokens in zip(part, new, strict=True):
+                length = stop.end_of(tokens) or len(tokens)
+                row = _Completed(prompt, length=length)
+                row.tokens, row.order = torch.tensor(tokens[:length]), torch.arange(1, length + 1)
+                found.append(row)
+        return found
 
 
 def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
@@ -126,11 +190,9 @@ def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
                 row = rows[event.name]
                 if isinstance(event, RowFailed):
                     raise event.error
-                if isinstance(event, RowCommits):
-                    places = list(event.places)
-                    row.tokens[places] = torch.tensor(event.tokens)
-                    row.order[places] = event.step
                 if isinstance(event, RowEnded):
+                    row.tokens, steps = torch.tensor(event.written), torch.tensor(event.steps)
+                    row.order = torch.where(steps > 0, steps, NEVER_COMMITTED)
                     row.length = len(event.tokens)
     finally:
         batch.close()
@@ -139,8 +201,9 @@ def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
 @dataclass
 class _Completed:
     prompt: list[int]
-    tokens: torch.Tensor  # [gen_length], mask tokens where nothing was committed
-    order: torch.Tensor  # [gen_length], the row's step that committed each, also behind its end
+    # [N], of a diffusion model gen_length, mask tokens where nothing was committed
+    tokens: torch.Tensor = field(init=False)
+    order: torch.Tensor = field(init=False)  # [N], the row's step that committed each, also behind its end
     length: int = 0  # up to the end of the sequence, that included
     text: str = ""
 
@@ -155,14 +218,14 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> to
     return centred.reshape(-1)
 
 
-def _sequences(rows: Sequence[_Completed], gen_length: int) -> Sequences:
+def _sequences(rows: Sequence[_Completed]) -> Sequences:
     """Prompts, completions and padding on the right, all moved together."""
-    width = max(len(row.prompt) for row in rows) + gen_length
+    width = max(len(row.prompt) + len(row.tokens) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     order = torch.full_like(tokens, NEVER_COMMITTED)
     prompt, completion, scored = (torch.zeros_like(tokens, dtype=torch.bool) for _ in range(3))
     for number, row in enumerate(rows):
-        begin, end = len(row.prompt), len(row.prompt) + gen_length
+        begin, end = len(row.prompt), len(row.prompt) + len(row.tokens)
         tokens[number, :begin] = torch.tensor(row.prompt)
         tokens[number, begin:end] = row.tokens
         order[number, begin:end] = row.order

@@ -39,7 +39,7 @@ class RolloutRow(StepMetrics):
     value_loss: float | None = None  # of the value model; null without one
     eval_reward: float | None = None  # of greedy answers to held-out prompts
     eval_rewards: dict[str, float] | None = None
-    seconds: dict[str, float] | None = None  # of the first process: transfer of weights, rollout, update; null of TRL
+    seconds: dict[str, float] | None = None  # of the first process: transfer of weights, rollout, update
 
     @property
     def was_evaluated(self) -> bool:
@@ -87,7 +87,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     @staticmethod
     @abc.abstractmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int) -> list[Any]:
+    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[Any]:
         """The rows of some paths. Raises DlmBridgeError."""
 
     @abc.abstractmethod

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -33,12 +34,23 @@ class UpdatePart:
 
 
 @dataclass(frozen=True)
-class ReplicaRanks:
-    """The ranks that hold one replica of the trained model together. What they sample they share."""
+class RankGroup:
+    """Ranks that work together."""
 
     rank: int = 0  # of this process, among them
     size: int = 1
     gather: Callable[[Any], list[Any]] = lambda own: [own]  # each rank's object, by rank, on all of them
+
+    @classmethod
+    def of(cls, group: Any) -> RankGroup:
+        """The ranks of a process group between CPUs."""
+
+        def gather(own: Any) -> list[Any]:
+            found: list[Any] = [None] * group.size()
+            dist.all_gather_object(found, own, group=group)
+            return found
+
+        return cls(group.rank(), group.size(), gather)
 
 
 class ValueUpdates(abc.ABC):
@@ -59,7 +71,8 @@ class UpdateEngine(abc.ABC):
     together, with as many micro-batches each, but for what says otherwise."""
 
     processes: Processes
-    replica: ReplicaRanks
+    replica: RankGroup  # that hold one replica of the trained model: what they sample they share
+    samplers: RankGroup = RankGroup()  # that have one model to sample from
     plain_model: Any  # family and config; its weights only where each process holds them
     value_model: ValueUpdates | None = None
 
@@ -91,7 +104,8 @@ class UpdateEngine(abc.ABC):
 
     @abc.abstractmethod
     def sampling_model(self) -> AbstractContextManager[Any]:
-        """In which the yielded Hub model has the current weights and is this process's own."""
+        """In which the yielded Hub model has the current weights and is this process's own, or that of the ranks of
+        `samplers`, which run it together."""
 
     @abc.abstractmethod
     def set_learning_rate(self, lr: float) -> None:

@@ -11,15 +11,18 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.formats.safetensors_file import SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, reading
 from dlm_bridge.loading import check_whole
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.optimizers import adamw
+from dlm_bridge.train.accelerate.checkpoints import load_optimizer
+from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.loading import starting_model
 from dlm_bridge.train.rl.update_engine import UpdatePart, ValueUpdates, accumulate_gradients
 
 FOLDER = "value"  # in a checkpoint
@@ -27,34 +30,45 @@ STATE = "value_optimizer"  # in its trainer's state
 
 
 class ValueModel(ValueUpdates):
-    """A model of the policy's family that predicts one number a token, with its optimizer, whole on each process."""
+    """A model of the policy's family that predicts one number a token, with its optimizer, whole on each process or
+    sharded by FSDP2."""
 
     def __init__(self, config: RLConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
         """The run's starting model with a value head of zeros, or that of a `checkpoint`. Raises DlmBridgeError."""
         self.config, self.accelerator = config, accelerator
-        model = load_model(config)
+        starting = starting_model(config, None, accelerator.is_main_process)
+        model = starting.model
         head = model.get_output_embeddings()
-        model.set_output_embeddings(nn.Linear(head.in_features, 1, bias=False))
-        nn.init.zeros_(model.get_output_embeddings().weight)
-        if checkpoint is not None:
+        own = nn.Linear(head.in_features, 1, bias=False)
+        nn.init.zeros_(own.weight)
+        model.set_output_embeddings(own)
+        self.fsdp = config.parallel.shards
+        if checkpoint is not None and not self.fsdp:
             _load_weights(model, checkpoint)
         if config.engine.attention_backend is not None:
             set_attention(model, config.engine.attention_backend)
         model.train().requires_grad_(True)
         if config.engine.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.plain_model = model
+        self.plain_model = self.model = model
+        if self.fsdp:
+            if starting.weights is not None:
+                (name,) = (name for name, weight in model.named_parameters() if weight is own.weight)
+                starting.weights.leave_out(name)
+            fsdp.shard_model(model, starting.weights, config, accelerator.device)
+            if checkpoint is not None:
+                _load_weights(model, checkpoint)
         self.optimizer: Any = adamw(config, model)
-        self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
+        if not self.fsdp:
+            self.model, self.optimizer = accelerator.prepare(model, self.optimizer)
 
     @torch.no_grad()
     def values(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
         return [predicted_values(self.model, noisy.to(self.accelerator.device)) for noisy in batches]
 
     def update(self, parts: Sequence[UpdatePart], step: int) -> float:
-        loss, _ = accumulate_gradients(self.accelerator, self.model, parts, predicted_values)
-        max_norm = self.config.optimizer.clip_grad or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        loss, _ = accumulate_gradients(self.accelerator, self.model, parts, predicted_values, always_reduce=self.fsdp)
+        norm = clip_gradients(self.config, self.accelerator, self.model)
         if not math.isfinite(norm) and self.accelerator.scaler is None:
             raise DlmBridgeError(f"step {step}: the value model's gradient norm is {norm}: lower --value-lr")
         self.optimizer.step()
@@ -75,17 +89,24 @@ class ValueModel(ValueUpdates):
 
     def state(self) -> dict[str, Any]:
         """What the trainer's state holds of it."""
-        return {STATE: self.optimizer.state_dict()}
+        return {} if self.fsdp else {STATE: self.optimizer.state_dict()}
 
     def save(self, folder: Path) -> None:
-        """Write its weights to a folder of their own in a checkpoint's; the model there is the policy alone."""
+        """Write its weights, and sharded optimizer state, to a folder of their own in a checkpoint's; the model there
+        is the policy alone."""
+        if self.fsdp:
+            fsdp.reshard_model(self.plain_model)
+            fsdp.save_parameters(folder / FOLDER, self.plain_model, self.accelerator.device)
+            fsdp.save_optimizer(folder / FOLDER / fsdp.OPTIMIZER, self.plain_model, self.optimizer)
+            return
         (folder / FOLDER).mkdir()
-        weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.state_dict().items()}
+        weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.named_parameters()}
         save_file(weights, folder / FOLDER / SINGLE_FILE, {"format": "pt"})
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Set the optimizer to a trainer's state."""
-        self.optimizer.load_state_dict(state[STATE])
+    def load(self, state: dict[str, Any], folder: Path) -> None:
+        """Set the optimizer to that of a checkpoint, whose trainer's state is `state`."""
+        own = {fsdp.OPTIMIZER: state.get(STATE)}
+        load_optimizer(self.config, folder / FOLDER, self.plain_model, self.optimizer, own)
 
 
 def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
@@ -99,4 +120,10 @@ def _load_weights(model: nn.Module, checkpoint: Path) -> None:
         raise DlmBridgeError(f"--value-model: {checkpoint} has no value model to go on with: choose another --output")
     check_whole(file)
     with reading(f"{file}: is not the value model of --model"):
-        model.load_state_dict(load_file(file))
+        if any(isinstance(weight, DTensor) for weight in model.parameters()):
+            fsdp.load_parameters(file, model)
+            return
+        found = model.load_state_dict(load_file(file), strict=False)
+        stored = {name for name, _ in model.named_parameters()}
+        if wrong := [*found.unexpected_keys, *stored.intersection(found.missing_keys)]:
+            raise ValueError(f"{wrong[0]} is not in both")

@@ -1,0 +1,37 @@
+"""`dlm-bridge rl` on a rank that is killed in the middle of a step's rollout.
+
+python -m tests.rl.killed_worker STEP RANK ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dlm_bridge.cli.app import main
+from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.train.rl import rollout
+
+
+def kill_in_rollout(number: int, rank: int) -> None:
+    complete, run = rollout.Rollouts._complete, rollout._run
+
+    def killed(batch: ContinuousBatch, rows: Sequence[Any]) -> None:
+        batch.advance()  # together with the ranks that have the model
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def at_step(self: Any, model: Any, problems: Any, samples: Any, step: int, temperature: float) -> Any:
+        dies = step == number and os.environ["RANK"] == str(rank)
+        rollout._run = killed if dies else run  # type: ignore[assignment]
+        return complete(self, model, problems, samples, step, temperature)
+
+    rollout.Rollouts._complete = at_step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    kill_in_rollout(int(sys.argv.pop(1)), int(sys.argv.pop(1)))
+    sys.argv[1:1] = ["rl"]
+    main()
