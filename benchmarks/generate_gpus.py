@@ -8,8 +8,8 @@ Two ways: tensor parallelism, for which this command starts torchrun, with trans
 that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose GPUs
 run one after the other. Small models of several families in fp32, dense and with experts, with the family's own cache
 and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all processes
-must draw the same. Then LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one GPU's, of one
-row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of N GPUs and over N;
+must draw the same; LLaDA-8B's shape with random weights is compared in fp32, too. Then that in bf16: milliseconds a
+forward, beside one GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of N GPUs and over N;
 `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order round otherwise, a
 token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
 
@@ -147,8 +147,9 @@ def tensor_parallel(options: argparse.Namespace) -> None:
         return load(folder, distributed_config=DistributedConfig(tp_plan="auto"), **more)
 
     wrong, right = 0, dict.fromkeys(EXECUTIONS, True)
-    for name in SMALL:
-        model, whole = spread(options.folder / name), load(options.folder / name).to(own)
+    for name in (*SMALL, "large"):  # the last one, written in bf16, in fp32 too
+        model, whole = (make(options.folder / name, dtype=torch.float32) for make in (spread, load))
+        whole.to(own)
         wrong |= compare(name, model, whole, own, say)
         wrong |= draws_the_same(name, model, own, say)
         if not use_plain_shards(model):
@@ -158,6 +159,8 @@ def tensor_parallel(options: argparse.Namespace) -> None:
             bad = compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
             right[execution] &= not bad
             wrong |= bad
+        del model, whole
+        gc.collect()
     sizes = (1, options.rows)
     alone: dict[tuple[int, str], Timed] = {}
     if rank == 0:
@@ -212,10 +215,10 @@ def device_map(options: argparse.Namespace) -> int:
     return wrong
 
 
-def load(folder: Path, **more: Any) -> Any:
+def load(folder: Path, dtype: str | torch.dtype = "auto", **more: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).eval()
 
 
 def compare(
