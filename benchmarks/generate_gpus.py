@@ -6,15 +6,15 @@
 
 Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain ones
 that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose GPUs
-run one after the other. Small models of several families in fp32, dense and with experts, with the family's own cache
-and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all processes
-must draw the same; LLaDA-8B's shape with random weights is compared in fp32, too. Then that in bf16: milliseconds a
-forward, beside one GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of N GPUs and over N;
-`equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order round otherwise, a
-token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
+run one after the other. Small models of several families in fp32, dense and with experts, and LLaDA-8B's shape, with the
+family's own cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a
+seed all processes must draw the same. Then that shape with random weights in bf16: milliseconds a forward, beside one
+GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of N GPUs and
+over N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order round
+otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
 
 Prints a line for each, and one that says which execution `--tp-plan auto` should have by default: the fastest whose
-small models were all right. Exits with 1 if something is wrong.
+tokens in fp32 were all right. Exits with 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def tensor_parallel(options: argparse.Namespace) -> None:
     good = [execution for execution in EXECUTIONS if right[execution]]
     for rows in sizes:
         fastest = min(good, key=lambda execution: together[rows, execution].ms, default=None)
-        say(f"--tp-plan auto, batch {rows}: {fastest} is the fastest execution whose small models were all right")
+        say(f"--tp-plan auto, batch {rows}: {fastest} is the fastest execution whose tokens in fp32 are all one GPU's")
     verdict = torch.tensor([wrong], device=own)
     dist.all_reduce(verdict, dist.ReduceOp.MAX)
     if rank == 0 and not verdict.item():
