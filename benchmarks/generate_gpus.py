@@ -4,14 +4,14 @@
     python benchmarks/generate_gpus.py --no-device-map       without the second way below
     python benchmarks/generate_gpus.py --size tiny           also on a CPU, there by two processes and gloo
 
-Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain ones
-that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose GPUs
-run one after the other. Small models of several families in fp32, dense and with experts, and LLaDA-8B's shape, with the
-family's own cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a
-seed all processes must draw the same. Then that shape with random weights in bf16: milliseconds a forward, beside one
-GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of N GPUs and
-over N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order round
-otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
+Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain
+ones that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose
+GPUs run one after the other. Small models of several families in fp32, dense and with experts, and LLaDA-8B's shape,
+with the family's own cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and
+without a seed all processes must draw the same. Then that shape with random weights in bf16: milliseconds a forward,
+beside one GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of
+N GPUs and over N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order
+round otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
 
 Prints a line for each, and one that says which execution `--tp-plan auto` should have by default: the fastest whose
 tokens in fp32 were all right. Exits with 1 if something is wrong.
