@@ -1,14 +1,20 @@
 """Sampling of models that are spread over GPUs: the same tokens as one GPU's, and how long a forward takes.
 
-    python benchmarks/generate_gpus.py                       on all GPUs, about a minute on four
+    python benchmarks/generate_gpus.py                       on all GPUs
+    python benchmarks/generate_gpus.py --no-device-map       without the second way below
     python benchmarks/generate_gpus.py --size tiny           also on a CPU, there by two processes and gloo
 
-Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain ones
-that `generate --tp-plan auto` puts in their place, eagerly and in CUDA graphs; and a device map, whose GPUs run one
-after the other. Small models of several families in fp32, dense and with experts, with the family's own cache and
-without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a seed all processes
-must draw the same. Then LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one GPU's, of one
-row and of --rows. Prints a line for each and exits with 1 if one is wrong.
+Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain
+ones that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose
+GPUs run one after the other. Small models of several families in fp32, dense and with experts, and LLaDA-8B's shape,
+with the family's own cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and
+without a seed all processes must draw the same. Then that shape with random weights in bf16: milliseconds a forward,
+beside one GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of
+N GPUs and over N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order
+round otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
+
+Prints a line for each, and one that says which execution `--tp-plan auto` should have by default: the fastest whose
+tokens in fp32 were all right. Exits with 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,7 +81,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 PROMPT = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EXECUTIONS = ("eager", "graph") if DEVICE == "cuda" else ("eager",)
+EXECUTIONS = ("eager", "graph", "compiled") if DEVICE == "cuda" else ("eager",)
 
 
 def main() -> None:
@@ -83,6 +90,7 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(LARGE), default="8b", help="of the model that is timed")
     parser.add_argument("--length", type=int, default=64, help="new tokens of the model that is timed")
     parser.add_argument("--rows", type=int, default=64, help="of the larger batch that is timed")
+    parser.add_argument("--no-device-map", action="store_true", help="measure tensor parallelism alone")
     parser.add_argument("--folder", type=Path, help="where there is room for a checkpoint of 16 GB")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of torchrun's processes
     options = parser.parse_args()
@@ -107,7 +115,8 @@ def main() -> None:
             wrong = 0 if (options.folder / "right").exists() else 1
         finally:
             workers.kill()
-        wrong |= device_map(options)
+        if not options.no_device_map:
+            wrong |= device_map(options)
         print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
     sys.exit(1 if wrong else 0)
 
@@ -137,31 +146,47 @@ def tensor_parallel(options: argparse.Namespace) -> None:
     def spread(folder: Path, **more: Any) -> Any:
         return load(folder, distributed_config=DistributedConfig(tp_plan="auto"), **more)
 
-    wrong = 0
-    for name in SMALL:
-        model, whole = spread(options.folder / name), load(options.folder / name).to(own)
+    wrong, right = 0, dict.fromkeys(EXECUTIONS, True)
+    for name in (*SMALL, "large"):  # the last one, written in bf16, in fp32 too
+        model, whole = (make(options.folder / name, dtype=torch.float32) for make in (spread, load))
+        whole.to(own)
         wrong |= compare(name, model, whole, own, say)
         wrong |= draws_the_same(name, model, own, say)
         if not use_plain_shards(model):
             say(f"{name}: no plain layers  WRONG")
             wrong = 1
         for execution in EXECUTIONS:
-            wrong |= compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
+            bad = compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
+            right[execution] &= not bad
+            wrong |= bad
+        del model, whole
+        gc.collect()
+    sizes = (1, options.rows)
+    alone: dict[tuple[int, str], Timed] = {}
     if rank == 0:
         whole = load(options.folder / "large", device_map={"": own})
-        for rows in (1, options.rows):
+        for rows in sizes:
             for execution in EXECUTIONS:
                 one_gpu = partial(print, "one GPU:", flush=True)
-                figures(whole, own, options.length, one_gpu, rows=rows, execution=execution)
+                alone[rows, execution] = figures(whole, own, options.length, one_gpu, rows, execution)
         del whole
     gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
     dist.barrier()
     model = spread(options.folder / "large")
     figures(model, own, options.length, lambda text: say(f"transformers' layers: {text}"))
     use_plain_shards(model)
-    for rows in (1, options.rows):
+    together: dict[tuple[int, str], Timed] = {}
+    for rows in sizes:
         for execution in EXECUTIONS:
-            figures(model, own, options.length, say, rows=rows, execution=execution)
+            beside = (processes, [alone[rows, each] for each in EXECUTIONS]) if rank == 0 else None
+            eager = together.get((rows, "eager"))
+            together[rows, execution] = figures(model, own, options.length, say, rows, execution, beside, eager)
+    good = [execution for execution in EXECUTIONS if right[execution]]
+    for rows in sizes:
+        fastest = min(good, key=lambda execution: together[rows, execution].ms, default=None)
+        say(f"--tp-plan auto, batch {rows}: {fastest} is the fastest execution whose tokens in fp32 are all one GPU's")
     verdict = torch.tensor([wrong], device=own)
     dist.all_reduce(verdict, dist.ReduceOp.MAX)
     if rank == 0 and not verdict.item():
@@ -190,10 +215,10 @@ def device_map(options: argparse.Namespace) -> int:
     return wrong
 
 
-def load(folder: Path, **more: Any) -> Any:
+def load(folder: Path, dtype: str | torch.dtype = "auto", **more: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).eval()
 
 
 def compare(
@@ -233,12 +258,28 @@ def draws_the_same(name: str, model: Any, device: torch.device, say: Callable[[s
     return 1
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Milliseconds a forward, and the tokens on the CPU."""
+
+    ms: float
+    tokens: torch.Tensor
+
+
 def figures(
-    model: Any, device: torch.device, length: int, say: Callable[[str], None], rows: int = 1, **more: Any
-) -> None:
+    model: Any,
+    device: torch.device,
+    length: int,
+    say: Callable[[str], None],
+    rows: int = 1,
+    execution: str | None = None,
+    beside: tuple[int, list[Timed]] | None = None,  # the number of GPUs, and one GPU's executions
+    eager: Timed | None = None,  # the same GPUs', run eagerly
+) -> Timed:
     """Say how long a forward of so many rows takes, with every step of the published sampler."""
     ids = torch.randint(0, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(1)).to(device)
-    given = {"gen_length": length, "block_length": min(32, length), "steps": length, "eos_token_id": None} | more
+    given = {"gen_length": length, "block_length": min(32, length), "steps": length, "eos_token_id": None}
+    given |= {"execution": execution}
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = []
@@ -248,7 +289,7 @@ def figures(
     taken = min(times[1:])
     line = {
         "parameters_b": round(sum(one.numel() for one in model.parameters()) / 1e9, 2),
-        "execution": more.get("execution", "default"),
+        "execution": execution or "default",
         "rows": rows,
         "tokens": rows * length,
         "forwards": output.forwards,
@@ -256,8 +297,16 @@ def figures(
         "tokens_per_s": round(rows * length / taken, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1) if DEVICE == "cuda" else None,
     }
+    found = Timed(1000 * taken / output.forwards, output.sequences[:, PROMPT:].cpu())
+    if beside is not None:
+        processes, alone = beside
+        line["of_linear"] = round(min(one.ms for one in alone) / processes / found.ms, 3)
+        line["equal_tokens"] = round((alone[0].tokens == found.tokens).float().mean().item(), 4)
+    if eager is not None:
+        line["equal_to_eager"] = round((eager.tokens == found.tokens).float().mean().item(), 4)
     say(json.dumps(line))
     gc.collect()
+    return found
 
 
 if __name__ == "__main__":

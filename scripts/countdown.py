@@ -9,6 +9,7 @@ import os
 import random
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ EOS, MASK = "<eos>", "<mask>"
 SIGNS = "+-*/()=,:"
 HELD_OUT = 512  # problems
 FORWARDS = (1, 4, 8)  # of the sampler for an answer of 8 tokens
+ENGINES = ("accelerate", "megatron")
+MEASURED = "countdown.json"  # in the folder of a run of reinforcement learning
 # What a CPU can do in minutes: a smaller model and smaller numbers.
 TINY_MODEL = {"d_model": 128, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 256}
 TINY_SFT = "--steps 1500 --global-batch-size 128 --precision fp32 --warmup-steps 20 --exit-duration 60"
@@ -43,6 +46,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data, weights, noise and rollouts (%(default)s)")
     parser.add_argument("--sft", default="", help="further options of dlm-bridge sft, in one string")
     parser.add_argument("--rl", default="", help="further options of dlm-bridge rl, in one string")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=ENGINES[:1],
+        help="that train with rewards, each from the same start into a folder of its own; the figure has all that are "
+        "in --output",
+    )  # fmt: skip
+    parser.add_argument("--megatron", default="", help="further options of --engine megatron, such as '--tp 2'")
     parser.add_argument("--processes", type=int, default=1, help="of reinforcement learning (%(default)s)")
     parser.add_argument("--keep-sft", action="store_true", help="take the SFT run that --output has")
     given = parser.parse_args()
@@ -60,7 +69,7 @@ def main() -> int:
     largest, highest, solved, unsolved = (15, 60, 3000, 3000) if given.tiny else (40, 100, 10_000, 25_000)
     solutions, train, held_out = (root / f"{name}.jsonl" for name in ("solutions", "problems", "held-out"))
     seed = ["--seed", str(given.seed)]
-    times = {}
+    times: dict[str, float] = {}
     if not given.keep_sft:
         console.rule("[bold]1  problems, a tokenizer and an empty model")
         write_problems([(held_out, HELD_OUT), (solutions, solved), (train, unsolved)], largest, highest, given.seed)
@@ -78,23 +87,52 @@ def main() -> int:
     began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
 
     console.rule("[bold]3  reinforcement learning on other problems, without solutions")
-    shutil.rmtree(root / "rl", ignore_errors=True)
-    times["rl"] = dlm_bridge(
-        console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
-        "--eval-data", held_out, "--output", root / "rl", *seed,
-        *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl), processes=given.processes,
-    )  # fmt: skip
-    found = sorted((root / "rl" / "checkpoints").glob("step-*"))
-    ended = found[-1] if found else root / "rl-exported"
-    if not found:  # of the Megatron engine
-        dlm_bridge(console, "export", root / "rl" / "checkpoints", ended, "--overwrite")
+    problems = [json.loads(line) for line in held_out.read_text().splitlines()]
+    for engine in given.engines:
+        output, more = root / f"rl-{engine}", ["--engine", engine]
+        shutil.rmtree(output, ignore_errors=True)
+        seconds = dlm_bridge(
+            console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
+            "--eval-data", held_out, "--output", output, *seed, *more,
+            *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
+            *shlex.split(given.megatron if engine == "megatron" else ""), processes=given.processes,
+        )  # fmt: skip
+        ended = output / "exported"
+        if engine == "megatron":
+            dlm_bridge(console, "export", output / "checkpoints", ended, "--overwrite")
+        else:
+            ended = sorted((output / "checkpoints").glob("step-*"))[-1]
+        measured = {
+            "processes": given.processes,
+            "seconds": seconds,
+            "accuracy": [accuracy(ended, problems, forwards) for forwards in FORWARDS],
+        }
+        (output / MEASURED).write_text(json.dumps(measured))
 
     console.rule("[bold]4  held-out problems, answered greedily and checked exactly")
-    problems = [json.loads(line) for line in held_out.read_text().splitlines()]
-    before, after = ([accuracy(folder, problems, forwards) for forwards in FORWARDS] for folder in (began, ended))
-    rows = [json.loads(line) for line in (root / "rl" / "metrics.jsonl").read_text().splitlines()]
-    report(console, root, given, before, after, rows, times)
+    before = [accuracy(began, problems, forwards) for forwards in FORWARDS]
+    runs = {
+        engine: read_run(root / f"rl-{engine}") for engine in ENGINES if (root / f"rl-{engine}" / MEASURED).exists()
+    }
+    report(console, root, given, before, runs, times)
     return 0
+
+
+def read_run(output: Path) -> dict[str, Any]:
+    """What a run of reinforcement learning has left."""
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row for row in rows if row["eval_rewards"] is not None]
+    settings = yaml.safe_load((output / "config.yaml").read_text())["rl"]["generation"]
+    return {
+        **json.loads((output / MEASURED).read_text()),
+        "forwards": int(dict(setting.split("=") for setting in settings)["steps"]),
+        "steps": [row["step"] for row in rows],
+        "reward": [row["rewards"]["countdown"] for row in rows],
+        "held_out": [[row["step"], row["eval_rewards"]["countdown"]] for row in evaluated],
+        "seconds_of_a_step": {
+            part: statistics.median(row["seconds"][part] for row in rows) for part in rows[0]["seconds"]
+        },
+    }
 
 
 def write_problems(files: list[tuple[Path, int]], largest: int, highest: int, seed: int) -> None:
@@ -194,15 +232,13 @@ def report(
     root: Path,
     given: argparse.Namespace,
     before: list[float],
-    after: list[float],
-    rows: list[dict[str, Any]],
+    runs: dict[str, dict[str, Any]],
     times: dict[str, float],
 ) -> None:
-    """The table, ROOT/countdown.json and ROOT/countdown.png."""
+    """The table, ROOT/countdown.json and ROOT/countdown.png, of all runs by their engine."""
     import torch
 
-    error = max(interval(share) for share in before + after)
-    evaluated = [row for row in rows if row["eval_rewards"] is not None]
+    error = max(interval(share) for share in [*before, *(share for run in runs.values() for share in run["accuracy"])])
     result = {
         "command": shlex.join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -210,24 +246,20 @@ def report(
         "held_out_problems": HELD_OUT,
         "forwards_of_an_answer": FORWARDS,
         "accuracy_after_sft": before,
-        "accuracy_after_rl": after,
         "confidence_95": error,
         "seconds": times,
-        "rl_steps": [row["step"] for row in rows],
-        "rl_reward": [row["rewards"]["countdown"] for row in rows],
-        "rl_held_out": [[row["step"], row["eval_rewards"]["countdown"]] for row in evaluated],
+        "rl": runs,
     }
     (root / "countdown.json").write_text(json.dumps(result, indent=1) + "\n")
-
-    settings = yaml.safe_load((root / "rl" / "config.yaml").read_text())
-    forwards = int(dict(setting.split("=") for setting in settings["rl"]["generation"])["steps"])
-    draw(result, before[FORWARDS.index(forwards)], forwards, root / "countdown.png")
+    draw(runs, before, given.seed, root / "countdown.png")
 
     table = Table(title=f"Countdown, three numbers: {HELD_OUT} held-out problems solved, seed {given.seed}")
     for column in ("", *(f"{number} forwards" for number in FORWARDS), "seconds"):
         table.add_column(column)
     table.add_row("after fine-tuning", *(f"{share:.1%}" for share in before), f"{times.get('sft', 0):.0f}")
-    table.add_row("after reinforcement learning", *(f"{share:.1%}" for share in after), f"{times['rl']:.0f}")
+    for engine, run in runs.items():
+        name = f"after reinforcement learning, {engine}, {run['processes']} process(es)"
+        table.add_row(name, *(f"{share:.1%}" for share in run["accuracy"]), f"{run['seconds']:.0f}")
     console.print(table)
     console.print(
         f"95% interval: +-{error:.1%}; {root}/countdown.json, countdown.png", highlight=False, soft_wrap=True
@@ -239,9 +271,9 @@ def interval(share: float) -> float:
     return 1.96 * (share * (1 - share) / HELD_OUT) ** 0.5
 
 
-def draw(result: dict[str, Any], began: float, forwards: int, path: Path) -> None:
+def draw(runs: dict[str, dict[str, Any]], began: list[float], seed: int, path: Path) -> None:
     """The figure: rewards of sampled completions, and held-out accuracy with its interval, `began` before the first
-    step. The axis is that of what is drawn."""
+    step, of all engines. The axis is that of what is drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -251,19 +283,24 @@ def draw(result: dict[str, Any], began: float, forwards: int, path: Path) -> Non
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step of reinforcement learning", ylabel="problems solved")
-    axes.set_title(f"Countdown, three numbers, seed {result['seed']}")
-    span = max(len(result["rl_reward"]) // 20, 1) | 1
-    axes.plot(result["rl_steps"], result["rl_reward"], linewidth=0.6, alpha=0.35)
-    label = "sampled completions" + (f", averaged over {span} steps" if span > 1 else "")
-    axes.plot(result["rl_steps"], moving_average(result["rl_reward"], span), linewidth=1.5, color="C0", label=label)
-    steps, shares = zip((0, began), *result["rl_held_out"], strict=True)
-    errors = [interval(share) for share in shares]
-    label = f"held-out problems, greedy, {forwards} forward{'s' * (forwards > 1)} an answer, 95% interval"
-    axes.errorbar(steps, shares, yerr=errors, fmt="o-", color="C1", markersize=4, capsize=3, label=label)
-    low = min(*result["rl_reward"], *(share - error for share, error in zip(shares, errors, strict=True)))
-    high = max(*result["rl_reward"], *(share + error for share, error in zip(shares, errors, strict=True)))
-    margin = 0.05 * (high - low)
-    axes.set_ylim(max(low - margin, 0), min(high + margin, 1))
+    axes.set_title(f"Countdown, three numbers, seed {seed}")
+    drawn: list[float] = []
+    for number, (engine, run) in enumerate(runs.items()):
+        of = f"{engine}: " if len(runs) > 1 else ""
+        sampled, answered = f"C{2 * number}", f"C{2 * number + 1}"
+        span = max(len(run["reward"]) // 20, 1) | 1
+        axes.plot(run["steps"], run["reward"], color=sampled, linewidth=0.6, alpha=0.35)
+        label = f"{of}sampled completions" + (f", averaged over {span} steps" if span > 1 else "")
+        axes.plot(run["steps"], moving_average(run["reward"], span), linewidth=1.5, color=sampled, label=label)
+        forwards = run["forwards"]
+        steps, shares = zip((0, began[FORWARDS.index(forwards)]), *run["held_out"], strict=True)
+        errors = [interval(share) for share in shares]
+        label = f"{of}held-out problems, greedy, {forwards} forward{'s' * (forwards > 1)} an answer, 95% interval"
+        axes.errorbar(steps, shares, yerr=errors, fmt="o-", color=answered, markersize=4, capsize=3, label=label)
+        drawn += [*run["reward"]]
+        drawn += [share + sign * error for share, error in zip(shares, errors, strict=True) for sign in (-1, 1)]
+    margin = 0.05 * (max(drawn) - min(drawn))
+    axes.set_ylim(max(min(drawn) - margin, 0), min(max(drawn) + margin, 1))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize="small")

@@ -22,15 +22,18 @@ def test_the_axis_is_that_of_the_figures_with_their_intervals(
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0]))
     rewards = [level + 0.0005 * step for step in range(1, 101)]
     held_out = [[50, level + 0.02], [100, level + 0.05]]
-    result = {"seed": 0, "rl_steps": list(range(1, 101)), "rl_reward": rewards, "rl_held_out": held_out}
-    countdown.draw(result, level, 1, tmp_path / "countdown.png")
+    run = {"steps": list(range(1, 101)), "reward": rewards, "held_out": held_out, "forwards": 1}
+    countdown.draw({"accelerate": run, "megatron": run}, [level, 0, 0], 0, tmp_path / "countdown.png")
     (axes,) = drawn
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [label.split(":")[0] for label in labels] == ["accelerate", "megatron"] * 2
     low, high = axes.get_ylim()
     assert 0 <= low < level - countdown.interval(level)
     assert level + 0.05 + countdown.interval(level + 0.05) < high <= 1
     assert high - low < 0.2
-    (bars,) = axes.containers
-    ends = [segment[:, 1].tolist() for segment in bars.lines[2][0].get_segments()]
     shares = [level, level + 0.02, level + 0.05]
     expected = [[share - countdown.interval(share), share + countdown.interval(share)] for share in shares]
-    assert ends == [pytest.approx(pair) for pair in expected]
+    assert len(axes.containers) == 2
+    for bars in axes.containers:
+        ends = [segment[:, 1].tolist() for segment in bars.lines[2][0].get_segments()]
+        assert ends == [pytest.approx(pair) for pair in expected]

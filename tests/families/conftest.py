@@ -70,4 +70,4 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[
     llada = root / "llada"
     write_tokenizer(llada, {"tokenizer_class": "PreTrainedTokenizerFast"})
     Bridge.from_hf(llada).to_megatron(root / "megatron", Layout(pp=2))
-    return launch("tests.families.tp_worker", root, timeout_s=300)
+    return launch("tests.families.tp_worker", root, timeout_s=500)

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from tests import launcher
 from tests.processes import environments
-from tests.rl.conftest import Run, read_metrics
+from tests.rl.conftest import Run, read_metrics, write_llama
 
 TRACED = {"method": "tracerl", "trace_steps": 1, "generation": ["threshold=0.3"]}
 METHODS: dict[str, dict[str, Any]] = {
     "diffu-grpo": {},
     "tracerl": TRACED,
     "value-model": {**TRACED, "value_model": True, "value_lr": 1e-3, "gae_lambda": 0.9},
+    "grpo": {"method": "grpo"},
 }
 
 
@@ -35,6 +36,8 @@ def test_two_processes_are_one(run: Run, tmp_path: Path, problems: Path, method:
         "eval_interval": 3,
         **METHODS[method],
     }
+    if method == "grpo":
+        changes["model"] = str(write_llama(tmp_path / "causal"))
     alone = run(tmp_path / "alone", **changes)
     options = yaml.safe_load((tmp_path / "alone" / "config.yaml").read_text())
     options["data"]["micro_batch_size"] = 8

@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, problems: Path, reward: str) 
     pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (root / "wanted.py").write_text(Path(reward.partition(":")[0]).read_text())
-    launch("tests.rl.sharding_worker", root, processes=1)  # the reports say what failed
+    launch("tests.rl.sharding_worker", root, processes=1, timeout_s=1100)  # the reports say what failed
     return root
 
 

@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import options_of
 from tests.train.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
+from tests.train.megatron_lora_worker import CHANGES as ADAPTERS
+from tests.train.megatron_lora_worker import DORA
+
+pytest.importorskip("megatron.core")
+
+from tests.rl.megatron_worker import MODELS, PARTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs/launch.md", ROOT / "docs/support_matrix.md", ROOT / "configs/README.md"]
-OPTIONS = {option.flag for option in options_of(TrainConfig).values()}
+OPTIONS = {option.flag for option in options_of(RLConfig).values()}
 # Of this command, of preprocess, of the benchmarks and of the launchers.
 OTHERS = {
     *("--resume", "--config", "--dry-run", "--gpus", "--from-scratch", "--append-eod", "--smoke"),
@@ -37,6 +43,7 @@ COLUMNS = {
     "hybrid": ("nemotron",),
     "causal": ("causal",),
 }
+EVALUATED = {"dp2": "dense", "tp2": "dense"}  # by eval and generate --jsonl
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -78,7 +85,8 @@ def test_the_manifest_is_that_of_a_job() -> None:
 
 
 def test_the_table_is_what_the_tests_run() -> None:
-    """Each layout's line says for each objective whether models without and with experts are trained in it."""
+    """Each layout's line says for each objective, for reinforcement learning and for adapters whether models without
+    and with experts are trained in it."""
     trained: dict[str, dict[str, set[str]]] = {}
     for cell in cells(2) + cells(4):
         subject = SUBJECTS[cell.subject]
@@ -86,8 +94,21 @@ def test_the_table_is_what_the_tests_run() -> None:
             column = next(name for name, kinds in COLUMNS.items() if subject.objective in kinds)
             kind = "experts" if subject.experts else "dense"
             trained.setdefault(cell.layout, {}).setdefault(column, set()).add(kind)
+    for layouts in (layouts for part in PARTS.values() for layouts in part.values()):
+        for layout, subjects in layouts.items():
+            kinds = {"experts" if MODELS.get(subject) == "experts" else "dense" for subject in subjects}
+            trained.setdefault(layout.partition(",")[0], {}).setdefault("rl", set()).update(kinds)
+    for changes in (ADAPTERS, DORA):
+        for subject, *layouts in (run for runs in changes.stopped.values() for run in runs):
+            kind = "experts" if SUBJECTS[subject].experts else "dense"
+            for layout in layouts:
+                trained.setdefault(layout, {}).setdefault("LoRA", set()).add(kind)
     wanted = {
-        layout: [" + ".join(sorted(trained[layout].get(column, ()))) for column in COLUMNS]
+        layout: [
+            *(" + ".join(sorted(trained[layout].get(column, ()))) for column in (*COLUMNS, "rl", "LoRA")),
+            "",  # FSDP's build
+            EVALUATED.get(layout, ""),
+        ]
         for layout in [*LAYOUTS, *LARGE]
     }
     written = "\n".join("| " + " | ".join([f"`{layout}`", *line]) + " |" for layout, line in wanted.items())
