@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
-from dlm_bridge.generation.settings import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.setting_names import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.token_sampling import shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
