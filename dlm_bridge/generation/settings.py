@@ -124,6 +124,8 @@ def resolve_settings(
         parameters["gen_length"] = parameters[block_name] if block_name else prompt_width + gen_length + 1
     elif shortens and block_name and _find(sources, block_name, None)[1] in (MODEL, FAMILY, SAMPLER):
         parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
+    if block_name and _find(sources, block_name, None)[1] in (KEYWORD, GIVEN, STORED):
+        _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters[block_name])
 
     config = model.config
     mask_token_id, _ = _find(sources, "mask_token_id", getattr(config, "mask_token_id", None))
@@ -295,6 +297,14 @@ def _check_tokens(
         )
     if (eos or stop_strings) and pad_token_id == mask_token_id:
         raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
+
+
+def _warn_of_another_block(trained: int | None, block: int) -> None:
+    if trained is not None and block != trained:
+        logger.warning_once(
+            f"blocks of {block} tokens: by its config (block_size) the model was trained with {trained}; where the "
+            f"config is wrong, from_pretrained(..., block_size={block}) says so"
+        )
 
 
 def _refuse_infill(family: FamilySpec, kind: type[Sampler], parameters: Mapping[str, Any]) -> None:
