@@ -9,7 +9,7 @@
     a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
         it leaves where they hold an end token or nothing is missing; else the encoder reads them
 
-It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: a row's tokens are those of that
+It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23, 5.24) row by row: a row's tokens are those of that
 function for its prompt alone after `torch.manual_seed` of the row's seed. There all rows of a batch take the decoder
 passes of the slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
-from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
+from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
 from dlm_bridge.generation.token_sampling import seeded_generators
 
 ENCODED_TOGETHER = 4  # a fraction of the rows, 1/4, waits for one encoder pass
@@ -114,7 +114,7 @@ class CanvasBatch:
         self.forwards += 1
         logits_AQV = self._model(
             decoder_input_ids=canvases.tokens,
-            past_key_values=cache,
+            **cache_of(self._model, cache),
             decoder_attention_mask=cache.masks,
             decoder_position_ids=cache.positions,
             self_conditioning_logits=canvases.logits,

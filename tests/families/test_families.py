@@ -328,8 +328,8 @@ def test_gradient_checkpointing_changes_no_gradient(case: FamilyCase, folder: Pa
         model = case.load(folder).train()
         model.config.mask_token_id = 99
         if checkpointed:
-            model.gradient_checkpointing_enable()
-            assert model.is_gradient_checkpointing
+            model.activation_checkpointing_enable()
+            assert model.is_activation_checkpointing
         model(ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
