@@ -136,7 +136,9 @@ def families() -> str:
     unsupported = ["| architecture | why not |", "|---|---|"]
     unsupported += [f"| `{name}` | {reason} |" for name, reason in registry.UNSUPPORTED.items()]
     published = [spec for spec in registry.families() if not spec.derived_from]
-    accelerate_only = ", ".join(spec.title for spec in published if spec.mapping.engine_lacks)
+    accelerate_only = " and ".join(
+        spec.title for spec in published if "megatron" not in spec.training and not spec.mapping.hub_only
+    )
     return "\n\n".join(
         [
             "# Supported families",
