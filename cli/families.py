@@ -16,6 +16,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _row(spec: FamilySpec) -> dict[str, Any]:
+    from dlm_bridge.models.derived import BODIES, forms_of
+
     own = spec.kind == "diffusion"
     hub_only = spec.mapping.hub_only
     return {
@@ -36,6 +38,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "sample": spec.sampler.get("algorithm", "transformers"),
         "checked_against": spec.checked_against,
         "derived_from": spec.derived_from or None,
+        "becomes": forms_of(spec) if spec in BODIES else {},  # by convert-to-dlm, the default form first
     }
 
 
@@ -59,10 +62,8 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
     table.add_column("attention", no_wrap=True)
     table.add_column("load, convert, train, sample")
     table.add_column("checked against", overflow="fold")
-    derived: dict[str, list[str]] = {}
     for row in rows:
         if row["derived_from"]:
-            derived.setdefault(row["derived_from"], []).append(f"{row['family']} ({', '.join(row['architectures'])})")
             continue
         abilities = ["Auto classes" if row["load"] else "its own class"]
         abilities += ["Megatron formats"] if "torch_dist" in row["convert"] else []
@@ -74,10 +75,12 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
         )
     console.print(table)
     table = Table(title="What convert-to-dlm makes of the autoregressive families")
-    table.add_column("family", no_wrap=True)
-    table.add_column("becomes", overflow="fold")
-    for body, forms in derived.items():
-        table.add_row(body, "\n".join(forms))
+    for column in ("family", "--to", "becomes, Hub architecture"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        for number, (form, name) in enumerate(row["becomes"].items()):
+            architecture = registry.family_by_name(name).architectures[0]
+            table.add_row("" if number else row["family"], form, f"{name}\n  {architecture}")
     console.print(table)
     for row in rows:
         if row["why_not_megatron"] and not row["derived_from"]:

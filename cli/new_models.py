@@ -37,6 +37,9 @@ def convert_to_dlm(
     dequantize_fp8: Annotated[
         bool, typer.Option("--dequantize-fp8", help="Block-scaled FP8 weights become bfloat16.")
     ] = False,
+    dequantize_mxfp4: Annotated[
+        bool, typer.Option("--dequantize-mxfp4", help="Experts in MXFP4 (gpt-oss) become bfloat16.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the noise in the mask token's rows.")] = 0,
     revision: convert.Revision = None,
     workers: convert.Workers = None,
@@ -60,6 +63,7 @@ def convert_to_dlm(
             seed=seed,
             block_size=block_size,
             dequantize_fp8=dequantize_fp8,
+            dequantize_mxfp4=dequantize_mxfp4,
             revision=revision,
             workers=workers,
             overwrite=overwrite,

@@ -15,7 +15,7 @@ from dlm_bridge.errors import one_line
 logger = logging.getLogger(__name__)
 
 # The oldest and the newest versions that the tests pass with, by distribution; Transformer Engine's on GPUs.
-TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.23"), "transformer-engine": ("2.20", "2.20")}
+TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}
 
 
 @cache

@@ -135,12 +135,17 @@ def families() -> str:
         rows.append(f"| {name} | {architectures} | {attention} | {sampler} | {spec.checked_against} |")
     unsupported = ["| architecture | why not |", "|---|---|"]
     unsupported += [f"| `{name}` | {reason} |" for name, reason in registry.UNSUPPORTED.items()]
+    published = [spec for spec in registry.families() if not spec.derived_from]
+    accelerate_only = " and ".join(
+        spec.title for spec in published if "megatron" not in spec.training and not spec.mapping.hub_only
+    )
     return "\n\n".join(
         [
             "# Supported families",
-            "Every family loads through the Auto classes unless its card says otherwise, converts to Megatron's "
-            "layouts and trains on both engines (OLMoE, OLMo and Gemma: on the Hub side only). The cards say what was "
-            "compared with what, shapes and the largest differences.",
+            "Every family loads through the Auto classes unless its card says otherwise, and trains with the "
+            "Accelerate engine. All but those marked 'Hub side only' convert to Megatron's layouts, and all of these "
+            f"but {accelerate_only} train with the Megatron engine. The cards say what was compared with what, shapes "
+            "and the largest differences.",
             "\n".join(rows),
             "## Known, not supported",
             "\n".join(unsupported),

@@ -1,7 +1,7 @@
 """A short suite of tests under one combination of Python, torch and transformers, in an environment of its own.
 
 python scripts/test_matrix.py                                    lists the cells of the matrix
-python scripts/test_matrix.py py3.12-torch2.13-transformers5.23  makes build/matrix/CELL and runs the suite there
+python scripts/test_matrix.py py3.12-torch2.13-transformers5.24  makes build/matrix/CELL and runs the suite there
 
 Every torch from PyPI for Linux brings gigabytes of CUDA libraries; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/
 whl/cpu (in one word) finds builds without them. An environment that is there is used again; --fresh makes it anew.
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEWEST = "newest"
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.13", "2.15", NEWEST)
-TRANSFORMERS = ("5.23", NEWEST)
+TRANSFORMERS = ("5.23", "5.24", NEWEST)
 # What the suite needs beside the package: its own extra `dev` has linters, and libraries of other tests.
 NEEDS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.130", "setuptools>=77")
 SUITE = (

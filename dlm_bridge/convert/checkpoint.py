@@ -60,12 +60,13 @@ class HubMetadata:
     derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
     def config_bytes(self, dtype: torch.dtype | None = None) -> bytes:
-        """config.json, with its dtype field set where the weights are cast to `dtype`."""
+        """config.json in the Hub's spelling, with its dtype field set where the weights are cast to `dtype`."""
         data = self.texts.get(CONFIG_FILE)
         if data is None:
             assert self.folder is not None
             data = (self.folder / CONFIG_FILE).read_bytes()
-        return data if dtype is None else with_dtype(data.decode("utf-8"), dtype_name(dtype)).encode("utf-8")
+        text = self.family.published_config(data.decode("utf-8"))
+        return (text if dtype is None else with_dtype(text, dtype_name(dtype))).encode("utf-8")
 
 
 @dataclass(frozen=True)

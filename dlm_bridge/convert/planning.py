@@ -171,7 +171,7 @@ def plan_megatron(
     report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
     report.bytes = sum(target.files.values())
-    report.notes += notes + _widened(source.params, specs, dtypes)
+    report.notes += notes + _widened(source.params, specs, dtypes) + _spelling_note(source)
     report.notes += _dropped_note(source) if state is None else [state.note]
     shards = source.hub.shards
     if shards:
@@ -193,7 +193,7 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
-    report.notes += notes + _dropped_note(source)
+    report.notes += notes + _dropped_note(source) + _spelling_note(source)
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
     return HubPlan(report, specs, plans)
@@ -203,6 +203,12 @@ def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
     """Raise DlmBridgeError for a refused output. One that a resume finds may be its own, as the plan will show."""
     if not (options.resume and (output / MANIFEST).is_file()):
         check_output(output, source.folders(), options.overwrite)
+
+
+def _spelling_note(source: Checkpoint) -> list[str]:
+    if source.family.hub_spelling(source.hub.config) == source.hub.config:
+        return []
+    return ["config.json has the Hub's keys, which every reader knows, in the place of those that transformers saves"]
 
 
 def _dropped_note(source: Checkpoint) -> list[str]:

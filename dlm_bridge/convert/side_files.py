@@ -28,6 +28,7 @@ from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST
 from dlm_bridge.convert.streaming import file_digest
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, inside
+from dlm_bridge.models.families import families
 
 _LEFT_FOLDERS = {".git", "original"}
 _DOWNLOAD_CACHE = (".cache", "huggingface")  # what `hf download --local-dir` notes for itself
@@ -105,7 +106,8 @@ def _is_weight_file(folder: Path, path: PurePosixPath) -> bool:
 def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None, index: bytes | None) -> None:
     """Write the side files byte for byte; config.json, which makes the folder a checkpoint, comes last.
 
-    Only the dtype field of config.json follows a cast, and `index` takes the place of the source's own.
+    Only the dtype field of config.json follows a cast, and a spelling that transformers alone reads becomes the Hub's.
+    `index` takes the place of the source's own.
     """
     hub = source.hub
     if hub.folder is not None:
@@ -116,6 +118,18 @@ def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None
     if index is not None:
         (folder / SAFETENSORS_INDEX).write_bytes(index)
     (folder / CONFIG_FILE).write_bytes(hub.config_bytes(dtype))
+
+
+def publish_config(folder: Path) -> None:
+    """Give the config.json that `save_pretrained` has written to a folder the spelling of the Hub."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():  # there is none beside an adapter
+        return
+    text = path.read_text(encoding="utf-8")
+    names = json.loads(text).get("architectures") or ()
+    for family in families():
+        if set(names) & set(family.architectures):
+            path.write_text(family.published_config(text), encoding="utf-8")
 
 
 def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:

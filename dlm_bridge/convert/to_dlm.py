@@ -20,6 +20,7 @@ from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, inside, read_config, read_json, resolve
 from dlm_bridge.mapping.rules import Vocabulary
+from dlm_bridge.models import bailing_moe
 from dlm_bridge.models.derived import BODIES, forms_of
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
@@ -28,8 +29,6 @@ from dlm_bridge.models.rope import rope_theta_form
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
-# Architectures that transformers has no class for, and the diffusion family that was made of them.
-PARENTS = {"BailingMoeV2ForCausalLM": "llada2_moe"}  # Ling-2.0, Ring-2.0
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -45,6 +44,7 @@ def convert_to_dlm(
     seed: int = 0,
     block_size: int | None = None,
     dequantize_fp8: bool = False,
+    dequantize_mxfp4: bool = False,
     revision: str | None = None,
     workers: int | None = None,
     overwrite: bool = False,
@@ -61,15 +61,16 @@ def convert_to_dlm(
         seed: the mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
             noise drawn from (seed, tensor name).
         block_size: of a block-causal model; by default the source's or the target family's.
-        dequantize_fp8: whether block-scaled FP8 weights become bfloat16 ones; without it they are refused.
+        dequantize_fp8, dequantize_mxfp4: whether block-scaled FP8 weights, or experts in MXFP4, become bfloat16 ones;
+            without it they are refused.
 
     Raises:
         DlmBridgeError: an architecture without a target, a tokenizer that cannot take the token, a source that is not
             whole, a refused output.
     """
-    child = PARENTS.get(_architecture(os.fspath(source), revision))
-    opened = open_hub(os.fspath(source), revision, child, dequantize_fp8=dequantize_fp8)
-    target = _target(opened, to, child)
+    _check_architecture(os.fspath(source), revision)
+    opened = open_hub(os.fspath(source), revision, None, dequantize_fp8, dequantize_mxfp4)
+    target = _target(opened, to)
     if block_size is not None and target.attention_pattern != "block_causal":
         raise DlmBridgeError(f"--block-size {block_size}: {target.name} is {target.attention_pattern}, without blocks")
     if block_size is not None and block_size < 1:
@@ -96,29 +97,20 @@ def convert_to_dlm(
     return report
 
 
-def _architecture(source: str, revision: str | None) -> str:
-    """The architecture of config.json. Raises DlmBridgeError with its name, and with those that can be converted, for
-    one that is in no family."""
+def _check_architecture(source: str, revision: str | None) -> None:
+    """Raise DlmBridgeError for an architecture of no family, with its name and with those that can be converted."""
     path = resolve(source, revision) / CONFIG_FILE
     architectures = read_config(path).get("architectures") if path.is_file() else None
     if not isinstance(architectures, list) or not architectures:
-        return ""  # refused when it is opened
-    first = str(architectures[0])
-    known = {name for family in families() for name in family.architectures} | PARENTS.keys() | UNSUPPORTED.keys()
+        return  # refused when it is opened
+    known = {name for family in families() for name in family.architectures} | UNSUPPORTED.keys()
     if not known & {str(name) for name in architectures}:
-        taken = ", ".join([*(name for body in BODIES for name in body.architectures), *PARENTS])
-        raise DlmBridgeError(f"{path}: architecture {first} cannot be converted: known are {taken}")
-    return first
+        taken = ", ".join(name for body in BODIES for name in body.architectures)
+        raise DlmBridgeError(f"{path}: architecture {architectures[0]} cannot be converted: known are {taken}")
 
 
-def _target(source: HubCheckpoint, name: str | None, child: str | None) -> FamilySpec:
+def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
     family = source.family
-    if child is not None:
-        if name not in (None, child, family.attention_pattern.replace("_", "-")):
-            raise DlmBridgeError(
-                f"--to {name}: {source.where} becomes {child} only, which is {family.attention_pattern}"
-            )
-        return family
     if family.kind == "diffusion":
         raise DlmBridgeError(f"{source.where} is a diffusion model already ({family.name})")
     if family.name not in TARGETS:
@@ -207,6 +199,8 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
     """
     config = {key: value for key, value in source.config.items() if key not in ("auto_map", "_name_or_path")}
     config |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
+    if source.family is bailing_moe.SPEC:  # LLaDA2's own default is another
+        config.setdefault("routed_scaling_factor", bailing_moe.DEFAULTS["routed_scaling_factor"])
     return {
         "pad_token_id": token.pad_id,  # a target's own default is another tokenizer's
         **(config if target.derived_from else rope_theta_form(config)),

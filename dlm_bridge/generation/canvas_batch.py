@@ -9,8 +9,8 @@
     a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
         it leaves where they hold an end token or nothing is missing; else the encoder reads them
 
-It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23) row by row: with the same random numbers a row's
-tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
+It is transformers' `DiffusionGemmaGenerationMixin.generate` (5.23, 5.24) row by row: with the same random numbers a
+row's tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
 slowest one, canvas by canvas, and of the longest text; here a row that is done makes room for the next, and its random
 numbers are a function of its own seed.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
-from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows
+from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
 from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.token_sampling import Noise, draw_token
 from dlm_bridge.objectives.random_tokens import random_tokens
@@ -206,7 +206,7 @@ class CanvasBatch:
         self.forwards += 1
         logits_AQV = self._model(
             decoder_input_ids=canvases.tokens,
-            past_key_values=self._cache,
+            **cache_of(self._model, self._cache),
             decoder_attention_mask=self._cache.masks,
             decoder_position_ids=self._cache.positions,
             self_conditioning_logits=canvases.logits,

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from dlm_bridge.generation.settings import check_values, diffusion_fields, merge_names
+from dlm_bridge.generation.setting_names import check_values, diffusion_fields, merge_names
 
 # Unset in the file, so that transformers' text-generation pipeline does not fill them with its own defaults.
 PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")

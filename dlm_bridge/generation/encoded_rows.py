@@ -6,6 +6,7 @@ tokens of a row as transformers' DynamicCache does, one less than its window; th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,12 @@ class EncodedRow:
     kept: list[Pair] = field(default_factory=list)  # [H, K, D] by layer, of the last K of them
 
 
+def cache_of(tower: Any, cache: Any) -> dict[str, Any]:
+    """A cache as the keyword of a tower of transformers', or of the whole model: `cache` from 5.24 on."""
+    name = "cache" if "cache" in inspect.signature(tower.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
 @dataclass
 class _Layer:
     """Keys and values of some rows, [A, H, K, D], padded on the right; the names are those of transformers' layers."""
@@ -32,7 +39,7 @@ class _Layer:
 
 
 class EncodedRows:
-    """The rows that the encoder or the decoder runs on, as their `past_key_values`."""
+    """The rows that the encoder or the decoder runs on, as their cache."""
 
     is_compileable = False  # transformers' decoder puts the canvas's keys behind those of a layer
 
@@ -56,7 +63,7 @@ class EncodedRows:
         self._lay_out(rows)
         masks = {kind: self._causal(width, [count[kind] for count in counts], kind) for kind in self._kinds}
         positions = lengths[:, None] + torch.arange(width, device=self._device)
-        self._encoder(input_ids=ids, attention_mask=masks, position_ids=positions, past_key_values=self)
+        self._encoder(input_ids=ids, attention_mask=masks, position_ids=positions, **cache_of(self._encoder, self))
         for place, (row, new) in enumerate(zip(rows, tokens, strict=True)):
             row.length += len(new)
             row.kept = [

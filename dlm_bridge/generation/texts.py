@@ -68,19 +68,34 @@ def encode_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, mask_token_id: int | None = None
 ) -> list[int]:
     """Tokens of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
-    `encode_text`.
+    `encode_text`. A content in parts of text is those joined.
 
-    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, or where the template raises.
+    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is no text, or where
+    the template raises.
     """
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
             f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
         )
+    plain = [_with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template may raise anything
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
     return _with_spans(tokenizer, text, mask_token_id, begins=False)
+
+
+def _with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = repr(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
+            raise DlmBridgeError(
+                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is sampled"
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def mask_token(model: Any, settings: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,6 @@
 """Diffusion forms of the autoregressive families, which `convert-to-dlm` makes: specs.
 
-Each family of transformers' own classes has three: bidirectional, bidirectional with shifted logits, and block-causal.
+Each has three: bidirectional, bidirectional with shifted logits, and block-causal.
 The tensors, their mapping and the body are those of the autoregressive family; `modeling_derived` makes the classes.
 A form that a published family has already (`PUBLISHED`) is not made a second time.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.models import autoregressive, autoregressive_dense, deepseek_v3, glm4_moe
+from dlm_bridge.models import autoregressive, autoregressive_dense, bailing_moe, deepseek_v3, glm4_moe, gpt_oss
 from dlm_bridge.models.family_spec import FamilySpec
 
 BODIES = (
@@ -23,6 +23,8 @@ BODIES = (
     glm4_moe.SPEC,
     autoregressive.OLMOE,
     deepseek_v3.SPEC,
+    bailing_moe.SPEC,
+    gpt_oss.SPEC,
     autoregressive_dense.SEED_OSS,
     autoregressive_dense.SMOLLM3,
     autoregressive_dense.PHI3,
@@ -63,6 +65,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
     "qwen2": {"bidirectional": "a2d_qwen2"},
     "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar"},
     "qwen3_moe": {"shifted": "rnd1", "block-causal": "sdar_moe"},
+    "bailing_moe_v2": {"block-causal": "llada2_moe"},
 }
 
 
@@ -89,7 +92,8 @@ def _derived(body: FamilySpec, form: Form) -> FamilySpec:
         derived_from=body.name,
         sft={"eos_padding": "block" if block_causal else "row"},
         lora_targets=body.lora_targets,
-        training=body.training,
+        # megatron-core's windows are causal, and no published gpt-oss is without.
+        training=("accelerate",) if body is gpt_oss.SPEC else body.training,
         checked_against=f"{body.checked_against}, under a causal mask",
         **form.fields,
     )

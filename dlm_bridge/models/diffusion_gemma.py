@@ -105,7 +105,7 @@ def _layer_types(text: dict[str, Any]) -> list[str]:
 
 def _head_sizes(text: dict[str, Any], types: list[str]) -> tuple[tuple[int, int], tuple[int, int]]:
     """(head size, key/value heads) of sliding layers, and of full ones, which `per_layer_config` says in place of the
-    two keys for global attention where transformers 5.23 saved the config."""
+    two keys for global attention where transformers 5.17 or later saved the config."""
     common = {key: text[key] for key in _LAYER_SIZES}
     overrides = text.get("per_layer_config")
     if overrides is None:
@@ -161,6 +161,18 @@ def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
         "positions": vision["position_embedding_size"],
         "vision_output": output,
     }
+
+
+def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the two keys for global attention in place of `per_layer_config`, which transformers reads and
+    vLLM 0.26.0 needs. Raises DlmBridgeError as `dims` does."""
+    text = _section(config, "text_config")
+    if "per_layer_config" not in text:
+        return config
+    complete = {**TEXT_DEFAULTS, **text}
+    _, (head_dim, groups) = _head_sizes(complete, _layer_types(complete))
+    kept = {key: value for key, value in text.items() if key != "per_layer_config"}
+    return {**config, "text_config": {**kept, "global_head_dim": head_dim, "num_global_key_value_heads": groups}}
 
 
 def initialisation(config: dict[str, Any]) -> InitialisationRule:
@@ -347,4 +359,5 @@ SPEC = FamilySpec(
     sft={"eos_padding": "block"},
     training=("accelerate",),
     checked_against="transformers' own DiffusionGemmaForBlockDiffusion",
+    hub_spelling=hub_spelling,
 )

@@ -130,6 +130,7 @@ class DiffusionLM:
         num_items_in_batch: int | torch.Tensor | None = None,
         attention_bias: torch.Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -157,8 +158,8 @@ class DiffusionLM:
             DlmBridgeError: `labels` without `generator` or `loss_weights`; a trainer that computes a next-token loss
                 from the logits; a cache, which a bidirectional model cannot use.
         """
-        if past_key_values is not None or use_cache:
-            raise DlmBridgeError(f"{type(self).__name__} has no key/value cache: drop past_key_values and use_cache")
+        if past_key_values is not None or cache is not None or use_cache:
+            raise DlmBridgeError(f"{type(self).__name__} has no key/value cache: drop cache and use_cache")
         if attention_bias is not None:
             if attention_mask is not None:
                 raise DlmBridgeError("pass attention_mask or attention_bias, not both")

@@ -85,10 +85,21 @@ UNSUPPORTED: dict[str, str] = {
         "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
     "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
-    "Sumi-7B": "Sumi's class name and code (a Llama-like body, GIDD's uniform noise) are not public on GitHub",
-    "openPangu-R-7B-Diffusion": (
-        "its code (context-causal blocks of 32 on openPangu's body, which has biases) is not public on GitHub, and "
-        "its class name was not seen"
+    "NemotronHTwoTowerForCausalLM": (
+        "Nemotron-Labs-TwoTower-30B-A3B is two nemotron_h hybrids of Mamba-2, attention and experts: a frozen "
+        "autoregressive tower for the context and one with time conditioning that denoises blocks of 16; there is no "
+        "state-space body, mapping or cache for it here"
+    ),
+    "PanguEmbeddedForCausalLM": (
+        "openPangu-R-7B-Diffusion (blocks of 32 over a causal context, mask token 45830) has this class in common "
+        "with the autoregressive openPangu-Embedded; its sampling code is only on the Hub and was not read, so that "
+        "no sampler of this package is checked against it"
+    ),
+    "SumiForMaskGeneration": (
+        "Sumi-7B divides attention by one more than the sum of its weights (off-by-one softmax): no body for it here"
+    ),
+    "W1-4B-dLLM": (
+        "a diffusion transformer of its own (AdaLN time conditioning), whose YAML config has no architecture"
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class FamilySpec:
     checked_against: str = ""
     # (family, key of config.json): a checkpoint of that family's architectures with the key is one of this family.
     told_from: tuple[str, str] | None = None
+    # config.json's dict in the spelling of the Hub, which other programs read, where transformers saves another one.
+    hub_spelling: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     derived_from: str = ""  # the autoregressive family whose body it has, of what `convert-to-dlm` makes
 
     def __post_init__(self) -> None:
@@ -66,6 +69,12 @@ class FamilySpec:
     def sampled_here(self) -> bool:
         """Whether this package's samplers and likelihood bounds are the model's."""
         return self.kind == "diffusion" and not self.native
+
+    def published_config(self, text: str) -> str:
+        """config.json's text in the spelling of the Hub; every byte kept where it has that already."""
+        config = json.loads(text)
+        published = self.hub_spelling(config)
+        return text if published == config else json.dumps(published, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, attribute: Literal["config_class", "model_class", "tokenizer_class"]) -> Any:
         """Import and return the class that `attribute` names.

@@ -1,4 +1,4 @@
-"""Diffusion forms of transformers' autoregressive models: a factory of their configs and model classes.
+"""Diffusion forms of the autoregressive families: a factory of their configs and model classes.
 
 The classes are attributes of this module, made when they are asked for. Sliding windows stay the body's: in a layer
 that has one, a position attends to positions less than the window away, on either side.
@@ -16,6 +16,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models import modeling_llada2_moe
 from dlm_bridge.models.derived import SPECS
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
 from dlm_bridge.models.families import family_by_name
@@ -33,7 +34,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class BlockCausalConfig(HubConfig):
+class DerivedConfig(HubConfig):
+    """Base of the forms' configs, placed before the body's."""
+
+    is_causal: ClassVar[bool] = False
+
+    mask_token_id: int | None = None
+
+
+class BlockCausalConfig(DerivedConfig):
     """Base of the block-causal forms' configs."""
 
     block_size: int = 4  # SDAR's, where a config says none
@@ -107,16 +116,13 @@ def _make_classes(spec: FamilySpec) -> None:
     config_name, model_name = (getattr(spec, which).partition(":")[2] for which in ("config_class", "model_class"))
     body_config, body_model = body.load("config_class"), body.load("model_class")
     experts = hasattr(body_config, "num_experts_per_tok")
+    mixins = (ExpertsMixin,) if experts and not issubclass(body_model, ExpertsMixin) else ()
 
-    base = BlockCausalConfig if spec.attention_pattern == "block_causal" else HubConfig
-
-    class Config(base, body_config):
+    class Config(BlockCausalConfig if spec.attention_pattern == "block_causal" else DerivedConfig, body_config):
         model_type = spec.model_type
         family = spec
 
-        mask_token_id: int | None = None
-
-    class Model(*((ExpertsMixin,) if experts else ()), DerivedLM, body_model):
+    class Model(*mixins, DerivedLM, body_model):
         config_class = Config
         family = spec
 
@@ -126,7 +132,9 @@ def _make_classes(spec: FamilySpec) -> None:
         globals()[name] = made
     if spec.derived_from == "mixtral":
         register_hub_names(Model, ((".block_sparse_moe.", ".mlp."),), _mixtral_experts())
-    elif experts:
+    elif spec.derived_from == "bailing_moe_v2":
+        register_hub_names(Model, modeling_llada2_moe.RENAMES, expert_converters())
+    elif experts and spec.derived_from != "gpt_oss":  # whose stacks are the Hub's
         register_hub_names(Model, (), expert_converters())
 
 

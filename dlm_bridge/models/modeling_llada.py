@@ -39,7 +39,6 @@ class LLaDAConfig(HubConfig):
     family = SPEC
     attention_bias: ClassVar[bool] = False
     mlp_bias: ClassVar[bool] = False
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
@@ -152,6 +151,7 @@ class LLaDAAttention(LlamaAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if position_embeddings is None:

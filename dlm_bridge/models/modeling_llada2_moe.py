@@ -153,16 +153,19 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in Glm4-MoE; `cache` is transformers' name of `past_key_values` from 5.24 on."""
         shape_BS = hidden_states.shape[:-1]
         qkv_BSHD = self.query_key_value(hidden_states).view(*shape_BS, -1, self.head_dim)
         q_BSHD, k_BSHD, v_BSHD = qkv_BSHD.split(self.heads, dim=-2)
         q_BHSD, k_BHSD = self.q_norm(q_BSHD).transpose(1, 2), self.k_norm(k_BSHD).transpose(1, 2)
         q_BHSD, k_BHSD = apply_rotary_pos_emb(q_BHSD, k_BHSD, *position_embeddings)
         v_BHSD = v_BSHD.transpose(1, 2)
-        if past_key_values is not None:  # of Ling, which transformers samples
-            k_BHSD, v_BHSD = past_key_values.update(k_BHSD, v_BHSD, self.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:  # of Ling, which transformers samples
+            k_BHSD, v_BHSD = cache.update(k_BHSD, v_BHSD, self.layer_idx)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

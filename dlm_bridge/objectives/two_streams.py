@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -100,63 +100,6 @@ class BlockDiffusion(TwoStreamObjective):
             weights=weights_BL[mask],
             normaliser=normaliser,
         )
-
-
-@dataclass(frozen=True)
-class EditingBlockDiffusion(BlockDiffusion):
-    """Block diffusion that trains edits as well: LLaDA2.1's mixture of mask-to-token and token-to-token (technical
-    report of inclusionAI/LLaDA2.X f402f0b, section 3.1).
-
-    Masks as in block diffusion. Of the counted tokens that are left, each is replaced by a random one with probability
-    `edit_probability`, and the model predicts the clean token at all of them, replaced or kept; in LLaDA2.2's report
-    the edits are called keep and substitute. The loss is that of the masks plus `editing_weight` times the mean cross-
-    entropy of the others. Neither number is published.
-    """
-
-    forces_certainty: ClassVar[bool] = False
-    loss_fraction: ClassVar[float] = 1.0
-    terms: ClassVar[int] = 2
-
-    vocabulary_size: int = 0
-    edit_probability: float = 0.1
-    editing_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.edit_probability <= 1:
-            raise DlmBridgeError(f"--edit-probability {self.edit_probability} must be within 0 and 1")
-
-    @classmethod
-    def settings(cls, config: Any) -> dict[str, Any]:
-        return super().settings(config) | {"vocabulary_size": config.vocab_size}
-
-    def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        masked = super().corrupt(clean, uniforms)
-        noisy_BL, clean_BL = masked.input_ids.chunk(2, dim=1)
-        mask_BL, none_BL = masked.mask.chunk(2, dim=1)
-        visible_BL = clean.counted & ~mask_BL
-        # The number of a token that is not masked is uniform on [p, 1).
-        p_BL = self.mask_probability(clean, uniforms)
-        replaced_BL = visible_BL & (uniforms.token < p_BL + self.edit_probability * (1 - p_BL))
-        random_BL = self._random_tokens(uniforms.token)
-        weights_BL = torch.full_like(p_BL, self.editing_weight).masked_scatter(mask_BL, masked.weights)
-        return replace(
-            masked,
-            input_ids=torch.cat([torch.where(replaced_BL, random_BL, noisy_BL), clean_BL], dim=1),
-            mask=torch.cat([clean.counted, none_BL], dim=1),
-            counted=torch.cat([clean.counted, none_BL], dim=1),
-            targets=clean.targets[clean.counted],
-            weights=weights_BL[clean.counted],
-            terms=visible_BL[clean.counted].long(),
-            normaliser=torch.cat([masked.normaliser, total(visible_BL)]),
-        )
-
-    def _random_tokens(self, uniform_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L] tokens, the mask token never: Knuth's multiplicative hash of the numbers' 24 bits, because the
-        numbers themselves are from a narrow range where a token is replaced."""
-        numbers_BL = (uniform_BL.double() * 2**24).long() * 2654435761 % 2**32
-        tokens_BL = numbers_BL * (self.vocabulary_size - 1) >> 32
-        return tokens_BL + (tokens_BL >= self.mask_token_id)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.formats.safetensors_file import FP8_DTYPES, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
+from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import STEP_NAME, read_json
 
@@ -102,6 +103,7 @@ def save_checkpoint(
     to the folder, atomically."""
     with atomic_checkpoint(output, step) as folder:
         model.save_pretrained(folder)
+        publish_config(folder)
         if save_more is not None:
             save_more(folder)
         write_state(folder, step, tokenizer, state)

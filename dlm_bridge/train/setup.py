@@ -240,6 +240,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         options.loss_normalisation,
         noise_range=options.noise_levels,
         edit_probability=options.edit_probability,
+        indel_probability=options.indel_probability,
         p_uniform=options.p_uniform,
         max_deletions=options.max_deletions,
         merge_probability=options.merge_probability,

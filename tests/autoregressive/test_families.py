@@ -60,6 +60,17 @@ def test_transformers_own_classes_stay_what_they_are(case: Case, folder: Path) -
     assert type(transformers.AutoConfig.from_pretrained(folder)) is case.spec.load("config_class")
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.spec.native], ids=lambda case: case.label)
+def test_a_kv_cache_changes_no_token_of_a_class_of_this_package(case: Case, tmp_path: Path) -> None:
+    """Which transformers' body hands its cache to, under the name that the installed version has for it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.write(tmp_path / "hub"), dtype=torch.float64)
+    model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    ids = torch.randint(3, 130, (2, 6), generator=torch.Generator().manual_seed(0))
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    cached, whole = (model.eval().generate(ids, use_cache=use, **settings) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
 def test_mapping_covers_the_hubs_tensors(case: Case) -> None:
     """Each tensor exactly once, with its shape; from scratch the transformers model's are made."""
     mapping, tensors = case.spec.mapping, case.tensors()

@@ -19,7 +19,7 @@ from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.autoregressive.cases import CASES
 from tests.autoregressive.published import GPT_OSS
 from tests.autoregressive.test_families import assert_same_bits, tensors_of
-from tests.checkpoints import write_hub_folder
+from tests.checkpoints import write_hub_folder, write_tokenizer
 from tests.convert.helpers import run_cli, tree
 
 CASE = next(case for case in CASES if case.label == "gpt-oss")
@@ -193,10 +193,44 @@ def test_megatron_cores_own_model_has_the_keys_and_the_logits(tmp_path: Path, mo
         torch.distributed.destroy_process_group()
 
 
-def test_what_it_does_not_become_is_refused(tmp_path: Path) -> None:
-    source = CASE.write(tmp_path / "hub")
-    with pytest.raises(DlmBridgeError, match="no diffusion family has the tensors of gpt_oss"):
-        convert_to_dlm(source, tmp_path / "dlm")
+def test_what_it_becomes_is_made_of_the_dequantised_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meant = write(tmp_path / "hub", vocab_size=130)
+    write_tokenizer(tmp_path / "hub", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    code, _, err = run_cli(capsys, "convert-to-dlm", tmp_path / "hub", tmp_path / "dlm", "--to", "shifted")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--dequantize-mxfp4" in err
+    options = ("--to", "shifted", "--dequantize-mxfp4")
+    code, _, err = run_cli(capsys, "convert-to-dlm", tmp_path / "hub", tmp_path / "dlm", *options)
+    assert code == 0, err
+    found = tensors_of(tmp_path / "dlm")
+    assert found.keys() == meant.keys()
+    for name, tensor in meant.items():
+        assert torch.equal(found[name][: len(tensor)], tensor), name
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dlm")
+    assert type(model).__name__ == "GptOssShiftedLM"
+    assert "quantization_config" not in json.loads((tmp_path / "dlm" / "config.json").read_text())
+
+
+def test_sinks_are_in_every_form_s_attention(tmp_path: Path) -> None:
+    """Under an infinite sink no head attends to anything, with and without a KV cache."""
+    source = CASE.write(tmp_path / "hub", vocab_size=260, num_hidden_layers=1)
+    write_tokenizer(source, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    convert_to_dlm(source, tmp_path / "dlm", to="block-causal")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", dtype=torch.float64).eval()
+    model.set_experts_implementation("eager")  # torch._grouped_mm has no float64
+    ids = torch.randint(0, 250, (1, 9), generator=torch.Generator().manual_seed(0))
+    settings = {"gen_length": 8, "temperature": 0.0, "eos_token_id": None}
+    before = model.generate(ids, **settings)
+    model.model.layers[0].self_attn.sinks.data.fill_(1e4)
+    with torch.no_grad():
+        logits = model(ids).logits
+        moved = model(ids.roll(1, dims=1)).logits.roll(-1, dims=1)
+    torch.testing.assert_close(moved, logits)
+    without = [model.generate(ids, cache=cache, **settings) for cache in ("none", "block")]
+    assert torch.equal(*without)
+    assert not torch.equal(without[0], before)
 
 
 def test_defaults_of_the_config_class_are_the_published_settings() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.convert.to_dlm import TARGETS
 from dlm_bridge.models.families import UNSUPPORTED, families
 
 
@@ -107,3 +109,19 @@ def test_families_lists_every_architecture(
     assert listed["unsupported"] == UNSUPPORTED
     assert run(monkeypatch, "families") == 0
     assert "llada" in capsys.readouterr().out
+
+
+def test_families_lists_all_that_convert_to_dlm_makes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "families", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["families"]
+    becomes = {row["family"]: row["becomes"] for row in rows if row["becomes"]}
+    assert {name: tuple(forms.values()) for name, forms in becomes.items()} == TARGETS
+    assert list(becomes["qwen3_moe"]) == ["shifted", "block-causal", "bidirectional"]
+    assert becomes["bailing_moe_v2"]["block-causal"] == "llada2_moe"
+    assert run(monkeypatch, "families") == 0
+    table = capsys.readouterr().out.split("convert-to-dlm", 1)[1]
+    for forms in becomes.values():
+        for form, name in forms.items():
+            assert re.search(rf" {form} +│ {name} ", table), name

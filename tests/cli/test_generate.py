@@ -269,15 +269,36 @@ def test_a_row_that_a_stop_string_ends_has_no_padding(
 
 
 def test_messages_and_stdin(cli: Cli, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"messages": [{"role": "user", "content": "hi"}]}, {"question": "hi"}]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("hi", parts)] + [{"question": "hi"}]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(json.dumps, rows))))
     words = ["--gen-length", 6, "--temperature", 0, "--field", "question", "--chat"]
     code, out, err = cli(qwen3, "--jsonl", "-", *words)
     assert code == 0, err
-    first, second = map(json.loads, out.splitlines())
-    assert first["text"] == second["text"]
+    first, joined, second = map(json.loads, out.splitlines())
+    assert first["text"] == joined["text"] == second["text"]
     assert first["messages"] == rows[0]["messages"]
     assert second["prompt"] == second["question"] == "hi"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "url": "bridge.png"},
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "input_audio"},
+        "what?",
+        {"type": "text", "text": None},
+    ],
+)
+def test_a_part_of_a_message_that_is_no_text_is_refused(cli: Cli, qwen3: Path, tmp_path: Path, part: Any) -> None:
+    """The template of this tokenizer, as many, would write it out as text."""
+    source = tmp_path / "in.jsonl"
+    message = {"role": "user", "content": [{"type": "text", "text": "hi"}, part]}
+    source.write_text(json.dumps({"messages": [{"role": "system", "content": "be brief"}, message]}))
+    code, out, err = cli(qwen3, "--jsonl", source, "--gen-length", 6)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{source}, line 1: {qwen3}: message 2 " in err
 
 
 def test_a_file_with_a_prompt_that_cannot_be_sampled_is_refused_before_any_is(

@@ -87,6 +87,31 @@ def test_the_mapping_s_tensors_are_the_class_s(tmp_path: Path) -> None:
         ), name
 
 
+@needs_class
+def test_what_transformers_saves_is_exported_in_the_hub_s_spelling(tmp_path: Path) -> None:
+    """vLLM 0.26.0 reads text_config into a plain config, as here."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    model = SPEC.load("model_class")(SPEC.load("config_class").from_dict(CONFIG))
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    with pytest.raises(RuntimeError, match="head_dim"):
+        _ = PreTrainedConfig(**saved["text_config"]).head_dim
+    Bridge.from_hf(tmp_path / "saved").to_megatron(tmp_path / "megatron", Layout(tp=2))
+    report = Bridge.from_megatron(tmp_path / "megatron").to_hf(tmp_path / "exported")
+    Bridge.from_model(model).to_hf(tmp_path / "live")
+    for name in ("exported", "live"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        text = PreTrainedConfig(**config["text_config"])
+        assert (text.head_dim, text.global_head_dim, text.num_key_value_heads) == (8, 16, 4)
+        assert text.num_global_key_value_heads == 2
+        read = AutoConfig.from_pretrained(tmp_path / name)
+        assert read.to_dict() == model.config.to_dict() | {"_name_or_path": read._name_or_path}
+    assert not any("Hub's keys" in note for note in report.notes)  # the import has written them
+    report = Bridge.from_hf(tmp_path / "saved").to_hf(tmp_path / "copied")
+    assert any("Hub's keys" in note for note in report.notes)
+
+
 def round_trip(source: Path, folder: Path, layouts: list[Layout], format_: str = "torch_dist") -> None:
     expected = tensors_of(source)
     for number, layout in enumerate(layouts):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import families
+from dlm_bridge.models.family_spec import FamilySpec
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers
@@ -132,3 +134,33 @@ def test_the_card_s_example_is_a_call_that_works(card: Path, tmp_path: Path) -> 
         given = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
         settings = resolve_settings(model, None, {"mask_token_id": 99, **given}, prompt_width=4)
         settings.sampler.spec(SpecialTokens(0, ()))
+
+
+IN_BLOCKS = [
+    spec
+    for spec in families()
+    if spec.sampled_here and (spec.attention_pattern == "block_causal" or spec.name == "nemotron_labs_diffusion")
+]
+
+
+@pytest.mark.parametrize("spec", IN_BLOCKS, ids=lambda spec: spec.name)
+def test_blocks_that_a_model_was_not_trained_with_are_a_warning(
+    spec: FamilySpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("dlm_bridge.generation.settings.logger.warning_once", said.append)
+    model = SimpleNamespace(config=spec.load("config_class")(block_size=16, mask_token_id=3), family=spec)
+
+    def resolved(**keywords: Any) -> Any:
+        kind = resolve_settings(model, None, keywords, prompt_width=4).sampler
+        return getattr(kind, kind.block_parameter() or "")
+
+    assert resolved() == resolved(block_length=16) == 16
+    assert not said
+    assert resolved(block_length=8) == 8
+    (line,) = said
+    assert "blocks of 8 " in line
+    assert line.count("16") == 1
+    model.generation_config = DiffusionGenerationConfig(block_length=32, gen_length=64)
+    assert resolved() == 32
+    assert "blocks of 32 " in said[1]

@@ -133,6 +133,7 @@ def imports(every: bool = False) -> list[tuple[str, str]]:
 
 # Experts in each way of holding them, leading dense layers, shared experts and router biases; a mask in every way.
 EXPERTS = ("llada_moe", "llada2_moe", "mixtral")
+DENSE = ("phi3", "seed_oss", "smollm3")  # fused matrices, a window, biases, layers without rotary embedding
 ALSO_ON_TWO_STAGES = ("sdar", "llada2_moe", "qwen3_moe")
 
 
@@ -187,7 +188,8 @@ def plan() -> Checks:
 
 
 def _family_checks() -> Checks:
-    """What is particular to a family: QK norms and sequence parallelism, experts in every layout, masks per stage."""
+    """What is particular to a family: QK norms and sequence parallelism, fused matrices, layers without rotary
+    embedding on two stages, experts in every layout, masks per stage."""
     checks: Checks = {}
     for model in ("sdar", "qwen2"):
         case = {"model": model, "layout": "tp2", "sequence_parallel": True}
@@ -197,6 +199,12 @@ def _family_checks() -> Checks:
         for layout, overrides in (("tp2", {"sequence_parallel": True}), ("pp2", {})):
             case = {"model": model, "layout": layout, **overrides}
             checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
+            checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
+    for model, layout in (*((name, "tp2") for name in DENSE), ("phi3", "pp2"), ("smollm3", "pp2")):
+        case = {"model": model, "layout": layout}
+        checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
+        checks[f"stream[{model}-{layout}]"] = ("streamed_weights_are_the_source", case)
+        if (model, layout) != ("smollm3", "pp2"):  # both stages' gradients of a tied matrix are summed by a trainer
             checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
     for layout in ("ep2", "pp2", "tp2_ep2"):
         case = {"model": "gpt_oss", "layout": layout}

@@ -17,7 +17,7 @@ from dlm_bridge.errors import DlmBridgeError
 from tests.checkpoints import LLADA_CONFIG, llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.reference import llada_logits
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # isort: skip
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache  # isort: skip
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -102,8 +102,9 @@ def test_four_dimensional_masks_are_honoured(llada: Path, attention: str, ids: t
 
 
 def test_a_cache_is_refused(model: Any, ids: torch.Tensor) -> None:
-    with pytest.raises(DlmBridgeError, match="no key/value cache"):
-        model(ids, use_cache=True)
+    for arguments in ({"use_cache": True}, {"cache": DynamicCache()}, {"past_key_values": DynamicCache()}):
+        with pytest.raises(DlmBridgeError, match="no key/value cache"):
+            model(ids, **arguments)
 
 
 def test_rotary_embedding_is_fp32_in_half_precision(llada: Path) -> None:
@@ -175,8 +176,8 @@ def test_gradient_checkpointing_changes_no_gradient(llada: Path, ids: torch.Tens
     for checkpointed in (False, True):
         model = AutoModelForCausalLM.from_pretrained(llada).train()
         if checkpointed:
-            model.gradient_checkpointing_enable()
-            assert model.is_gradient_checkpointing
+            model.activation_checkpointing_enable()
+            assert model.is_activation_checkpointing
         model(ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(gradient is not None for gradient in gradients[0].values())

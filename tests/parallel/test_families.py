@@ -29,7 +29,10 @@ PUBLISHED += [
 def buildable(family: str, config: dict[str, Any]) -> bool:
     from dlm_bridge.parallel.config import model_config
 
-    mapping = family_by_name(family).mapping
+    spec = family_by_name(family)
+    if "sliding_attention" in config.get("layer_types", ()) and spec.attention_pattern != "causal":
+        return False  # a window on both sides
+    mapping = spec.mapping
     try:
         model_config(mapping, config, mapping.dims(config), Layout(), torch.float32)
     except DlmBridgeError:

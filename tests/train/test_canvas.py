@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,9 @@ def test_a_run_saves_what_transformers_loads(run: Run, base: Path, chats: Path, 
     assert whole[0]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)  # micro-batches change nothing
     assert whole[0]["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4)
     saved = tmp_path / "out/checkpoints/step-0000003"
+    text = json.loads((saved / "config.json").read_text())["text_config"]
+    assert "per_layer_config" not in text  # but the Hub's keys, which vLLM reads
+    assert text["global_head_dim"] == 32
     _, info = DiffusionGemmaForBlockDiffusion.from_pretrained(saved, output_loading_info=True)
     assert not any(info.values())
     before, after = hub_tensors(base), hub_tensors(saved)

@@ -88,6 +88,31 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
 
 
 @pytest.mark.slow
+def test_drafts_have_the_losses_of_the_accelerate_engine(
+    tmp_path: Path, run: Run, on_megatron: Run, seed_folder: Path, tokenizer: Any
+) -> None:
+    """With missing and superfluous tokens, which the labels delete and insert."""
+    folder = _model("sdar", tmp_path / "model", seed_folder, tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "delete_token_id": 50, "split_token_id": 51}))
+    options = {
+        "task": "sft",
+        "model": str(folder),
+        "data": [str(write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)]))],
+        "objective": "block_editing",
+        "indel_probability": 0.3,
+        "seq_length": 96,
+        "micro_batch_size": 2,
+        "steps": 3,
+        "lr": 1e-3,
+        "save_interval": 0,
+    }
+    ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs], rel=1e-4), key
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "objective", "packing"),
     [("llada", "trajectory", True), ("dream", "trajectory_shifted", False), ("sdar", "trajectory_block", True)],

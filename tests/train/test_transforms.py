@@ -208,7 +208,7 @@ def test_compiled_layers_train_as_plain_ones_under_recomputation(monkeypatch: py
     torch._dynamo.reset()
     counters.clear()
     plain, compiled, batch = _model(), _model(), _batch()
-    compiled.gradient_checkpointing_enable({"use_reentrant": False})
+    compiled.activation_checkpointing_enable({"use_reentrant": False})
     assert compile_layers(compiled) == 3
     shares = divisors(batch.normaliser)
     wanted = _gradients(plain, _plain_loss(plain, batch, shares))

@@ -48,6 +48,7 @@ def attend(
     max_seqlen_k: int | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in transformers' interface; not causal by itself.
@@ -63,6 +64,7 @@ def attend(
             `varlen.attend_packed_cached`.
         sliding_window: a query attends only to keys less than so many columns away, on either side.
         softcap: scores are softly capped at so much, positive or negative.
+        s_aux: [heads], attention sinks: one more score in each softmax, which no value belongs to.
 
     Returns:
         [B, Q, heads, D].
@@ -70,6 +72,7 @@ def attend(
     if cu_seqlens is not None:
         assert max_seqlen is not None
         assert softcap is None
+        assert s_aux is None
         if kv_attended is not None:
             assert kv_columns is not None
             assert cu_seqlens_k is not None
@@ -82,9 +85,10 @@ def attend(
             write_packed(key, value, module.kv_keys, module.kv_values, kv_columns)
         rows = (cu_seqlens, max_seqlen)
         return attend_packed(query, key, value, *rows, scaling, sliding_window, packed_blocks, packed_causal), None
-    if sliding_window is not None or softcap is not None:
+    if sliding_window is not None or softcap is not None or s_aux is not None:
         limits: dict[str, Any] = {"columns": kv_columns, "end": kv_end, "length": kv_length, "block": kv_block}
-        return _limited(module, query, key, value, attention_mask, scaling, sliding_window, softcap, **limits), None
+        changes = (sliding_window, softcap, s_aux)
+        return _changed(module, query, key, value, attention_mask, scaling, *changes, **limits), None
     if kv_columns is None:
         return _attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     keys, values = module.kv_keys, module.kv_values
@@ -104,7 +108,7 @@ def uses_kernel(
     )
 
 
-def _limited(
+def _changed(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,12 +117,13 @@ def _limited(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     columns: torch.Tensor | None,
     end: int | None,
     length: torch.Tensor | None,
     block: int | None,
 ) -> torch.Tensor:
-    """`attend` in layers with a sliding window or capped scores, with one dense mask. [B, Q, heads, D]."""
+    """`attend` in layers with a sliding window, capped scores or sinks, with one dense mask. [B, Q, heads, D]."""
     if columns is None:
         columns = torch.arange(query.shape[2], device=query.device)
     else:
@@ -134,15 +139,19 @@ def _limited(
         mask = near if mask is None else mask & near
         if mask.dim() == 3:
             mask = mask[None]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return _attention(query, key, value, mask, scaling).transpose(1, 2).contiguous()
     shared = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    keys = scores.shape[-1]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :keys]
     return (weights @ value).transpose(1, 2).contiguous()
 
 

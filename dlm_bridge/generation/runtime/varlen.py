@@ -104,9 +104,10 @@ def supports_packing(model: Any) -> bool:
         return False
     if model.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+    layers = attention_layers(model)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None or hasattr(layers[0], "sinks"):
         return False
-    sizes = {head_sizes(layer) for layer in attention_layers(model)}
+    sizes = {head_sizes(layer) for layer in layers}
     return all(keys == values and keys % 8 == 0 and keys <= MAX_HEAD_SIZE for keys, values in sizes)
 
 

@@ -253,6 +253,11 @@ class Sampler(ABC):
         block_name, block = cls.block_parameter(), getattr(config, "block_size", None)
         return {block_name: block} if cls.model_blocks and block_name and block else {}
 
+    @classmethod
+    def trained_block(cls, config: Any, attention_pattern: AttentionPattern) -> int | None:
+        """The block length that the model was trained with, by its config; None where its blocks may have any."""
+        return getattr(config, "block_size", None) if attention_pattern == "block_causal" else None
+
     def sampling(self) -> TokenSampling:
         """How tokens are drawn. Greedy, nothing is filtered, so that a confidence is the plain probability."""
         return TokenSampling(self.temperature, self.top_k, self.top_p) if self.temperature else TokenSampling()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,10 @@ class NemotronSampler(Sampler):
 
     block_length: int = parameter(32, minimum=1)
     threshold: float | None = parameter(0.9, minimum=0)
+
+    @classmethod
+    def trained_block(cls, config: Any, attention_pattern: AttentionPattern) -> int | None:
+        return getattr(config, "block_size", None)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         check_blocks(self.gen_length, self.block_length)

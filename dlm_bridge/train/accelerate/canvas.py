@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.encoded_rows import cache_of
 from dlm_bridge.objectives.losses import log_sum_exps
 from dlm_bridge.train.accelerate.transforms import LossHead
 from dlm_bridge.train.config import TrainConfig
@@ -111,13 +112,13 @@ class CanvasHead(LossHead):
             input_ids=clean_BL,
             attention_mask=given(encoder_masks(attention_mask, positions_BL, window)),
             position_ids=positions_BL,
-            past_key_values=cache,
+            **cache_of(towers.encoder, cache),
         ).last_hidden_state
         inputs: dict[str, Any] = {
             "decoder_input_ids": canvas_BC,
             "decoder_attention_mask": given(decoder_masks(attention_mask, positions_BL, positions_BC, window)),
             "decoder_position_ids": positions_BC,
-            "past_key_values": cache,
+            **cache_of(towers.decoder, cache),
         }
         with torch.no_grad():
             first_BCV = self._capped(towers.decoder(**inputs).last_hidden_state)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.optimizer_state import AVERAGED
+from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.checkpoints import save_tokenizer
 from dlm_bridge.train.ema import AveragedWeights
@@ -37,6 +38,8 @@ class AveragedModel(AveragedWeights):
             (folder / AVERAGED).mkdir()
         with self._in_place():
             write(folder / AVERAGED)
+        if main:
+            publish_config(folder / AVERAGED)
         if main and tokenizer is not None:
             save_tokenizer(tokenizer, folder / AVERAGED)
 

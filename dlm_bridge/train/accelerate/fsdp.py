@@ -32,6 +32,7 @@ from dlm_bridge.convert.formats.safetensors_file import (
     index_text,
     plan_by_size,
 )
+from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.accelerate.ema import AveragedModel
@@ -350,6 +351,7 @@ def _write_configs(folder: Path, model: Any) -> None:
     # FSDP replaces a module's class by one whose name starts so.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
+    publish_config(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
     copy_remote_code(config, folder)

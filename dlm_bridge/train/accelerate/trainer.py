@@ -131,7 +131,7 @@ class AccelerateTrainer(Trainer):
         self.uses_flash = uses_flash_attention(model, backend, self.device, config.precision.name)
         model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.engine.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         self.fsdp = config.parallel.shards
         # A model under FSDP reaches the device shard by shard; a quantized one is there.
         stays = self.fsdp or config.model.lora_quantize is not None

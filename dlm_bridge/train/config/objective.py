@@ -43,6 +43,10 @@ class ObjectiveOptions:
         None, "Fraction of visible tokens replaced by random ones, of objective block_editing.", minimum=0, maximum=1,
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
+    indel_probability: float | None = option(
+        None, "Fraction of tokens missing in a draft, or one too many, of objective block_editing; 0.", minimum=0,
+        maximum=1, tasks=TRAINING, fixed=True,
+    )  # fmt: skip
     max_deletions: int | None = option(
         None, "Masks to delete behind a masked span are fewer than this, of objective dreamon; 64.", minimum=1,
         tasks=TRAINING, fixed=True,

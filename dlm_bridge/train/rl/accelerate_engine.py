@@ -59,7 +59,7 @@ class AccelerateUpdates(UpdateEngine):
             set_attention(model, config.engine.attention_backend)
         model.train()
         if config.engine.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         self.reference_model = self._reference_model()
         self.plain_model = self.model = model
         self.rollout_model: RolloutModel | None = None

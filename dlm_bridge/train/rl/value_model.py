@@ -49,7 +49,7 @@ class ValueModel(ValueUpdates):
             set_attention(model, config.engine.attention_backend)
         model.train().requires_grad_(True)
         if config.engine.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         self.plain_model = self.model = model
         if self.fsdp:
             if starting.weights is not None:
