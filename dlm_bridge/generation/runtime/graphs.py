@@ -1,4 +1,4 @@
-"""CUDA graphs of a model's body in static shapes, with compiled decoder layers and fused linear layers."""
+"""CUDA graphs of a model's body in static shapes, with fused or compiled decoder layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental import _config as shape_config
 from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.runtime import attention, fused_linear
+from dlm_bridge.generation.runtime import attention, fused_elementwise, fused_linear
 from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,8 @@ class GraphedBody:
     second is recorded, and later ones are replayed: launching a graph costs the CPU no more than one kernel.
 
     Args:
-        compile_layers: whether `torch.compile` fuses the operations of a decoder layer.
+        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Else kernels of this package
+            do, where they can (`fused_elementwise`).
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
@@ -77,6 +78,7 @@ class GraphedBody:
         self.buffers = StaticKVCache.allocate(model, rows, width) if width else None
         self._rows, self._width = rows, width
         self._fused = fused_linear.fuse_linear_layers(model)
+        self._replacements = [] if compile_layers else fused_elementwise.fuse_elementwise(model, self._fused)
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
@@ -110,9 +112,13 @@ class GraphedBody:
 
     @contextmanager
     def prepared(self, model: Any) -> Iterator[None]:
-        """Install the compiled decoder layers and the fused linear layers; the model is restored afterwards."""
+        """Install the compiled decoder layers and the fused ones; the model is restored afterwards."""
         self._model = model
-        with fused_linear.fused_layers_installed(self._fused), self._compiled_layers():
+        with (
+            fused_linear.fused_layers_installed(self._fused),
+            fused_elementwise.installed(self._replacements),
+            self._compiled_layers(),
+        ):
             yield
 
     def end(self) -> None:
