@@ -122,34 +122,41 @@ def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
             assert launches_of_a_layer() == 9
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_graphs_run_fused_layers(cache: str, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded rows, with a KV cache and without."""
-    calls: list[int] = []
+@pytest.mark.parametrize(
+    ("execution", "cache", "packed"), [("graph", "none", False), ("graph", "dual", False), ("compiled", "none", True)]
+)
+def test_graphs_run_fused_layers(
+    execution: str, cache: str, packed: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a KV cache and without, of padded rows and packed ones. Behind the last layer's attention only what is
+    asked for is computed, where that is little of it: also of compiled layers, whose last one is fused."""
+    sums: list[tuple[int, ...]] = []
     add = fused_elementwise.FusedRMSNorm.add
 
-    def counting(self: Any, *arguments: Any) -> torch.Tensor:
-        calls.append(1)
-        return add(self, *arguments)
+    def recording(self: Any, *arguments: Any) -> torch.Tensor:
+        total: torch.Tensor = add(self, *arguments)
+        sums.append(tuple(total.shape[:2]))
+        return total
 
-    monkeypatch.setattr(fused_elementwise.FusedRMSNorm, "add", counting)
+    monkeypatch.setattr(fused_elementwise.FusedRMSNorm, "add", recording)
+    monkeypatch.setattr(runner, "supports_packing", lambda model: packed)
     if INTERPRETED:
         stand_in(monkeypatch)
         monkeypatch.setattr(runner, "_resolve_execution", lambda model, plain, execution: execution)
-    tokens = prompts(2, 3).to(DEVICE)
+    tokens = prompts(2, 4).to(DEVICE)
     real = torch.ones_like(tokens)
-    real[1, :2] = 0
-    settings = {"attention_mask": real, "gen_length": 4, "block_length": 4, "steps": 4, "cache": cache}
+    real[1, :3] = 0
+    settings = {"attention_mask": real, "gen_length": 4, "block_length": 2, "steps": 4, "cache": cache}
     settings |= {"eos_token_id": None}
     expected = fresh.generate(tokens, **settings, execution="eager")
-    assert not calls
-    assert torch.equal(fresh.generate(tokens, **settings, execution="graph"), expected)
-    assert calls
+    assert not sums
+    assert torch.equal(fresh.generate(tokens, **settings, execution=execution), expected)
+    assert sums[:4] == ([(2, 8), (2, 8), (2, 2), (2, 2)] if execution == "graph" else [(2, 2)] * 4)
     with torch.no_grad():  # weights are read in place
-        fresh.model.layers[0].post_attention_layernorm.weight.mul_(-2)
+        fresh.model.layers[1].post_attention_layernorm.weight.mul_(-2)
     changed = fresh.generate(tokens, **settings, execution="eager")
     assert not torch.equal(changed, expected)
-    assert torch.equal(fresh.generate(tokens, **settings, execution="graph"), changed)
+    assert torch.equal(fresh.generate(tokens, **settings, execution=execution), changed)
 
 
 class Doubled(nn.Module):

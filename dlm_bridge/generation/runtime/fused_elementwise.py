@@ -136,10 +136,22 @@ class FusedLayer:
         self._layer = layer
         self._norms = norms
         self._next_norm = next_norm
+        self._places: torch.Tensor | None = None
+
+    @contextmanager
+    def returning(self, places_AN: torch.Tensor | None) -> Iterator[None]:
+        """The last layer of a body returns these places alone, see `at_places`; None: all."""
+        self._places = places_AN
+        try:
+            yield
+        finally:
+            self._places = None
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         before_attention, before_mlp = self._norms
         attended, _ = self._layer.self_attn(hidden_states=before_attention(hidden_states), **kwargs)
+        if self._places is not None:
+            hidden_states, attended = (at_places(part, self._places) for part in (hidden_states, attended))
         hidden_states = before_mlp.add(hidden_states, attended)
         output: torch.Tensor = self._layer.mlp(before_mlp(hidden_states))
         return hidden_states + output if self._next_norm is None else self._next_norm.add(hidden_states, output)
@@ -178,6 +190,25 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
             if own is not None:
                 found.append(Replacement(layer, FusedLayer(layer, own, norms.get(next_norm))))
     return found
+
+
+def last_layer(model: Any, replacements: Iterable[Replacement]) -> FusedLayer | None:
+    """The replacement of the last decoder layer."""
+    last = model.model.layers[-1]
+    return next((one.function for one in replacements if one.module is last), None)  # type: ignore[return-value]
+
+
+def of_last_layer(model: Any, replacements: Iterable[Replacement]) -> list[Replacement]:
+    """Those of the last decoder layer and of what follows it."""
+    own = {*model.model.layers[-1].modules(), model.model.norm}
+    return [one for one in replacements if one.module in own]
+
+
+def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
+    """[A, N, H], the hidden states [A, Q, H] or, of packed tokens, [1, T, H] at these places."""
+    if len(hidden) == 1:
+        return hidden[0, places_AN]
+    return hidden.gather(1, places_AN[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 @contextmanager
