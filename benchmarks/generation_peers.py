@@ -14,6 +14,7 @@ import torch
 import dlm_bridge  # noqa: F401
 
 KERNELS = 25  # so many of a profile are printed
+ROWS = 8  # of a batch whose tokens Fast-dLLM's code chooses at once: it writes all probabilities in float64, twice
 
 
 def _llada(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def _llada(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabul
         "eos_token_id": vocabulary - 2,
         "pad_token_id": vocabulary - 2,
         "max_sequence_length": 4096,
+        "init_std": 1.28 / width**0.5,  # 0.02 at LLaDA's width: layers turn positions into different predictions
     }
 
 
@@ -266,9 +268,11 @@ class FastDLLM:
         share: torch.Tensor | None,
         threshold: float | None,
     ) -> None:
-        arguments = (0.0, "low_confidence", masked, tokens, share, threshold)
-        proposed, picked = self._code.get_transfer_index(logits, *arguments)
-        tokens[picked] = proposed[picked]
+        for start in range(0, len(tokens), ROWS):
+            part = slice(start, start + ROWS)
+            arguments = (masked[part], tokens[part], None if share is None else share[part], threshold)
+            proposed, picked = self._code.get_transfer_index(logits[part], 0.0, "low_confidence", *arguments)
+            tokens[part][picked] = proposed[picked]
 
 
 def ceilings(device: str) -> tuple[float, float, float]:

@@ -123,7 +123,12 @@ def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("execution", "cache", "packed"), [("graph", "none", False), ("graph", "dual", False), ("compiled", "none", True)]
+    ("execution", "cache", "packed"),
+    [
+        ("graph", "none", False),
+        pytest.param("graph", "dual", False, marks=pytest.mark.slow),
+        ("compiled", "none", True),
+    ],
 )
 def test_graphs_run_fused_layers(
     execution: str, cache: str, packed: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
