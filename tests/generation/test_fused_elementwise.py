@@ -65,10 +65,10 @@ def packed_inputs(lengths: tuple[int, ...]) -> BodyInputs:
 # One projection of queries, keys and values, and experts in the layers but the first; attention that depends on the
 # position beyond its rotation; norms of heads.
 EXPECTED = {
-    "llada": {"FusedRMSNorm": 9, "FusedAttention": 4, "FusedGatedMLP": 4, "FusedLayer": 4},
-    "sdar": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedGatedMLP": 4, "FusedLayer": 4},
-    "llada2_moe": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedGatedMLP": 4, "silu_and_mul": 3, "FusedLayer": 4},
-    "nemotron_labs_diffusion": {"FusedRMSNorm": 9, "FusedGatedMLP": 4, "FusedLayer": 4},
+    "llada": {"FusedRMSNorm": 9, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
+    "sdar": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
+    "llada2_moe": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "silu_and_mul": 3, "FusedLayer": 4},
+    "nemotron_labs_diffusion": {"FusedRMSNorm": 9, "FusedSwiGLU": 4, "FusedLayer": 4},
 }
 
 

@@ -69,7 +69,7 @@ class FusedRMSNorm:
         return total
 
 
-class FusedGatedMLP:
+class FusedSwiGLU:
     """Forward pass of down(silu(gate(x)) * up(x))."""
 
     def __init__(self, mlp: Any, gate_up: FusedLinear) -> None:
@@ -178,7 +178,7 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
             if is_attention(module) and table is not None:
                 function = probe.attention(module, products.get(module), norms, table)
             elif module in products:
-                function = FusedGatedMLP(module, products[module]) if probe.is_gated_mlp(module) else None
+                function = FusedSwiGLU(module, products[module]) if probe.is_gated_mlp(module) else None
             elif probe.is_gated_experts(module):
                 function, method = torch.ops.dlm_bridge.silu_and_mul, "_apply_gate"
             if function is not None:
@@ -274,7 +274,7 @@ class _Probe:
         return self._norm_classes[kind]
 
     def is_gated_mlp(self, module: Any) -> bool:
-        """Whether the module computes what `FusedGatedMLP` does."""
+        """Whether the module computes what `FusedSwiGLU` does."""
         parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
         if not _are_unmodified(module, *parts):
             return False
