@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import gc
 import json
 import random
 import statistics
@@ -192,6 +193,7 @@ class Bench:
 
         if self._size != size:
             self._model = self._peer = None
+            gc.collect()
             self._size, self._sharp = size, False
             if self.options.model:
                 loaded = AutoModelForCausalLM.from_pretrained(self.options.model, dtype=torch.bfloat16)
