@@ -173,9 +173,10 @@ def probability_of(
 
     In half precision the sum is float32, and the probability is rounded.
     """
-    kernels = _triton_kernels() if logits_ANV.is_cuda and dtype in (None, logits_ANV.dtype) else None
-    if kernels is not None and kernels.supports_logits(logits_ANV):
-        probabilities_AN: torch.Tensor = kernels.probability_of(tokens_AN, logits_ANV)
+    kernels = _triton_kernels() if logits_ANV.is_cuda else None
+    dtype = logits_ANV.dtype if dtype is None else dtype
+    if kernels is not None and kernels.supports_logits(logits_ANV) and dtype in (logits_ANV.dtype, torch.float64):
+        probabilities_AN: torch.Tensor = kernels.probability_of(tokens_AN, logits_ANV, dtype)
         return probabilities_AN
     return logits_ANV.softmax(dim=-1, dtype=dtype).gather(-1, tokens_AN[..., None])[..., 0]
 

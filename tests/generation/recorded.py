@@ -35,7 +35,7 @@ class GraphedOnCPU(graphs.GraphedBody):
 
         def replay() -> None:
             assert adapters(self._model) == on, "a graph goes on with the adapters that it was recorded with"
-            hidden = graphs.run_body(self._model, self.buffers, recorded.inputs)
+            hidden = self._run(recorded.inputs)
             for one in self._recorded.values():
                 one.hidden.fill_(torch.nan)
             recorded.hidden.copy_(hidden)

@@ -34,11 +34,15 @@ class FusedLinear:
         """[..., out] of the layer with this index; the last one must be asked for last."""
         if self._input is not x:
             self._input = x
-            self._outputs = nn.functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+            self._outputs = self.whole(x).split(self.sizes, dim=-1)
         output = self._outputs[index]
         if index == len(self.sizes) - 1:
             self._input, self._outputs = None, ()
         return output
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., sum of out], the outputs of all layers side by side."""
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class FusedLinearOutput(nn.Module):
@@ -117,10 +121,15 @@ def fused_layers_installed(groups: Iterable[FusedGroup]) -> Iterator[None]:
 
 def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
     """Whether a layer is an unmodified nn.Linear with its weight on a device."""
-    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or "forward" in vars(layer):
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or not is_unmodified(layer):
         return False
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return not (any(hooks) or layer.weight.is_meta or layer.weight.is_inference())
+    return not (layer.weight.is_meta or layer.weight.is_inference())
+
+
+def is_unmodified(module: nn.Module) -> bool:
+    """Whether the module runs its class's forward pass and nothing else: it has no hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def _compatible(layers: list[nn.Linear]) -> bool:

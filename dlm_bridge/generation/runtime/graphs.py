@@ -1,4 +1,4 @@
-"""CUDA graphs of a model's body in static shapes, with compiled decoder layers and fused linear layers."""
+"""CUDA graphs of a model's body in static shapes, with fused or compiled decoder layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental import _config as shape_config
 from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.runtime import attention, fused_linear
+from dlm_bridge.generation.runtime import attention, fused_elementwise, fused_linear
 from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
 
 logger = logging.get_logger(__name__)
@@ -49,10 +49,11 @@ class BodyInputs:
     attended: torch.Tensor | None = None  # [1, K]
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_k: int | None = None
+    places: torch.Tensor | None = None  # [A, N], of each row or of packed tokens, whose hidden states are asked for
 
 
 _TENSORS = (
-    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "blocks", "attended", "cu_seqlens_k",
+    "tokens", "mask", "positions", "columns", "length", "cu_seqlens", "blocks", "attended", "cu_seqlens_k", "places",
 )  # fmt: skip
 
 
@@ -70,7 +71,9 @@ class GraphedBody:
     second is recorded, and later ones are replayed: launching a graph costs the CPU no more than one kernel.
 
     Args:
-        compile_layers: whether `torch.compile` fuses the operations of a decoder layer.
+        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Else kernels of this package
+            do, where they can (`fused_elementwise`), and those of the last layer in any case: of it only what is asked
+            for is computed behind attention.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
@@ -78,6 +81,10 @@ class GraphedBody:
         self.buffers = StaticKVCache.allocate(model, rows, width) if width else None
         self._rows, self._width = rows, width
         self._fused = fused_linear.fuse_linear_layers(model)
+        self._replacements = fused_elementwise.fuse_elementwise(model, self._fused)
+        self._last = fused_elementwise.last_layer(model, self._replacements)
+        if compile_layers:
+            self._replacements = fused_elementwise.of_last_layer(model, self._replacements) if self._last else []
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
@@ -111,9 +118,13 @@ class GraphedBody:
 
     @contextmanager
     def prepared(self, model: Any) -> Iterator[None]:
-        """Install the compiled decoder layers and the fused linear layers; the model is restored afterwards."""
+        """Install the compiled decoder layers and the fused ones; the model is restored afterwards."""
         self._model = model
-        with fused_linear.fused_layers_installed(self._fused), self._compiled_layers():
+        with (
+            fused_linear.fused_layers_installed(self._fused),
+            fused_elementwise.installed(self._replacements),
+            self._compiled_layers(),
+        ):
             yield
 
     def end(self) -> None:
@@ -126,8 +137,9 @@ class GraphedBody:
         try:
             if self._compile_layers:
                 if not self._compiled:
-                    self._compiled = [_compiled(layer._call_impl) for layer in layers]
-                for layer, compiled in zip(layers, self._compiled, strict=True):
+                    compiled_layers = layers if self._last is None else layers[:-1]
+                    self._compiled = [_compiled(layer._call_impl) for layer in compiled_layers]
+                for layer, compiled in zip(layers, self._compiled, strict=False):
                     layer._compiled_call_impl = compiled
             with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_VARIANTS):
                 yield
@@ -139,18 +151,21 @@ class GraphedBody:
             self._model = None  # no reference from the graphs: they live as long as the model
 
     def __call__(self, inputs: BodyInputs, *, record: bool) -> torch.Tensor:
-        """[A, Q, H]; see `run_body`. The next forward pass may overwrite the result. Without `record` just these rows
-        run: rows of a graph beyond the batch write to the buffers, where other rows may have theirs."""
-        rows = len(inputs.tokens)
+        """[A, Q, H], at `places` [A, N, H]; see `run_body`. The next forward pass may overwrite the result. Without
+        `record` just these rows run: rows of a graph beyond the batch write to the buffers, where other rows may have
+        theirs."""
+        if inputs.places is not None and not self._trims(inputs):
+            return fused_elementwise.at_places(self(replace(inputs, places=None), record=record), inputs.places)
+        rows = len(inputs.tokens if inputs.places is None else inputs.places)
         inputs = self._with_length_tensor(inputs)
         if not record:
-            return run_body(self._model, self.buffers, inputs)
+            return self._run(inputs)
         if inputs.cu_seqlens is None:
             batch = self._batch_for(rows)
         else:
             batch, inputs = 1, self._with_shared_shape(inputs)
         width = inputs.tokens.shape[1]
-        sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks)
+        sized = (inputs.mask, inputs.columns, inputs.attended, inputs.blocks, inputs.places)
         shapes = (None if one is None else tuple(one.shape[1:]) for one in sized)
         longest = (inputs.max_seqlen, inputs.max_seqlen_k)
         kind = (inputs.end, inputs.length is None, inputs.block, inputs.causal, inputs.variant, *longest)
@@ -158,13 +173,13 @@ class GraphedBody:
         recorded = self._recorded.get(key)
         if recorded is None:
             if not self._records:
-                return run_body(self._model, self.buffers, inputs)
+                return self._run(inputs)[:rows]
             filled = _padded_copy(inputs, batch)
             if key in self._seen:
                 recorded = self._record(key, filled)
             if recorded is None:  # as it will be recorded, so that nothing is compiled during capture
                 self._seen.add(key)
-                return run_body(self._model, self.buffers, filled)[:rows]
+                return self._run(filled)[:rows]
         self._recorded.move_to_end(key)
         for name in _TENSORS:
             static, new = getattr(recorded.inputs, name), getattr(inputs, name)
@@ -172,6 +187,20 @@ class GraphedBody:
                 static[: len(new)].copy_(new)
         recorded.graph.replay()
         return recorded.hidden[:rows]
+
+    def _trims(self, inputs: BodyInputs) -> bool:
+        """Whether the last layer leaves out what is not asked for: where that is most of it."""
+        assert inputs.places is not None
+        rows, count = inputs.places.shape
+        if inputs.cu_seqlens is not None:
+            rows = self._rows  # batches share graphs
+        return self._last is not None and 2 * rows * count <= inputs.tokens.numel()
+
+    def _run(self, inputs: BodyInputs) -> torch.Tensor:
+        if self._last is None:
+            return run_body(self._model, self.buffers, inputs)
+        with self._last.returning(inputs.places):
+            return run_body(self._model, self.buffers, inputs)
 
     def _with_length_tensor(self, inputs: BodyInputs) -> BodyInputs:
         """The same inputs with the number of attended columns as a tensor, where the attention kernel reads it: one
@@ -198,6 +227,9 @@ class GraphedBody:
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
         if blocks is not None:
             blocks = torch.nn.functional.pad(blocks, (0, added))
+        places = inputs.places
+        if places is not None:
+            places = torch.nn.functional.pad(places, (0, 0, 0, self._rows - len(places)))
         if attended is not None and cu_seqlens_k is not None and longest_k is not None:
             keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # what is added attends to something
             attended = torch.nn.functional.pad(attended, (0, keys - attended.shape[1]), value=self._width - 1)
@@ -213,6 +245,7 @@ class GraphedBody:
             attended=attended,
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_k=longest_k,
+            places=places,
         )
 
     def _batch_for(self, rows: int) -> int:
@@ -226,7 +259,7 @@ class GraphedBody:
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                hidden = run_body(self._model, self.buffers, inputs)
+                hidden = self._run(inputs)
         except RuntimeError as error:  # such as experts that read the routing on the CPU
             logger.warning_once(
                 f"{type(self._model).__name__} cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): "
@@ -290,7 +323,7 @@ def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
     """A copy of the inputs with so many rows."""
     tensors = {name: getattr(inputs, name) for name in _TENSORS}
     copies: dict[str, Any] = {
-        name: tensor.clone() if tensor.dim() == 1 else _pad_rows(tensor, batch)
+        name: tensor.clone() if tensor.dim() == 1 or len(tensor) >= batch else _pad_rows(tensor, batch)
         for name, tensor in tensors.items()
         if tensor is not None
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, is_attention
 from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.runtime import attention
+from dlm_bridge.generation.runtime.fused_elementwise import at_places
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
 from dlm_bridge.generation.runtime.varlen import PackedRows, Packing, supports_packing
 
@@ -137,27 +138,27 @@ class ModelRunner:
 
     def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
         """[A, N, V] logits of canvas columns of the view, in the model's dtype."""
-        places = slice(columns.start - view.first, columns.stop - view.first)
-        if self._runs_packed(view):
-            return self._packed_logits(view, places)
-        if self.plain:
+        if self.plain and not self._runs_packed(view):
             return self._own_forward(view, columns)
-        return self.head(self.hidden(view), places)
+        places = slice(columns.start - view.first, columns.stop - view.first)
+        return self.head(self.hidden(view, places=places), slice(None))
 
     def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
         """[A, N, V] logits at [A, N] places of the view, counted from its first column."""
-        if self._runs_packed(view):
-            return self._packed_logits(view, places)
-        if self.plain:
+        if self.plain and not self._runs_packed(view):
             return self._own_forward(view, places)
-        return self.head_at(self.hidden(view), places)
+        return self.head(self.hidden(view, places=places), slice(None))
 
-    def hidden(self, view: CanvasView, *, once: bool = False) -> torch.Tensor:
-        """[A, Q, H], the body's last hidden states; writes the KV cache, if there is one. `once`: the shape will not
-        come again, so that nothing is recorded. The next forward pass may overwrite the result."""
+    def hidden(
+        self, view: CanvasView, *, once: bool = False, places: slice | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[A, N, H], the body's last hidden states at these places of the view, by default at all; writes the KV
+        cache, if there is one. `once`: the shape will not come again, so that nothing is recorded. The next forward
+        pass may overwrite the result."""
+        if isinstance(places, slice) and places == slice(0, view.tokens.shape[1]):
+            places = None
         if self._runs_packed(view):
-            hidden_1TH, rows = self._packed_hidden(view, once=once)
-            return hidden_1TH[0, rows.place]
+            return self._packed_hidden(view, places, once=once)
         self.forwards += 1
         positions_AQ = view.position_ids
         if positions_AQ is None:
@@ -172,19 +173,24 @@ class ModelRunner:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
         inputs = BodyInputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant)
         if self._body is not None:
-            return self._body(inputs, record=not once)
+            if isinstance(places, slice):  # one graph serves every block
+                indices = torch.arange(places.start, places.stop, device=view.tokens.device)
+                places = indices.expand(len(view.tokens), -1)
+            return self._body(replace(inputs, places=places), record=not once)
         # A device map may put the last layer elsewhere than the canvas.
-        return run_body(self._model, self._cache.buffers, inputs).to(view.tokens.device)
+        hidden = run_body(self._model, self._cache.buffers, inputs).to(view.tokens.device)
+        if places is None:
+            return hidden
+        return hidden[:, places] if isinstance(places, slice) else at_places(hidden, places)
 
     def head(self, hidden_AQH: torch.Tensor, places: slice) -> torch.Tensor:
         """[A, N, V] logits of these hidden states."""
-        logits: torch.Tensor = self._model.lm_head(hidden_AQH[:, places])
+        logits: torch.Tensor = unwrapped(self._model).lm_head(hidden_AQH[:, places])
         return logits.to(hidden_AQH.device)
 
     def head_at(self, hidden_AQH: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
         """[A, N, V] logits of each row's own places among these hidden states."""
-        indices = places_AN[..., None].expand(-1, -1, hidden_AQH.shape[-1])
-        return self.head(hidden_AQH.gather(1, indices), slice(None))
+        return self.head(at_places(hidden_AQH, places_AN), slice(None))
 
     def _runs_packed(self, view: CanvasView) -> bool:
         """Whether a forward pass leaves the view's padding out: over a KV cache where there is much of it, since the
@@ -202,15 +208,8 @@ class ModelRunner:
         columns = torch.empty(view.tokens.shape[1], device=view.tokens.device) if columns is None else columns
         return not self._windows and not attention.uses_kernel(buffers.shapes, self._model.dtype, columns, mask.bool())
 
-    def _packed_logits(self, view: CanvasView, places: slice | torch.Tensor) -> torch.Tensor:
-        """[A, N, V] logits at the view's places, by a forward pass without its padding, where logits are arbitrary."""
-        hidden_1TH, rows = self._packed_hidden(view)
-        place_AN = rows.place[:, places] if isinstance(places, slice) else rows.place.gather(1, places)
-        logits: torch.Tensor = unwrapped(self._model).lm_head(hidden_1TH[0, place_AN])
-        return logits
-
-    def _packed_hidden(self, view: CanvasView, *, once: bool = False) -> tuple[torch.Tensor, PackedRows]:
-        """[1, T, H], the last hidden states of the view's real tokens, and where they are."""
+    def _packed_hidden(self, view: CanvasView, places: slice | torch.Tensor | None, *, once: bool) -> torch.Tensor:
+        """`hidden` by a forward pass without the view's padding, where hidden states are arbitrary."""
         self.forwards += 1
         model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
         assert packing is not None
@@ -243,10 +242,13 @@ class ModelRunner:
             cu_seqlens_k=None if keys is None else keys.cu_seqlens,
             max_seqlen_k=None if keys is None else keys.max_seqlen,
         )
+        place_AN = rows.place
+        if places is not None:
+            place_AN = place_AN[:, places] if isinstance(places, slice) else place_AN.gather(1, places)
         if self._body is not None:
-            return self._body(inputs, record=not once), rows
+            return self._body(replace(inputs, places=place_AN), record=not once)
         with _cached_attention(model):
-            return run_body(model, buffers, inputs), rows
+            return at_places(run_body(model, buffers, inputs), place_AN)
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         self.forwards += 1

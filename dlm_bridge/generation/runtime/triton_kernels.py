@@ -312,18 +312,29 @@ def draw_token(logits_ANV: torch.Tensor, without: int, uniform_AN: torch.Tensor)
     return _launch(_draw_token_kernel, logits_ANV, torch.long, without, uniform_AN.contiguous())
 
 
-def probability_of(tokens_AN: torch.Tensor, logits_ANV: torch.Tensor) -> torch.Tensor:
-    """[A, N], softmax(logits) at the tokens, computed in float32, in the dtype of the logits."""
-    return _launch(_probability_kernel, logits_ANV, logits_ANV.dtype, tokens_AN.contiguous())
+def probability_of(tokens_AN: torch.Tensor, logits_ANV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[A, N], softmax(logits) at the tokens, in `dtype`, computed in float32, or in float64 for that dtype."""
+    accumulator = tl.float64 if dtype == torch.float64 else tl.float32
+    return _launch(_probability_kernel, logits_ANV, dtype, tokens_AN.contiguous(), ACCUMULATOR=accumulator)
 
 
-def _launch(kernel: triton.JITFunction, logits_ANV: torch.Tensor, dtype: torch.dtype, *of: object) -> torch.Tensor:
+def _launch(
+    kernel: triton.JITFunction, logits_ANV: torch.Tensor, dtype: torch.dtype, *of: object, **options: object
+) -> torch.Tensor:
     rows, positions, vocabulary = logits_ANV.shape
     output = torch.empty(rows, positions, dtype=dtype, device=logits_ANV.device)
     if output.numel():
         with torch.cuda.device_of(logits_ANV):
             kernel[(rows * positions,)](
-                logits_ANV, *of, output, positions, vocabulary, *logits_ANV.stride()[:2], BLOCK=_BLOCK, num_warps=8
+                logits_ANV,
+                *of,
+                output,
+                positions,
+                vocabulary,
+                *logits_ANV.stride()[:2],
+                BLOCK=_BLOCK,
+                num_warps=8,
+                **options,
             )
     return output
 
@@ -383,20 +394,23 @@ def _others(logits, v, vocabulary, without):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _probability_kernel(  # type: ignore[no-untyped-def]
-    logits, tokens, output, positions, vocabulary, stride_a, stride_n, BLOCK: tl.constexpr
+    logits, tokens, output, positions, vocabulary, stride_a, stride_n, BLOCK: tl.constexpr, ACCUMULATOR: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row // positions * stride_a + row % positions * stride_n
     peak = tl.full((), _LOWEST, tl.float32)
-    mass = tl.zeros((BLOCK,), tl.float32)
+    mass = tl.zeros((BLOCK,), ACCUMULATOR)
     for begin in range(0, vocabulary, BLOCK):
         v = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(peak, tl.max(x, 0))
-        mass = mass * tl.exp(peak - higher) + tl.exp(x - higher)
+        # Of float64 the differences, too: those of float32 logits have more digits than float32.
+        shrink = tl.exp(peak.to(ACCUMULATOR) - higher.to(ACCUMULATOR))
+        mass = mass * shrink + tl.exp(x.to(ACCUMULATOR) - higher.to(ACCUMULATOR))
         peak = higher
     own = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
-    tl.store(output + row, (tl.exp(own - peak) / tl.sum(mass, 0)).to(output.dtype.element_ty))
+    probability = tl.exp(own.to(ACCUMULATOR) - peak.to(ACCUMULATOR)) / tl.sum(mass, 0)
+    tl.store(output + row, probability.to(output.dtype.element_ty))
 
 
 def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,219 @@
+"""Fused elementwise operations: the layers' own numbers in fewer launches; what computes something else is left alone.
+
+On a GPU, or on a CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu(optional=True)
+
+from dlm_bridge.generation.runtime import elementwise_kernels, fused_elementwise, fused_linear, runner  # noqa: E402
+from dlm_bridge.generation.runtime.fused_elementwise import fuse_elementwise, installed  # noqa: E402
+from dlm_bridge.generation.runtime.graphs import BodyInputs, run_body  # noqa: E402
+from tests.generation.conftest import load, prompts  # noqa: E402
+from tests.generation.interpreted import round_to_nearest_bf16  # noqa: E402
+from tests.generation.recorded import stand_in  # noqa: E402
+from tests.generation.test_batches import OperatorCount  # noqa: E402
+from tests.generation.test_caches import load_case  # noqa: E402
+from tests.generation.test_families import DIFFUSION  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(fused_elementwise, "_kernels", lambda device: elementwise_kernels)
+        round_to_nearest_bf16(monkeypatch)
+
+
+@pytest.fixture
+def fresh(folder: Path) -> Any:
+    return load(folder).to(DEVICE)
+
+
+def kinds(replacements: list[fused_elementwise.Replacement]) -> Counter[str]:
+    return Counter(getattr(one.function, "__name__", type(one.function).__name__) for one in replacements)
+
+
+def hidden_states(model: Any, inputs: BodyInputs) -> torch.Tensor:
+    with torch.no_grad(), runner._cached_attention(model):
+        return run_body(model, None, inputs).clone()
+
+
+def packed_inputs(lengths: tuple[int, ...]) -> BodyInputs:
+    tokens = prompts(1, sum(lengths)).to(DEVICE) % 59
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
+    return BodyInputs(tokens, None, positions, cu_seqlens=starts, max_seqlen=max(lengths))
+
+
+# One projection of queries, keys and values, and experts in the layers but the first; attention that depends on the
+# position beyond its rotation; norms of heads.
+EXPECTED = {
+    "llada": {"FusedRMSNorm": 9, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
+    "sdar": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
+    "llada2_moe": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "silu_and_mul": 3, "FusedLayer": 4},
+    "nemotron_labs_diffusion": {"FusedRMSNorm": 9, "FusedSwiGLU": 4, "FusedLayer": 4},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_same_hidden_states(name: str, tmp_path: Path) -> None:
+    model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
+    model.to(DEVICE, torch.bfloat16)
+    inputs = packed_inputs((3, 1))
+    groups = fused_linear.fuse_linear_layers(model)
+    with fused_linear.fused_layers_installed(groups):
+        expected = hidden_states(model, inputs)
+    replacements = fuse_elementwise(model, groups)
+    assert kinds(replacements) == EXPECTED[name]
+    with fused_linear.fused_layers_installed(groups), installed(replacements):
+        found = hidden_states(model, inputs)
+    assert (found != expected).float().mean() < 0.05  # another order of rounding changes a third and more
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert not any({"forward", "_apply_gate"} & set(vars(module)) for module in model.modules())
+    with fused_linear.fused_layers_installed(groups):
+        assert torch.equal(hidden_states(model, inputs), expected)
+
+
+class Launches(OperatorCount):
+    """Counts the operators that launch a kernel."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view or func is torch.ops.aten._unsafe_view.default:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
+    """Four products, attention, and four between them."""
+    model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == "sdar"), tmp_path)
+    model.to(DEVICE, torch.bfloat16)
+    groups = fused_linear.fuse_linear_layers(model)
+    replacements = fuse_elementwise(model, groups)
+
+    def launches_of_a_layer() -> int:
+        counts = []
+        for layers in (1, 2):
+            model.config.num_hidden_layers = layers
+            with Launches() as counted:
+                hidden_states(model, packed_inputs((2,)))
+            counts.append(counted.count)
+        return counts[1] - counts[0]
+
+    with fused_linear.fused_layers_installed(groups):
+        assert launches_of_a_layer() > 40
+        with installed(replacements):
+            assert launches_of_a_layer() == 9
+
+
+@pytest.mark.parametrize(
+    ("execution", "cache", "packed"),
+    [
+        ("graph", "none", False),
+        pytest.param("graph", "dual", False, marks=pytest.mark.slow),
+        ("compiled", "none", True),
+    ],
+)
+def test_graphs_run_fused_layers(
+    execution: str, cache: str, packed: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a KV cache and without, of padded rows and packed ones. Behind the last layer's attention only what is
+    asked for is computed, where that is little of it: also of compiled layers, whose last one is fused."""
+    sums: list[tuple[int, ...]] = []
+    add = fused_elementwise.FusedRMSNorm.add
+
+    def recording(self: Any, *arguments: Any) -> torch.Tensor:
+        total: torch.Tensor = add(self, *arguments)
+        sums.append(tuple(total.shape[:2]))
+        return total
+
+    monkeypatch.setattr(fused_elementwise.FusedRMSNorm, "add", recording)
+    monkeypatch.setattr(runner, "supports_packing", lambda model: packed)
+    if INTERPRETED:
+        stand_in(monkeypatch)
+        monkeypatch.setattr(runner, "_resolve_execution", lambda model, plain, execution: execution)
+    tokens = prompts(2, 4).to(DEVICE)
+    real = torch.ones_like(tokens)
+    real[1, :3] = 0
+    settings = {"attention_mask": real, "gen_length": 4, "block_length": 2, "steps": 4, "cache": cache}
+    settings |= {"eos_token_id": None}
+    expected = fresh.generate(tokens, **settings, execution="eager")
+    assert not sums
+    assert torch.equal(fresh.generate(tokens, **settings, execution=execution), expected)
+    assert sums[:4] == ([(2, 8), (2, 8), (2, 2), (2, 2)] if execution == "graph" else [(2, 2)] * 4)
+    with torch.no_grad():  # weights are read in place
+        fresh.model.layers[1].post_attention_layernorm.weight.mul_(-2)
+    changed = fresh.generate(tokens, **settings, execution="eager")
+    assert not torch.equal(changed, expected)
+    assert torch.equal(fresh.generate(tokens, **settings, execution=execution), changed)
+
+
+class Doubled(nn.Module):
+    """A norm in the place of another one, with the names that it has."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize("norm", [Olmo2RMSNorm, Gemma3RMSNorm, Doubled])
+def test_norms_that_compute_something_else(norm: Any, fresh: Any) -> None:
+    """OLMo 2's, which rounds behind the weight, and Gemma's, which adds one to it."""
+    model = fresh.bfloat16()
+    layer = model.model.layers[0]
+    before = layer.input_layernorm
+    layer.input_layernorm = norm(before) if norm is Doubled else norm(len(before.weight))
+    layer.input_layernorm.variance_epsilon = before.variance_epsilon
+    layer.input_layernorm.to(DEVICE, torch.bfloat16)
+    replaced = [one.module for one in fuse_elementwise(model, fused_linear.fuse_linear_layers(model))]
+    assert layer.input_layernorm not in replaced
+    assert layer not in replaced
+    assert model.model.layers[1] in replaced
+    assert layer.self_attn in replaced
+
+
+def test_what_is_left_alone(fresh: Any) -> None:
+    first, second = fresh.model.layers
+    first.post_attention_layernorm.register_forward_hook(lambda *_: None)
+    first.mlp.act_fn = nn.GELU()
+    second.self_attn.o_proj.register_forward_pre_hook(lambda *_: None)
+    second.forward = lambda *arguments, **more: type(second).forward(second, *arguments, **more)
+    replaced = [one.module for one in fuse_elementwise(fresh, fused_linear.fuse_linear_layers(fresh))]
+    for part in (first, first.post_attention_layernorm, first.mlp, second, second.self_attn):
+        assert part not in replaced
+    assert {first.self_attn, first.input_layernorm, second.mlp, second.input_layernorm} <= set(replaced)
+
+    assert not fuse_elementwise(fresh.double(), [])
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert not fuse_elementwise(fresh.float(), [])
+
+
+def test_adapters_are_left_alone(fresh: Any) -> None:
+    get_peft_model(fresh, LoraConfig(target_modules=["q_proj", "up_proj", "o_proj"], init_lora_weights=False))
+    fresh.bfloat16()
+    groups = fused_linear.fuse_linear_layers(fresh)
+    replacements = fuse_elementwise(fresh, groups)
+    assert kinds(replacements) == {"FusedRMSNorm": 5, "FusedLayer": 2}
+    inputs = packed_inputs((2,))
+    expected = hidden_states(fresh, inputs)
+    with installed(replacements):
+        torch.testing.assert_close(hidden_states(fresh, inputs), expected, rtol=2e-2, atol=2e-2)
