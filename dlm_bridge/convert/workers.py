@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.processes import end_with_parent, signals_blocked
+from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
 FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
@@ -114,7 +113,7 @@ def run_forked(
                 except (EOFError, OSError):
                     process = running[end]
                     process.join()
-                    raise WorkerKilledError(f"a worker process was killed ({_why(process.exitcode)})") from None
+                    raise WorkerKilledError(f"a worker process {how_it_ended(process.exitcode)}") from None
                 if number == _FAILED:
                     raise result
                 if number == _DONE:
@@ -243,9 +242,3 @@ def _work(
         end.send((_FAILED, RuntimeError(f"{type(error).__name__}: {error}")))
     finally:
         os._exit(status)
-
-
-def _why(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return signal.Signals(-exitcode).name
-    return f"exit code {exitcode}"

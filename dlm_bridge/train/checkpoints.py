@@ -80,8 +80,12 @@ def _remedy(output: Path) -> str:
     return how_to_go_on(found[-1][1] if found else None)
 
 
-def how_to_go_on(newest: Path | None) -> str:
-    """What to do after a checkpoint could not be written, where `newest` is the last one that could."""
+def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
+    """What to do after a checkpoint could not be written, where `newest` is the last one that could; `killed`: because
+    a process that writes it was, else because the disk refused."""
+    if killed:
+        kept = "no checkpoint was written yet" if newest is None else f"{newest.name} stays the newest checkpoint"
+        return f"{kept}: where the system killed it for want of memory (see dmesg), give the job more, then --resume"
     if newest is None:
         return "no checkpoint was written yet: make room there, or choose another --output"
     size = sum((newest / name).stat().st_size for name in file_names(newest))
