@@ -262,9 +262,10 @@ def test_config_without_usable_ids_is_refused(tmp_path: Path, run: Run, seed_fol
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((seed_folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 999}))
-    with pytest.raises(DlmBridgeError, match="mask_token_id 999 is outside the vocabulary of 288"):
-        run(tmp_path / "run", model=str(folder), data=["mock"])
+    for token in (999, True):
+        (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
+        with pytest.raises(DlmBridgeError, match=f"mask_token_id {token} is outside the vocabulary of 288"):
+            run(tmp_path / "run", model=str(folder), data=["mock"])
     (folder / "config.json").write_text(json.dumps({**config, "init_fn": "kaiming_normal"}))
     with pytest.raises(DlmBridgeError, match="init_fn 'kaiming_normal' is not supported"):
         run(tmp_path / "run", model=str(folder), data=["mock"])
