@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
-from dlm_bridge.convert.formats.safetensors_file import FP8_DTYPES, SAFETENSORS_INDEX, read_header
+from dlm_bridge.convert.formats.safetensors_file import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import STEP_NAME, read_json
@@ -248,7 +248,7 @@ def _incomplete(folder: Path) -> str | None:
         return "is incomplete: it has no weights"
     for file in weights:
         if file.suffix == ".safetensors":
-            read_header(file, FP8_DTYPES)
+            read_header(file, FP8)
     if (folder / SAFETENSORS_INDEX).is_file():
         named = {str(name) for name in dict(read_json(folder / SAFETENSORS_INDEX).get("weight_map", {})).values()}
         if missing := [name for name in named if not (folder / name).is_file()]:
