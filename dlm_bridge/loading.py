@@ -194,15 +194,18 @@ def join_replicas(placement: Placement) -> Replicas:
     return Replicas.of_launcher(placement.tp_size)
 
 
-def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
-    """The tokenizer of a Hub folder or id, called `name` in errors. Raises DlmBridgeError."""
+def load_tokenizer(
+    place: str | os.PathLike[str], name: str, remedy: str = "", *, local_files_only: bool = False
+) -> Any:
+    """The tokenizer of a Hub folder or id, called `name` in errors; `local_files_only` looks for it in the Hub's cache
+    alone. Raises DlmBridgeError."""
     from transformers import AutoTokenizer
 
     import dlm_bridge  # noqa: F401  registers the families' own
 
     with opening(place, f"{name}: no tokenizer that loads there", remedy):
         # False, not unset: transformers would ask on the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=local_files_only)
 
 
 def _load_folder(

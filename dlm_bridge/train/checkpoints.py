@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.formats.safetensors_file import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
 from dlm_bridge.hub import STEP_NAME, read_json
 
 STATE = "trainer_state.pt"
@@ -142,9 +142,8 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         return torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DlmBridgeError(
-            f"{folder / STATE}: damaged ({line}): remove {folder} to resume from before it"
+            f"{folder / STATE}: damaged ({library_cause(error)}): remove {folder} to resume from before it"
         ) from error
 
 
@@ -189,7 +188,8 @@ class ResumePoint:
         ]
         if self.folder is not None and not (self.folder / FILE_DIGESTS).is_file():
             lines.append(
-                f"{self.folder} is of a version that wrote no digests: whether it is damaged cannot be checked"
+                f"warning: {self.folder} has no {FILE_DIGESTS}, as one of an early version: whether it is damaged "
+                "cannot be checked"
             )
         return lines
 
