@@ -65,7 +65,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(MKDOCS) build --strict --quiet
+	$(MKDOCS) build --strict
 
 docs: setup
 	$(MKDOCS) build --strict

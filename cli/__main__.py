@@ -4,29 +4,37 @@ import os
 import signal
 import threading
 import warnings
-
-from dlm_bridge import processes
+from typing import Any
 
 
 def run() -> None:
     """Run the command line in a process that ends with its launcher, and soon after Ctrl-C whatever it waits for."""
+    signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported, until there is more to end
+    from dlm_bridge import processes
+
     ended = threading.Event()
-    processes.end_when_interrupted(lambda: None if ended.is_set() else processes.report("interrupted"))
-    if processes.launched_by_torchrun():
-        processes.end_with_parent(os.getppid())
-    # torch says so where nvidia-resiliency-ext is installed, which brings that package.
-    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     try:
+        processes.end_when_interrupted(ended.is_set)
+        if processes.launched_by_torchrun():
+            processes.end_with_parent(os.getppid())
+        # torch says so where nvidia-resiliency-ext is installed, which brings that package.
+        warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
         from dlm_bridge.cli.app import main
 
         main()
-    except KeyboardInterrupt:  # as the command line is imported
+    except KeyboardInterrupt:  # before or after the command's own work
         processes.report("interrupted")
         raise SystemExit(130) from None
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
         ended.set()
         processes.kill_children()
+
+
+def _end_at_once(*_: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"dlm-bridge: interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

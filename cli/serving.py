@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -192,12 +192,39 @@ def transformers_command(
     """
     if arguments[0] == "serve":
         _require("serve", ("openai", "pydantic", "fastapi", "uvicorn"))
+        refuse_chats_without_template()
     from transformers.cli.transformers import app
 
     from dlm_bridge.registration import register_model_names
 
     register_model_names()
     app(args=arguments, prog_name="dlm-bridge transformers")
+
+
+def refuse_chats_without_template() -> None:
+    """Let transformers' server answer 400 to a chat where the model has no chat template; it answers 500, with a
+    traceback in its log. Other versions than those that were tried are left as they are."""
+    try:
+        from transformers.cli.serving import server
+    except ImportError:
+        return
+    build = server.build_server
+
+    def build_server(*arguments: Any, **options: Any) -> Any:
+        from fastapi.responses import JSONResponse
+
+        app = build(*arguments, **options)
+
+        @app.exception_handler(ValueError)
+        async def refuse(_: Any, error: ValueError) -> JSONResponse:
+            if "chat_template" not in str(error):
+                raise error
+            message = "the model has no chat template: ask /v1/completions, or add chat_template.jinja to its folder"
+            return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, 400)
+
+        return app
+
+    server.build_server = build_server
 
 
 def _load(

@@ -61,5 +61,13 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        raise DlmBridgeError(f"{what}: {kind}{one_line(error)[:300]}{remedy}") from error
+        raise DlmBridgeError(f"{what}: {library_cause(error)}{remedy}") from error
+
+
+def library_cause(error: BaseException) -> str:
+    """What a library says of a file that it could not read, on one line."""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    cause = f"{kind}{one_line(error)[:300]}"
+    if "weights_only" in cause:  # torch advises to switch its protection off
+        return "torch does not take it for weights: it is damaged, or holds code"
+    return cause

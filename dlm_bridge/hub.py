@@ -11,12 +11,13 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
+T = TypeVar("T")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
@@ -47,7 +48,7 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
         return folder
     if (root / TRACKER).is_file():
         newest = (root / TRACKER).read_text("utf-8", "replace").strip()
-        _log_taken(folder, root, f"its iteration {ascii(newest)[1:17]}")
+        _log_taken(folder, root, f"its iteration {ascii(newest[:16])[1:-1]}")
         return root
     steps = {int(match[1]): path for path in root.iterdir() if (match := STEP_NAME.fullmatch(path.name))}
     found = [steps[step] for step in sorted(steps, reverse=True)]
@@ -94,7 +95,7 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     return from_hub(fetch, text, "it")
 
 
-def from_hub(fetch: Callable[[bool], Path], name: str, what: str) -> Path:
+def from_hub(fetch: Callable[[bool], T], name: str, what: str) -> T:
     """What `fetch` gets of the Hub id `name`; it is told to look in the cache alone (True) where the Hub's host cannot
     be found, which would be tried for half a minute. Raises DlmBridgeError with one line."""
     from huggingface_hub import constants

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, 
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import families, find_family
 from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -194,15 +194,18 @@ def join_replicas(placement: Placement) -> Replicas:
     return Replicas.of_launcher(placement.tp_size)
 
 
-def load_tokenizer(place: str | os.PathLike[str], name: str, remedy: str = "") -> Any:
-    """The tokenizer of a Hub folder or id, called `name` in errors. Raises DlmBridgeError."""
+def load_tokenizer(
+    place: str | os.PathLike[str], name: str, remedy: str = "", *, local_files_only: bool = False
+) -> Any:
+    """The tokenizer of a Hub folder or id, called `name` in errors; `local_files_only` looks for it in the Hub's cache
+    alone. Raises DlmBridgeError."""
     from transformers import AutoTokenizer
 
     import dlm_bridge  # noqa: F401  registers the families' own
 
     with opening(place, f"{name}: no tokenizer that loads there", remedy):
         # False, not unset: transformers would ask on the terminal whether to run the folder's code.
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=local_files_only)
 
 
 def _load_folder(
@@ -394,16 +397,16 @@ def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path
     """A Megatron checkpoint as a temporary Hub folder, exported by one process."""
     from dlm_bridge.bridge import Bridge
 
-    def export(folder: str) -> None:
-        Bridge.from_megatron(root, like=like, family=family).to_hf(Path(folder) / "hub")
+    def export(folder: Path) -> None:
+        Bridge.from_megatron(root, like=like, family=family).to_hf(folder / "hub")
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as folder:
+        with temporary_folder() as folder:
             export(folder)
-            yield Path(folder) / "hub"
+            yield folder / "hub"
         return
     _init_process_group()
-    with tempfile.TemporaryDirectory(prefix="dlm-bridge-") as own:
+    with temporary_folder() as own:
         said: list[Any] = [own, None]
         if dist.get_rank() == 0:
             try:
@@ -413,7 +416,7 @@ def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path
         dist.broadcast_object_list(said)
         if said[1] is not None:
             raise DlmBridgeError(said[1])
-        yield Path(said[0]) / "hub"
+        yield said[0] / "hub"
         dist.barrier()  # the first process removes what the others read
 
 

@@ -8,12 +8,17 @@ import datetime
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_KILLED = "was killed by signal"
+_to_undo: list[object] = []  # a mark for each `undone_when_interrupted` that has begun
 _CLAIM = "dlm_bridge/reported"  # key in the launcher's store
 _CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
 
@@ -49,33 +54,89 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_when_interrupted(report: Callable[[], None], grace_s: float = GRACE_S) -> None:
-    """End this process with `report` and exit code 130 where it is still there `grace_s` after SIGINT.
+def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) -> None:
+    """Let SIGINT end this process with one line and exit code 130: by KeyboardInterrupt, and where that cannot be, or
+    the process is still there `grace_s` later, without. `is_over`: whether nothing is left to interrupt.
 
     Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
-    another process in a collective operation, for a device or in a library.
+    another process in a collective operation, for a device or in a library. While a module is being imported, which
+    takes most of a command's start, it would leave half of it, and libraries turn it into something else: the process
+    then ends at once, or inside `undone_when_interrupted` gets its exception after the import.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A forked process has the same pipe, but a SIGINT of its own is not this one's.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    signal.signal(signal.SIGURG, lambda *_: None)
-    main = threading.main_thread().ident
+    owner, main = os.getpid(), threading.main_thread().ident
     assert main is not None
+    wanted = raised = False
+
+    def raise_interrupt(number: int, frame: types.FrameType | None) -> None:
+        nonlocal wanted, raised
+        wanted = wanted or number == signal.SIGINT
+        if wanted and not (os.getpid() == owner and _is_importing(frame)):
+            wanted, raised = False, True
+            raise KeyboardInterrupt
 
     def watch() -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
             pass
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
+            if not (raised or _to_undo) and _is_importing(sys._current_frames().get(main)):
+                if os.environ.get("RANK", "0") == "0":  # to ask the launcher's store could import what is imported
+                    _print("interrupted")
+                os._exit(130)
             # The kernel may have given SIGINT to another thread, which does not wake the main one.
             signal.pthread_kill(main, signal.SIGURG)
-            time.sleep(0.2)
-        report()
+            time.sleep(0.05)
+        if not is_over():
+            report("interrupted")
         os._exit(130)
 
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
+    # A forked process has the same pipe, but a SIGINT of its own is not this one's.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    signal.signal(signal.SIGURG, raise_interrupt)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, raise_interrupt)
+
+
+@contextlib.contextmanager
+def undone_when_interrupted() -> Iterator[None]:
+    """Context of what has to be undone at Ctrl-C, such as a temporary folder: `end_when_interrupted`."""
+    mark = object()
+    _to_undo.append(mark)
+    try:
+        yield
+    finally:
+        _to_undo.remove(mark)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = "dlm-bridge-", place: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, in `place` or where the system has them, that Ctrl-C leaves none of."""
+    with undone_when_interrupted(), tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
+        yield Path(name)
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported in a stack."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """ "was killed by signal 9 (SIGKILL)" or "ended with exit code 1", by the exit code of a process."""
+    if exitcode is not None and exitcode < 0:
+        return f"{_KILLED} {-exitcode} ({signal.Signals(-exitcode).name})"
+    return f"ended with exit code {exitcode}"
+
+
+def was_killed(message: str) -> bool:
+    """Whether a message says so by `how_it_ended`."""
+    return _KILLED in message
 
 
 def kill_children() -> None:
@@ -96,7 +157,11 @@ def report(message: str) -> None:
     All processes of a job find bad input, and Ctrl-C reaches all. torchrun ends the others as soon as one has ended.
     """
     if _is_first_to_report():
-        print(f"dlm-bridge: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        _print(message)
+
+
+def _print(message: str) -> None:
+    print(f"dlm-bridge: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _is_first_to_report() -> bool:

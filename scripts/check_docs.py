@@ -87,6 +87,7 @@ def main() -> int:
         print("run `make demo` first: the blocks use what it leaves in demo-output")
         return 2
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in scripts/demo.py: the machine may have other work
     failed = count = 0
     for page in pages:
         with tempfile.TemporaryDirectory() as temporary:

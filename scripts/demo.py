@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait do not spin: other programs have the cores
 
 import quality_stories
 from rich.console import Console
@@ -35,7 +36,8 @@ EOS, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 VOCABULARY = 640
 STORIES = 6000
 PROMPT = "Mia was a clever painter who lived near the river. Her best friend was"
-# Small steps, many of them: a diffusion model needs about a thousand before it looks at its neighbours at all.
+# Small steps, many of them: a diffusion model needs about a thousand before it looks at its neighbours at all. There
+# is no limit of time: on a machine with other work the run would stop at noise.
 TRAINING = {
     "steps": 800,
     "global-batch-size": 32,
@@ -46,7 +48,6 @@ TRAINING = {
     "eval-interval": 200,
     "save-interval": 800,
     "keep-last": 1,
-    "exit-duration": 3,  # minutes, for a machine that is slower than expected
 }
 # The public config.json of LLaDA-8B, with smaller sizes and our tokenizer's ids.
 CONFIG: dict[str, Any] = {

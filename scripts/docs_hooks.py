@@ -34,6 +34,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links from pages of docs/ to pages that lie elsewhere in the repository, as they are in the site."""
+    markdown = re.sub(rf"\]\(\.\./{CARDS}/([\w.#-]+)\)", r"](families/\1)", markdown)
+    for source, place in SHOWN.items():
+        markdown = markdown.replace(f"](../{source}", f"]({place}")
+    return markdown
+
+
 def relinked(text: str, up: str = "") -> str:
     """Links to pages of docs/, as they are from the site's root; links to other files of the repository are code."""
     text = re.sub(r"\]\((?:\.\./)?docs/([\w/.#-]+)\)", rf"]({up}\1)", text)

@@ -18,7 +18,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from dlm_bridge import plugins
+from dlm_bridge import Bridge, plugins
 from dlm_bridge.cli import env
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -99,9 +99,28 @@ def loaded_by(*words: object) -> set[str]:
 def test_commands_load_no_more_than_they_need(llada: Path, tmp_path: Path) -> None:
     heavy = {"torch", "transformers", "numpy", "accelerate", "datasets", "megatron", "huggingface_hub", "peft"}
     assert not heavy & loaded_by("families")
+    assert heavy & loaded_by("inspect", llada) <= {"numpy"}
     for words in (("import", llada, tmp_path / "m", "--tp", 2), ("export", tmp_path / "m", tmp_path / "hub")):
         assert heavy & loaded_by(*words) <= {"torch", "numpy"}, words
     assert (tmp_path / "hub" / "config.json").is_file()
+
+
+def test_import_and_export_load_little_before_the_first_byte(llada: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from dlm_bridge.convert import streaming\n"
+        "from dlm_bridge.cli.app import main\n"
+        "def write_at(*_):\n"
+        "    print(*sys.modules, flush=True)\n"
+        "    os._exit(0)\n"
+        "streaming.write_at = write_at\n"
+        "main()"
+    )
+    Bridge.from_hf(llada).to_megatron(tmp_path / "m")
+    for words in (("import", llada, tmp_path / "new", "--workers", 1), ("export", tmp_path / "m", tmp_path / "new")):
+        loaded = set(run(code, *map(str, words)).split())
+        assert "torch" in loaded
+        assert not {"transformers", "torch.distributed.checkpoint", "sympy"} & loaded, words
 
 
 AUTO = "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM"

@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 from dlm_bridge.convert.workers import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.processes import undone_when_interrupted
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -71,7 +72,7 @@ def atomic_output(
             temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
             lock = os.open(temporary, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        with disk_errors(output):
+        with disk_errors(output), undone_when_interrupted():
             yield temporary
             temporary.chmod(0o777 & ~_umask())
             publish_folder(temporary, output, overwrite)
@@ -99,7 +100,7 @@ def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> I
 
     After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses, with the `remedy`.
     """
-    with disk_errors(output, remedy):
+    with disk_errors(output, remedy), undone_when_interrupted():
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -174,7 +175,7 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     _make_parent(path.absolute())
     temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
+        with undone_when_interrupted(), temporary.open("w", encoding="utf-8") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

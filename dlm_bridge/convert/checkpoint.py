@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as MappingType
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, Manifest, TensorRecord, check_files, read_manifest
-from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.streaming import Bands, FileRegion, SliceRange, read_rows
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import CONFIG_FILE, with_dtype
@@ -27,9 +25,14 @@ from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping, ParamMapping, Passthrough
 from dlm_bridge.models.family_spec import FamilySpec
 
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved: headers alone must not cost that
+
+    from dlm_bridge.convert.optimizer_state import OptimizerState
+
 _LARGEST = 10**6  # layers times experts; a hostile config must not ask for more names than memory holds
 _MAX_NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
-TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple["torch.dtype", tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class HubMetadata:
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
     passthrough: tuple[str, ...] = ()  # passthrough tensors of a checkpoint that does not store them by name
     shared: dict[str, str] = field(default_factory=dict)  # of them those that became copies: name -> of which tensor
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the Hub tensors when imported, where known
+    dtypes: MappingType[str, torch.dtype] = field(
+        default_factory=dict
+    )  # of the Hub tensors when imported, where known
     derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
 
     def config_bytes(self, dtype: torch.dtype | None = None) -> bytes:
@@ -211,6 +216,11 @@ class Checkpoint(ABC):
     def spec(self, name: str) -> TensorSpec:
         """dtype and shape of a Hub tensor."""
 
+    def described(self, name: str) -> RawTensor:
+        """A Hub tensor in plain values."""
+        dtype, shape = self.spec(name)
+        return RawTensor(dtype_name(dtype), shape, spec_bytes((dtype, shape)))
+
     def read(self, name: str) -> torch.Tensor:
         """One Hub tensor, in the dtype and shape that `spec` says."""
         if name in self.passthrough:
@@ -285,8 +295,7 @@ class Checkpoint(ABC):
 
     def stored_tensors(self) -> dict[str, RawTensor]:
         """Every stored tensor, the training state's too, by the names that the format gives."""
-        specs = {name: self.spec(name) for name in self.hub_names()}
-        return {name: RawTensor(dtype_name(spec[0]), spec[1], spec_bytes(spec)) for name, spec in specs.items()}
+        return {name: self.described(name) for name in self.hub_names()}
 
     def use_averages(self) -> None:
         """Read a run's averaged weights in place of its weights. Raises DlmBridgeError where it has none."""
@@ -301,6 +310,8 @@ class Checkpoint(ABC):
 
         Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
         """
+        from dlm_bridge.convert.optimizer_state import is_optimizer_key
+
         if any(map(is_optimizer_key, self.training_state())):
             raise DlmBridgeError(
                 f"{self.where}: an optimizer's state goes from torch_dist to torch_dist only: give --weights-only to "
@@ -338,7 +349,7 @@ class Checkpoint(ABC):
 class ByNameCheckpoint(Checkpoint):
     """A checkpoint whose tensors lie under their Hub names, listed in `_stored`."""
 
-    _stored: dict[str, TensorSpec]
+    _stored: MappingType[str, TensorSpec]
 
     @abstractmethod
     def _tensor(self, name: str) -> torch.Tensor:
@@ -349,6 +360,10 @@ class ByNameCheckpoint(Checkpoint):
 
     def spec(self, name: str) -> TensorSpec:
         return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a stored tensor."""
+        return self._stored[name][1]
 
     @cached_property
     def passthrough(self) -> dict[str, Passthrough]:
@@ -392,7 +407,7 @@ class ByNameCheckpoint(Checkpoint):
             if entry.copy_of:
                 expected[name] = expected[entry.copy_of]
         for name, shape in expected.items():
-            found = self._stored[name][1]
+            found = self.shape(name)
             if found != shape:
                 raise DlmBridgeError(
                     f"{self.where}: tensor {name} has shape {list(found)}, the config asks for {list(shape)}"
@@ -454,6 +469,10 @@ def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
         value = getattr(dims, name)
         if type(value) is not int or not 0 < value < 1 << 40:
             raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
+    optional = {name: getattr(dims, name) for name in ("experts", "moe_ffn", "shared_ffn", "mtp")} | dict(dims.sizes)
+    for name, value in optional.items():
+        if type(value) is not int or value < 0:
+            raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a whole number")
     if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
         raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
     return dims

@@ -11,7 +11,6 @@ from typing import Any
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints import find_checkpoint
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import Dims
 
 
@@ -69,17 +68,17 @@ def inspect_checkpoint(
 
 
 def _model_info(checkpoint: Checkpoint) -> CheckpointInfo:
-    specs = {name: checkpoint.spec(name) for name in checkpoint.hub_names()}
+    tensors = {name: checkpoint.described(name) for name in checkpoint.hub_names()}
     architectures = checkpoint.config.get("architectures") or [None]
     return CheckpointInfo(
         path=checkpoint.where,
         format=checkpoint.format,
         family=checkpoint.family.name,
         architecture=architectures[0],
-        parameters=sum(prod(shape) for name, (_, shape) in specs.items() if name not in checkpoint.passthrough),
-        tensors=len(specs),
-        bytes=sum(prod(shape) * dtype.itemsize for dtype, shape in specs.values()),
-        dtypes=dict(Counter(dtype_name(dtype) for dtype, _ in specs.values())),
+        parameters=sum(prod(each.shape) for name, each in tensors.items() if name not in checkpoint.passthrough),
+        tensors=len(tensors),
+        bytes=sum(each.nbytes for each in tensors.values()),
+        dtypes=dict(Counter(each.dtype for each in tensors.values())),
         sizes=_sizes(checkpoint.dims),
         source=checkpoint.hub.source,
         side_files=list(checkpoint.hub.files),

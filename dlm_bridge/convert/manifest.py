@@ -14,18 +14,19 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-import torch
 import xxhash
 
-from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.formats.safetensors_file import ShardRecord
 from dlm_bridge.convert.streaming import Sink, bytes_digest, file_digest, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config, read_json
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, cast, dtype_name
+from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
 
 MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
@@ -194,7 +195,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
     ]
     manifest = Manifest(**values)
     for name, record in manifest.tensors.items():
-        if record.dtype not in WEIGHT_DTYPES:
+        if record.dtype not in (name for name, _ in STORED_DTYPES.values()):
             raise ValueError(f"tensor {name} has dtype {record.dtype}")
     for name, kind in get_type_hints(Manifest).items():
         if not _fits(getattr(manifest, name), kind):
@@ -374,6 +375,8 @@ def check_files(
 def _holding(folder: Path, name: str) -> str:
     """What lies in a damaged file of a Megatron checkpoint, if that can be told."""
     try:
+        from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+
         tensors = read_metadata(folder).tensors
     except DlmBridgeError:
         return ""

@@ -14,7 +14,7 @@ import torch
 
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
-from dlm_bridge.convert.checkpoints import KINDS
+from dlm_bridge.convert.checkpoints import KINDS, load_kind
 from dlm_bridge.convert.formats.rank_names import KEY_STYLES
 from dlm_bridge.convert.formats.safetensors_file import ShardPlan
 from dlm_bridge.convert.manifest import MANIFEST
@@ -28,7 +28,8 @@ from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-FORMATS = tuple(sorted((kind.format for kind in KINDS if kind.writable), reverse=True))
+_KINDS = [load_kind(place) for place, _ in KINDS]
+FORMATS = tuple(sorted((kind.format for kind in _KINDS if kind.writable), reverse=True))
 FIRST_ITERATION = "iter_0000000"
 ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
 _INTERPRETER = 400 << 20  # bytes of a process that has imported torch
@@ -164,7 +165,7 @@ def plan_megatron(
         iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
     state = None if options.megatron.weights_only else source.optimizer_state(params, options.megatron.name)
-    kind = next(kind for kind in KINDS if kind.format == options.megatron.name)
+    kind = next(kind for kind in _KINDS if kind.format == options.megatron.name)
     target = kind.plan_output(OutputRequest(source, params, layout, dtypes, number, options.megatron.key_style, state))
     report = _report("reshard" if source.iteration else "import", source, output, specs, options)
     report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple

@@ -8,9 +8,7 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.formats.safetensors_file import (
@@ -29,6 +27,9 @@ from dlm_bridge.convert.streaming import file_digest
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, inside
 from dlm_bridge.models.families import families
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
 
 _LEFT_FOLDERS = {".git", "original"}
 _DOWNLOAD_CACHE = (".cache", "huggingface")  # what `hf download --local-dir` notes for itself

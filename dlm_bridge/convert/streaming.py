@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
 
 try:
     from zlib_ng.zlib_ng import crc32  # several times as fast as most systems' zlib
@@ -37,10 +40,10 @@ Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
 Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); used before the next one is asked for
 _local = threading.local()
 _EXPONENTS = {  # where the bits of a value's exponent stand
-    torch.float64: 0x7FF << 52,
-    torch.float32: 0x7F800000,
-    torch.bfloat16: 0x7F80,
-    torch.float16: 0x7C00,
+    "float64": 0x7FF << 52,
+    "float32": 0x7F800000,
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
 }
 _ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
 # What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
@@ -173,6 +176,8 @@ def read_bands(regions: Sequence[FileRegion], rows: int, row_bytes: int) -> Band
 def read_rows(regions: Sequence[FileRegion], runs: Sequence[tuple[int, int]], row_bytes: int) -> torch.Tensor:
     """(start, length) runs of a slice's rows from the regions that hold it, uint8 [rows, row_bytes]. Raises
     DlmBridgeError where a file ends before."""
+    import torch
+
     tensor = new_tensor((sum(length for _, length in runs), row_bytes), torch.uint8)
     data = np.frombuffer(raw_bytes(tensor), dtype=np.uint8).reshape(-1, row_bytes)
     with ExitStack() as stack:
@@ -262,12 +267,14 @@ def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous."""
+    import torch
+
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def count_non_finite(data: memoryview | bytes | bytearray, dtype: torch.dtype) -> int:
     """How many of some values are NaN or infinite: those whose exponent's bits are all set."""
-    exponent = _EXPONENTS[dtype]
+    exponent = _EXPONENTS[dtype_name(dtype)]
     bits = np.frombuffer(data, f"u{dtype.itemsize}")
     # Its highest bit is not set below 2: one fast pass is enough for most weights.
     if not int(np.bitwise_or.reduce(bits)) & 1 << 8 * dtype.itemsize - 2:

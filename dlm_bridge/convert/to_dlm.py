@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
+from dlm_bridge.processes import temporary_folder
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
@@ -263,9 +263,9 @@ def mask_token(folder: Path, text: str | None) -> MaskToken:
     if added:
         tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         number = tokenizer.token_to_id(text)
-        with tempfile.TemporaryDirectory() as temporary:
-            tokenizer.save(str(Path(temporary, _TOKENIZER)))
-            files[_TOKENIZER] = Path(temporary, _TOKENIZER).read_bytes()
+        with temporary_folder() as temporary:
+            tokenizer.save(str(temporary / _TOKENIZER))
+            files[_TOKENIZER] = (temporary / _TOKENIZER).read_bytes()
     assert number is not None
     files |= _other_files(folder, config, text, number)
     pad = _token_text(config.get("pad_token"))

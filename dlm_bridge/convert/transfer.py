@@ -28,6 +28,7 @@ from dlm_bridge.convert.atomic import (
     has_progress,
     matches,
 )
+from dlm_bridge.convert.card import CARD, folder_card
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
 from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
 from dlm_bridge.convert.manifest import (
@@ -145,6 +146,9 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
                 for shard in plan.shards
             ]
         manifest.write(folder)
+        if not (folder / CARD).exists():  # not in the manifest: it is there to be edited
+            (folder / CARD).write_text(folder_card(source.family, manifest), "utf-8")
+            report.notes.append(f"a model card was written, {CARD}: the source has none")
     report.notes += manifest.notes()
     report.seconds = time.monotonic() - started
     return report

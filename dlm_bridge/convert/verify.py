@@ -15,7 +15,7 @@ import torch
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.checkpoints import find_checkpoint, newest_iteration
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, read_metadata
-from dlm_bridge.convert.formats.safetensors_file import FP8_DTYPES, read_header
+from dlm_bridge.convert.formats.safetensors_file import FP8, read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,
     MANIFEST,
@@ -220,7 +220,7 @@ def _verify_files(folder: Path, workers: int | None, progress: Progress | None) 
 def _count_tensors(folder: Path) -> int:
     if (folder / DCP_METADATA).is_file():
         return len(read_metadata(folder).tensors)
-    return sum(len(read_header(file, FP8_DTYPES).entries) for file in folder.glob("*.safetensors"))
+    return sum(len(read_header(file, FP8).entries) for file in folder.glob("*.safetensors"))
 
 
 def _unmapped(checkpoint: Checkpoint) -> list[Difference]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from multiprocessing import connection, get_all_start_methods, get_context
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.processes import end_with_parent, signals_blocked
+from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
 
 Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
 FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
@@ -85,7 +86,7 @@ def check_processes(processes: int) -> None:
         raise DlmBridgeError(f"--processes must be at least 1, not {processes}")
     if processes > 1 and "fork" not in get_all_start_methods():
         raise DlmBridgeError(f"--processes {processes} needs a system that can fork: use --workers")
-    if processes > 1 and torch.cuda.is_initialized():
+    if processes > 1 and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         raise DlmBridgeError(f"--processes {processes}: this process uses CUDA, which does not survive a fork")
 
 
@@ -114,7 +115,7 @@ def run_forked(
                 except (EOFError, OSError):
                     process = running[end]
                     process.join()
-                    raise WorkerKilledError(f"a worker process was killed ({_why(process.exitcode)})") from None
+                    raise WorkerKilledError(f"a worker process {how_it_ended(process.exitcode)}") from None
                 if number == _FAILED:
                     raise result
                 if number == _DONE:
@@ -166,6 +167,8 @@ class TaskMemory:
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor, in the memory of the task that this thread runs where there is one."""
+    import torch
+
     memory: TaskMemory | None = getattr(_task, "memory", None)
     nbytes = prod(shape) * dtype.itemsize
     if memory is None or nbytes < _SMALL:
@@ -222,6 +225,8 @@ def _work(
     parent: int, end: connection.Connection, share: Sequence[tuple[int, int, Callable[[], Any]]], workers: int
 ) -> None:
     """In a forked process, which ends here: no handler or buffer that it has inherited may run or be flushed."""
+    import torch
+
     end_with_parent(parent)
     torch.set_num_threads(1)  # the threads that torch had are not here
     lock = threading.Lock()
@@ -243,9 +248,3 @@ def _work(
         end.send((_FAILED, RuntimeError(f"{type(error).__name__}: {error}")))
     finally:
         os._exit(status)
-
-
-def _why(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return signal.Signals(-exitcode).name
-    return f"exit code {exitcode}"

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.hub import CONFIG_FILE, check_plain_files, read_json
+from dlm_bridge.processes import temporary_folder
 
 RUNNER = Path(__file__).with_name("original_runner.py")
 READY = "requirements.json"  # written last: an environment without it was interrupted
@@ -63,8 +63,7 @@ def run_original(python: Path, checkpoint: Path, request: dict[str, Any]) -> tup
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with tempfile.TemporaryDirectory(prefix="dlm-bridge-original-") as name:
-        folder = Path(name)
+    with temporary_folder("dlm-bridge-original-") as folder:
         (folder / "home").mkdir()
         (folder / "request.json").write_text(json.dumps({"checkpoint": str(checkpoint.absolute()), **request}))
         command = [str(python), "-I", str(RUNNER), str(folder)]

@@ -288,6 +288,9 @@ def _check_tokens(
     stop_strings: tuple[str, ...],
     vocabulary_size: int,
 ) -> None:
+    for name, value in (("mask_token_id", mask_token_id), ("pad_token_id", pad_token_id)):
+        if value is not None and type(value) is not int:  # a config may say anything
+            raise DlmBridgeError(f"{name} must be a token id, not {value!r}")
     for name, token in (("mask_token_id", mask_token_id), ("eot_token_id", eot_token_id)):
         if token is not None and not 0 <= token < vocabulary_size:
             raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary_size}")

@@ -68,7 +68,7 @@ def initializer_range(config: Mapping[str, Any], key: str = "initializer_range")
     value = config.get(key)
     if value is None:
         return 0.02
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
         raise DlmBridgeError(f"config.json: {key} must be a number of at least 0, not {value!r}")
     return float(value)
 

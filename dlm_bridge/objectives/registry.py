@@ -200,8 +200,8 @@ def mask_token_id(model: Any) -> int:
         raise DlmBridgeError("the model's config has no mask_token_id: give it with --mask-token-id")
     embedding = model.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", embedding.weight.shape[0])  # its weight may be a shard
-    if not 0 <= token < rows:
+    if type(token) is not int or not 0 <= token < rows:
         raise DlmBridgeError(
-            f"mask_token_id {token} is outside the vocabulary of {rows}: give another with --mask-token-id"
+            f"mask_token_id {token!r} is outside the vocabulary of {rows}: give another with --mask-token-id"
         )
-    return int(token)
+    return token

@@ -58,7 +58,7 @@ class DreamOnDiffusion(Objective):
         found = {}
         for name, key in (("expand_token_id", "expand_token_id"), ("delete_token_id", "eos_token_id")):
             token = getattr(config, key, None)
-            if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            if type(token) is not int or not 0 <= token < config.vocab_size:
                 raise DlmBridgeError(
                     f"config.json: {key} {token!r} is no token of the vocabulary of {config.vocab_size}: set it"
                 )

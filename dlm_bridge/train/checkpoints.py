@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
-from dlm_bridge.convert.formats.safetensors_file import FP8_DTYPES, SAFETENSORS_INDEX, read_header
+from dlm_bridge.convert.formats.safetensors_file import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.convert.side_files import publish_config
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
 from dlm_bridge.hub import STEP_NAME, read_json
 
 STATE = "trainer_state.pt"
@@ -80,8 +80,12 @@ def _remedy(output: Path) -> str:
     return how_to_go_on(found[-1][1] if found else None)
 
 
-def how_to_go_on(newest: Path | None) -> str:
-    """What to do after a checkpoint could not be written, where `newest` is the last one that could."""
+def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
+    """What to do after a checkpoint could not be written, where `newest` is the last one that could; `killed`: because
+    a process that writes it was, else because the disk refused."""
+    if killed:
+        kept = "no checkpoint was written yet" if newest is None else f"{newest.name} stays the newest checkpoint"
+        return f"{kept}: where the system killed it for want of memory (see dmesg), give the job more, then --resume"
     if newest is None:
         return "no checkpoint was written yet: make room there, or choose another --output"
     size = sum((newest / name).stat().st_size for name in file_names(newest))
@@ -139,9 +143,8 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         return torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DlmBridgeError(
-            f"{folder / STATE}: damaged ({line}): remove {folder} to resume from before it"
+            f"{folder / STATE}: damaged ({library_cause(error)}): remove {folder} to resume from before it"
         ) from error
 
 
@@ -186,7 +189,8 @@ class ResumePoint:
         ]
         if self.folder is not None and not (self.folder / FILE_DIGESTS).is_file():
             lines.append(
-                f"{self.folder} is of a version that wrote no digests: whether it is damaged cannot be checked"
+                f"warning: {self.folder} has no {FILE_DIGESTS}, as one of an early version: whether it is damaged "
+                "cannot be checked"
             )
         return lines
 
@@ -245,7 +249,7 @@ def _incomplete(folder: Path) -> str | None:
         return "is incomplete: it has no weights"
     for file in weights:
         if file.suffix == ".safetensors":
-            read_header(file, FP8_DTYPES)
+            read_header(file, FP8)
     if (folder / SAFETENSORS_INDEX).is_file():
         named = {str(name) for name in dict(read_json(folder / SAFETENSORS_INDEX).get("weight_map", {})).values()}
         if missing := [name for name in named if not (folder / name).is_file()]:

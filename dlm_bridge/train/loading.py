@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
 from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
-from dlm_bridge.hub import TRACKER, opening, read_config, resolve
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
 from dlm_bridge.models.families import families, family_by_name, find_family
 from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.train.config import TrainConfig
@@ -159,7 +160,7 @@ def check_weights(model: str) -> None:
     files = sorted(Path(model).glob("*.safetensors"))
     for file in files:
         loading.check_whole(file)
-    if Path(model).is_dir() and not files:
+    if Path(model).is_dir() and not files and not any(Path(model).glob("*.bin")):
         raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
     index = Path(model) / SAFETENSORS_INDEX
     if not index.is_file() or (index.parent / SINGLE_FILE).is_file():
@@ -250,8 +251,10 @@ def load_hub_model(
     # AutoModelForCausalLM does not know every family's model class.
     spec = _config_family(config)
     model_class: Any = AutoModelForCausalLM if spec is None else spec.load("model_class")
+    # The folder of a Hub id is looked up once: where the Hub cannot be reached, each file would be tried for long.
+    place = resolve(model) if not Path(model).is_dir() and HUB_ID.fullmatch(model) else model
     return loading.load_pretrained(
-        model_class, model, f"--model {model}", config=config, dtype=dtype, **(quantization or {})
+        model_class, place, f"--model {model}", config=config, dtype=dtype, **(quantization or {})
     )
 
 
@@ -286,8 +289,11 @@ def load_tokenizer(config: TrainConfig) -> Any:
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
     """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
     check_exists(flag, place)
-    folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else place
-    return loading.load_tokenizer(folder, f"{flag} {place}", remedy)
+    folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else Path(place)
+    if folder.is_dir():
+        return loading.load_tokenizer(folder, f"{flag} {place}", remedy)
+    fetch = partial(loading.load_tokenizer, place, f"{flag} {place}", remedy)
+    return from_hub(lambda local: fetch(local_files_only=local), f"{flag} {place}", "its tokenizer")
 
 
 def _quantization(config: TrainConfig) -> dict[str, Any]:
@@ -327,9 +333,10 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
     from transformers import AutoConfig
 
     config_class = AutoConfig if family is None else family.load("config_class")
+    place = model if Path(model).is_dir() else str(_config_from_hub(model).parent)
     with opening(model, f"--model {model}: its config does not load"):
         try:
-            config = config_class.from_pretrained(model, trust_remote_code=False)
+            config = config_class.from_pretrained(place, trust_remote_code=False)
         except ValueError as error:
             if family is not None or not _UNKNOWN_TYPE.search(str(error)):
                 raise
@@ -338,13 +345,22 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
                 f"({one_line(error).split('. ')[0]})"
             ) from None
         if family is None and (hidden := _family_behind(config)) is not None:
-            return hidden.load("config_class").from_pretrained(model)
+            return hidden.load("config_class").from_pretrained(place)
     if family is not None and not isinstance(config, config_class):
         raise DlmBridgeError(
             f"--family {family.name}: the config of {model} names another family, {config.architectures[0]}: "
             "leave --family out"
         )
     return config
+
+
+def _config_from_hub(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    def fetch(local: bool) -> Path:
+        return Path(hf_hub_download(model, CONFIG_FILE, local_files_only=local))
+
+    return from_hub(fetch, f"--model {model}", f"its {CONFIG_FILE}")
 
 
 def _family_behind(hub_config: Any) -> FamilySpec | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -206,3 +207,18 @@ def test_only_what_reads_a_file_is_guarded() -> None:
     for passed in (KeyboardInterrupt, SystemExit):
         with pytest.raises(passed), reading("the file"):
             raise passed
+
+
+class Code:
+    """What a pickled file could hold in the place of weights."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def test_nobody_is_advised_to_run_what_is_pickled(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Code()}, copy / "pytorch_model.bin")
+    with pytest.raises(DlmBridgeError, match=str(copy)) as raised:
+        load_model(copy)
+    assert "weights_only" not in str(raised.value)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -45,9 +46,11 @@ class Case:
     arguments: tuple[str, ...]  # with {llada}, {megatron}, {policy}, {text}, {prompts}, {reward}, {out}
     pause: str = ""
     deaf: bool = False  # the main thread waits in a library
+    importing: bool = False  # it imports a module, which turns an exception into one of its own, as numpy does
 
     def __str__(self) -> str:
-        return f"{self.arguments[0]} in {self.pause.rsplit('.', 1)[-1] or 'a reward'}{', deaf' * self.deaf}"
+        how = ", deaf" * self.deaf + ", importing" * self.importing
+        return f"{self.arguments[0]} in {self.pause.rsplit('.', 1)[-1] or 'a reward'}{how}"
 
 
 WRITE = "dlm_bridge.convert.streaming.write_at"
@@ -66,6 +69,8 @@ WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async._write_it
 INTERRUPTED = (
     Case(("import", "{llada}", "{out}", "--tp", "2", "--processes", "2"), WRITE),
     pytest.param(Case(("export", "{megatron}", "{out}"), WRITE), marks=pytest.mark.slow),  # threads that hang
+    Case(("import", "{llada}", "{out}"), "dlm_bridge.convert.transfer.write_side_files", importing=True),
+    Case(("inspect", "{llada}"), "dlm_bridge.convert.inspect.inspect_checkpoint", importing=True),
     Case(("verify", "{megatron}", "{llada}"), "dlm_bridge.convert.verify._compare_specs"),
     Case(
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
@@ -112,6 +117,39 @@ def test_ctrl_c_ends_a_command_at_once(case: Case, files: dict[str, str], tmp_pa
     assert "Traceback" not in said
     if case.arguments[0] not in ("pretrain", "rl"):  # whose folders have their settings
         assert not list(tmp_path.glob("out*"))
+
+
+STARTING = (
+    ("inspect", "{llada}"),
+    ("import", "{llada}", "{out}", "--tp", "2"),
+    ("generate", "{llada}", "--prompt", "a", "--gen-length", "8"),
+    ("eval", "{llada}", "--perplexity", "{text}"),
+    PRETRAIN,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", STARTING, ids=lambda arguments: arguments[0])
+def test_ctrl_c_while_a_command_starts(arguments: tuple[str, ...], files: dict[str, str], tmp_path: Path) -> None:
+    """In processes of their own, which import everything anew, at moments from the first one on."""
+    source = "from dlm_bridge.cli.__main__ import run; print('starts', flush=True); run()"
+    draw, interrupted = random.Random(0), 0
+    for number in range(6):
+        words = [word.format(**files, out=str(tmp_path / f"out{number}")) for word in arguments]
+        process = subprocess.Popen(
+            [sys.executable, "-c", source, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starts\n"
+        time.sleep(draw.uniform(0, 0.6 * number))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert "Traceback" not in said, said
+        assert process.returncode in (0, 130), said  # 0: it was done
+        if process.returncode == 130:
+            interrupted += 1
+            assert len([line for line in said.splitlines() if line.startswith("dlm-bridge: ")]) == 1, said
+    assert interrupted
 
 
 @pytest.mark.parametrize("case", KILLED, ids=str)
@@ -233,7 +271,7 @@ def become(case: Case, busy: str, log: str) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         undrawn(pytest.MonkeyPatch())
         if case.pause:
-            _pause_in(case.pause, Path(busy), case.deaf)
+            _pause_in(case, Path(busy))
         os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
         sys.argv = ["dlm-bridge", *case.arguments]
         run()
@@ -247,9 +285,18 @@ def become(case: Case, busy: str, log: str) -> None:
         os._exit(code)
 
 
-def _pause_in(name: str, busy: Path, deaf: bool) -> None:
+MODULE = """
+import time
+try:
+    time.sleep(2)
+except KeyboardInterrupt:
+    raise ImportError("a library cannot be imported") from None
+"""
+
+
+def _pause_in(case: Case, busy: Path) -> None:
     owner: Any = None
-    parts = name.split(".")
+    name, parts = case.pause, case.pause.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         with suppress(ModuleNotFoundError):
             owner = importlib.import_module(".".join(parts[:cut]))
@@ -260,7 +307,11 @@ def _pause_in(name: str, busy: Path, deaf: bool) -> None:
 
     def paused(*_: Any, **__: Any) -> None:
         busy.touch()
-        if deaf:
+        if case.importing:
+            busy.with_name("slow_module.py").write_text(MODULE)
+            sys.path.insert(0, str(busy.parent))
+            importlib.import_module("slow_module")
+        if case.deaf:
             lock = ctypes.create_string_buffer(64)
             for _ in range(2):  # the second waits for ever, and hears of no signal
                 ctypes.CDLL(None).pthread_mutex_lock(lock)

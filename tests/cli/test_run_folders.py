@@ -45,6 +45,7 @@ def taken(run: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     lines = [record.getMessage() for record in caplog.records if record.name == "dlm_bridge.hub"]
     assert len(lines) == 1, lines
     assert str(run / "checkpoints" / name) in lines[0]
+    assert "'" not in lines[0]
     caplog.clear()
 
 

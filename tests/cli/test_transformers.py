@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.cli.serving import refuse_chats_without_template
 from dlm_bridge.registration import register_model_names
 from tests.cli.conftest import TEMPLATE
 
@@ -35,7 +37,13 @@ def chatty(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(chatty: Path) -> Iterator[str]:
-    """transformers' server, asked for continuous batching, which it has to leave out."""
+    with serving(chatty) as address:
+        yield address
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of transformers' server, asked for continuous batching, which it has to leave out."""
     pytest.importorskip("openai")
     serve = pytest.importorskip("transformers.cli.serve")
     import httpx
@@ -44,18 +52,22 @@ def server(chatty: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     register_model_names()
-    running = serve.Serve(
-        str(chatty), device="cpu", port=port, host="127.0.0.1", continuous_batching=True, non_blocking=True
-    )
-    address = f"http://127.0.0.1:{port}"
-    for _ in range(300):
-        try:
-            if httpx.get(f"{address}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(0.1)
-    yield address
-    running.kill_server()
+    with pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module("transformers.cli.serving.server")
+        patch.setattr(module, "build_server", module.build_server)  # put back afterwards
+        refuse_chats_without_template()
+        running = serve.Serve(
+            str(folder), device="cpu", port=port, host="127.0.0.1", continuous_batching=True, non_blocking=True
+        )
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                if httpx.get(f"{address}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield address
+        running.kill_server()
 
 
 def expected(folder: Path, **settings: Any) -> str:
@@ -69,6 +81,15 @@ def test_a_diffusion_model_answers_a_chat(server: str, chatty: Path) -> None:
 
     answer = httpx.post(f"{server}/v1/chat/completions", json=BODY, timeout=120).json()
     assert answer["choices"][0]["message"]["content"] == expected(chatty, gen_length=16)
+
+
+def test_a_model_without_a_chat_template_refuses_chats(llada: Path) -> None:
+    with serving(llada) as address:
+        import httpx
+
+        answer = httpx.post(f"{address}/v1/chat/completions", json=BODY, timeout=120)
+    assert answer.status_code == 400
+    assert "chat template" in answer.json()["error"]["message"]
 
 
 def test_its_blocks_are_streamed_as_they_are_committed(server: str, chatty: Path) -> None:

@@ -190,6 +190,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     ),
     (lambda f: edit_config(f, n_layers=10**9), r"cannot be"),
     (lambda f: edit_config(f, n_layers=-1), r"the size 'layers' is -1"),
+    (lambda f: edit_config(f, n_layers=True), r"the size 'layers' is True"),
     (lambda f: edit_config(f, d_model="x"), r"must be numbers"),
     (lambda f: edit_config(f, mlp_hidden_size="wide"), r"config\.json"),
     (lambda f: edit_config(f, weight_tying=True), r"ff_out\.weight differs from"),

@@ -58,9 +58,7 @@ def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
     output = tmp_path / "here" / "out"
     with monkeypatch.context() as patch:
         fails_in_a_child(patch, 30, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(
-            WorkerKilledError, match=r"killed \(SIGKILL\): .*out was not written; the same command with"
-        ):
+        with pytest.raises(WorkerKilledError, match=r"SIGKILL\): .*out was not written; the same command with"):
             Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, workers=1)
     (left,) = (tmp_path / "here").iterdir()
     assert atomic.has_progress(left)

@@ -17,7 +17,9 @@ import torch
 import yaml
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.push import front_matter, push, without_tokens
+from dlm_bridge.convert.card import front_matter
+from dlm_bridge.convert.push import push, without_tokens
+from dlm_bridge.convert.verify import verify_manifest
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 from tests.families import stable_diffcoder
@@ -110,6 +112,7 @@ def folder(tmp_path: Path) -> Path:
 def test_uploads_the_checkpoint_in_one_commit_with_a_card(
     hub: Hub, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    exported = (folder / "README.md").read_bytes()
     code, out, err = run_cli(
         capsys, "push", folder, "me/model", "--private", "--revision", "try", "--message", "First"
     )
@@ -124,8 +127,8 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
         "optimizer.pt",
         ".netrc",
     }
-    assert hub.files.keys() == expected | {"README.md"}
-    assert all(hub.files[name] == (folder / name).read_bytes() for name in expected)
+    assert hub.files.keys() == expected
+    assert all(hub.files[name] == (folder / name).read_bytes() for name in expected - {"README.md"})
     card = hub.files["README.md"].decode()
     assert "library_name: transformers" in card
     assert "- diffusion-language-model" in card
@@ -133,8 +136,29 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
     assert 'from_pretrained("me/model")' in card
     assert "Written by dlm-bridge" in card
     assert "left out: optimizer.pt" in out
-    assert not (folder / "README.md").exists()  # the source is never touched
+    assert (folder / "README.md").read_bytes() == exported  # the source is never touched
     assert TOKEN not in out + err + card
+
+
+def test_export_writes_a_card_where_the_source_has_none(folder: Path, tmp_path: Path) -> None:
+    card = folder / "README.md"
+    assert "import dlm_bridge  # registers" in card.read_text()
+    assert str(tmp_path) not in card.read_text()
+    card.write_text("# Mine\n")
+    assert verify_manifest(folder).equal  # it is there to be edited
+    Bridge.from_hf(folder).to_megatron(tmp_path / "again", Layout(tp=2))
+    Bridge.from_megatron(tmp_path / "again").to_hf(tmp_path / "exported")
+    assert (tmp_path / "exported" / "README.md").read_text() == "# Mine\n"
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_card_that_nobody_wrote_is_replaced(template: bool, hub: Hub, folder: Path) -> None:
+    if template:
+        (folder / "README.md").write_text("# Model Card for Model ID\n\nDeveloped by: [More Information Needed]\n")
+    assert push(folder, "me/model").card == "generated"
+    card = hub.files["README.md"].decode()
+    assert 'from_pretrained("me/model")' in card
+    assert "More Information" not in card
 
 
 def test_own_readme_is_kept_unless_told_otherwise(hub: Hub, folder: Path) -> None:

@@ -34,6 +34,7 @@ KINDS = {
     "stop": 3,  # SIGSTOP of a rank
     "slow": 1,  # a rank is stopped and goes on, again and again
     "full disk": 3,
+    "kill a writer": 3,  # SIGKILL of a process with which a rank writes a checkpoint
 }
 DAMAGED = 0.3  # of the rounds find their newest checkpoint damaged
 ENGINES = {
@@ -76,6 +77,8 @@ class Chain:
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "full disk" and not self.mounted:
             kind = "kill"
+        if kind == "kill a writer" and self.engine == "accelerate":
+            kind = "kill while saving"  # its ranks write themselves
         damaged = self._damage(draw) if draw.random() < DAMAGED else None
         before = self._last_step()
         job = Job([*arguments, "--output", str(self.output), "--resume"], self.processes, self.root / "logs")
@@ -102,6 +105,11 @@ class Chain:
             hidden = (self.output / "checkpoints").glob(".*")
             return reached() and any(not folder.name.endswith(".old") for folder in hidden)
 
+        if kind == "kill a writer":
+            if not self._wait(job, lambda: reached() and job.kill_writer(draw)):
+                return False
+            self._wait(job, lambda: bool(job.codes))
+            return True
         if not self._wait(job, saving if kind == "kill while saving" else reached):
             return False
         time.sleep(delay_s if kind != "kill while saving" else draw.uniform(0, 0.1))
@@ -166,6 +174,8 @@ class Chain:
             raise FaultError(f"the run ended at no fault, or at a slow rank: {lines}")
         if kind == "full disk" and job.failed and not any("no space left" in line.lower() for line in lines):
             raise FaultError(f"a full disk, and no line says so: {lines}")
+        if kind == "kill a writer" and job.failed and not any("SIGKILL" in line for line in lines):
+            raise FaultError(f"a writer was killed, and no line says so: {lines}")
         if damaged is not None and damaged.name not in said and job.started + 60 < ended:
             raise FaultError(f"{damaged.name} was damaged, and nothing says so")
         self._check_losses(complete=not job.failed)

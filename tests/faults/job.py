@@ -75,6 +75,17 @@ class Job:
         with suppress(ProcessLookupError):
             os.kill(self.ranks[rank], number)
 
+    def kill_writer(self, draw: random.Random) -> bool:
+        """SIGKILL to a process that one of the ranks has forked, if there is any: whether there was."""
+        own = psutil.Process().cmdline()  # what multiprocessing starts anew has another
+        for rank in draw.sample(self.running, len(self.running)):
+            with suppress(psutil.Error):
+                forked = [each for each in psutil.Process(self.ranks[rank]).children(True) if each.cmdline() == own]
+                if forked:
+                    draw.choice(forked).kill()
+                    return True
+        return False
+
     def shut_down(self) -> list[str]:
         """After the first rank has failed: SIGTERM to the others, and SIGKILL to ranks that are left. The other
         processes that are left of the job after so long, which there must not be, killed too."""

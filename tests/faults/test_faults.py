@@ -11,7 +11,7 @@ import pytest
 
 from tests import launcher
 
-ROUNDS = {"accelerate": (36, 3), "megatron async": (19, 3)}  # the first seed, how many
+ROUNDS = {"accelerate": (25, 3), "megatron async": (23, 3)}  # the first seed, how many
 
 
 @pytest.mark.slow

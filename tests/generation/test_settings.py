@@ -138,6 +138,7 @@ def test_transformers_own_words(model: Any) -> None:
         ({"temperature": 10**400}, "temperature must be a number"),
         ({"seed": "x"}, "seed must be a whole number or a list of them, not 'x'"),
         ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
+        ({"suppress_tokens": [True]}, "suppress_tokens holds True"),
         ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
         ({"pad_token_id": MASK, "eos_token_id": None, "stop_strings": "x"}, "pad_token_id 127 is the mask token"),
         ({"eos_token_id": [3, MASK]}, "eos_token_id 127 is the mask token, which is never generated"),
@@ -368,6 +369,16 @@ def test_a_damaged_file_is_not_passed_over(folder: Path, tmp_path: Path) -> None
         assert "\n" not in str(error.value)
     (tmp_path / "generation_config.json").unlink()
     assert load(tmp_path).generation_config.max_new_tokens is None
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pad_token_id"])
+def test_a_token_of_the_config_is_a_number(name: str, model: Any) -> None:
+    """JSON's true and false are numbers to Python, and no tokens to an embedding."""
+    stored = with_stored(copy.copy(model))
+    stored.config = copy.copy(model.config)
+    setattr(stored.config, name, False)
+    with pytest.raises(DlmBridgeError, match=f"{name} must be a token id, not False"):
+        settings(stored)
 
 
 def test_the_mask_token_of_written_prompts_is_that_of_the_sampler(model: Any) -> None:

@@ -26,6 +26,7 @@ from dlm_bridge.models.family_spec import FamilySpec
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.setup import with_objective
 from tests import launcher
@@ -262,9 +263,40 @@ def test_config_without_usable_ids_is_refused(tmp_path: Path, run: Run, seed_fol
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((seed_folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 999}))
-    with pytest.raises(DlmBridgeError, match="mask_token_id 999 is outside the vocabulary of 288"):
-        run(tmp_path / "run", model=str(folder), data=["mock"])
+    for token in (999, True):
+        (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
+        with pytest.raises(DlmBridgeError, match=f"mask_token_id {token} is outside the vocabulary of 288"):
+            run(tmp_path / "run", model=str(folder), data=["mock"])
     (folder / "config.json").write_text(json.dumps({**config, "init_fn": "kaiming_normal"}))
     with pytest.raises(DlmBridgeError, match="init_fn 'kaiming_normal' is not supported"):
         run(tmp_path / "run", model=str(folder), data=["mock"])
+
+
+def test_weights_that_are_pickled(tmp_path: Path, run: Run, values: dict[str, Any]) -> None:
+    """A folder with torch's own file alone is a model, as for every other command."""
+    run(tmp_path / "run", steps=1)
+    folder = tmp_path / "run" / "checkpoints" / "step-0000001"
+    first = load_model(
+        TrainConfig.from_flags(**{**values, "output": "o", "model": str(folder), "from_scratch": False})
+    )
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    again = load_model(
+        TrainConfig.from_flags(**{**values, "output": "o", "model": str(folder), "from_scratch": False})
+    )
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in first.state_dict().items())
+
+
+@pytest.mark.parametrize("named", ["model", "tokenizer"])
+def test_without_a_network_a_hub_id_is_one_line_at_once(
+    named: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is tried again and again where the Hub's host is not known."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://nowhere.invalid")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    scratch = {"from_scratch": named != "model"}
+    with pytest.raises(DlmBridgeError, match=rf"--{named} me/it: .*nowhere\.invalid cannot be found"):
+        run(tmp_path / "run", steps=1, **{named: "me/it"}, **scratch)
+    assert not [record for record in caplog.records if "Retrying" in record.getMessage()]

@@ -65,14 +65,15 @@ class Key:
     "name", ["gqa", "llada2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada_moe", PREDICTING))]
 )
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
+    from dlm_bridge.train.megatron import fsdp_checkpoints
+    from dlm_bridge.train.megatron.mtp import read_mtp_shard
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
     bridge = Bridge.from_hf(hub)
     (model,) = bridge.build_megatron_model(Layout())
     whole = Rank(model, 0, 1)
-    share = checkpoints.read_mtp_shard(bridge.checkpoint)
+    share = read_mtp_shard(bridge.checkpoint)
     fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
 
     for rank in range(3):

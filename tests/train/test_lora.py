@@ -83,6 +83,9 @@ def test_an_adapter_is_trained_saved_merged_and_carried_over(
     settings = json.loads((_checkpoint(output, 6) / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8, "LORA")
     assert settings["base_model_name_or_path"] == str(base)
+    card = (_checkpoint(output, 6) / "README.md").read_text()
+    assert "import dlm_bridge" in card
+    assert "More Information Needed" not in card  # as in PEFT's own
     assert not list(_checkpoint(output, 6).glob("model*.safetensors"))
     assert all(same(tensor, before[name]) for name, tensor in hub_tensors(base).items())
     earlier, adapter = _adapter(output, 4), _adapter(output, 6)

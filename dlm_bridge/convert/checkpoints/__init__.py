@@ -5,31 +5,36 @@ A new format is a module with a `Checkpoint` class, and its row in `KINDS`.
 
 from __future__ import annotations
 
+import importlib
 import os
+from functools import cache
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints.dcp import DcpCheckpoint, hub_of_config
-from dlm_bridge.convert.checkpoints.fsdp_dtensor import FsdpDtensorCheckpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
-from dlm_bridge.convert.checkpoints.legacy import LegacyCheckpoint
-from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint, iteration_folder
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint
-from dlm_bridge.convert.optimizer_state import AVERAGED
 from dlm_bridge.convert.side_files import HUB_FOLDER
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import TRACKER, check_plain_files, checkpoint_folder
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_files, checkpoint_folder
 
-# In the order in which they are asked whether a folder is theirs.
-KINDS: tuple[type[Checkpoint], ...] = (
-    LegacyCheckpoint,
-    TorchDistCheckpoint,
-    FsdpDtensorCheckpoint,
-    DcpCheckpoint,
-    HubCheckpoint,
+# In the order in which they are asked whether a folder is theirs, with patterns of which such a folder has one. Only
+# where it has they are imported: a Hub folder's headers are read without torch.
+KINDS = (
+    ("legacy:LegacyCheckpoint", ("mp_rank_*",)),
+    ("torch_dist:TorchDistCheckpoint", (".metadata",)),
+    ("fsdp_dtensor:FsdpDtensorCheckpoint", (".metadata",)),
+    ("dcp:DcpCheckpoint", (".metadata", "pytorch_model_fsdp_0/.metadata")),  # its own, or Accelerate's below it
+    ("huggingface:HubCheckpoint", (CONFIG_FILE,)),
 )
 PathLike = str | os.PathLike[str]
+
+
+@cache
+def load_kind(place: str) -> type[Checkpoint]:
+    """The class of a row of `KINDS`."""
+    module, name = place.split(":")
+    kind: type[Checkpoint] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return kind
 
 
 @gc_paused()
@@ -69,6 +74,8 @@ def open_megatron(
         raise DlmBridgeError("give --like or --hf-config, not both")
     kind, _ = _kind(root)
     if kind in (None, HubCheckpoint):
+        from dlm_bridge.convert.optimizer_state import AVERAGED
+
         why = "it is in the Hub's layout already" if kind is HubCheckpoint else f"it has no {TRACKER}"
         where = f", and so are its averages, {root / AVERAGED}" if averaged and (root / AVERAGED).is_dir() else ""
         raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}{where}")
@@ -80,6 +87,8 @@ def open_megatron(
         twin.check()
         checkpoint.adopt(twin)
     if hf_config is not None:
+        from dlm_bridge.convert.checkpoints.dcp import hub_of_config
+
         checkpoint.hub = hub_of_config(Path(hf_config), family, str(hf_config))
     return checkpoint.bind()
 
@@ -92,16 +101,28 @@ def is_megatron(folder: Path) -> bool:
 def newest_iteration(folder: Path) -> Path | None:
     """The folder of a Megatron checkpoint's newest iteration; None for other checkpoints. Raises DlmBridgeError."""
     kind, iteration = _kind(folder)
-    return iteration if kind is not None and issubclass(kind, MegatronCheckpoint) else None
+    return iteration if kind is not None and _is_megatrons(kind) else None
 
 
 def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
     """The kind of a folder, and the iteration's folder of a Megatron checkpoint. Raises DlmBridgeError."""
-    is_root = (folder / TRACKER).is_file()
-    found = iteration_folder(folder) if is_root else folder
+    found = folder
+    if is_root := (folder / TRACKER).is_file():
+        from dlm_bridge.convert.checkpoints.megatron import iteration_folder
+
+        found = iteration_folder(folder)
     for place in dict.fromkeys((folder, folder / HUB_FOLDER, found, *found.glob("mp_rank_*"))):
         check_plain_files(place)
-    kind = next((kind for kind in KINDS if kind.recognises(found)), None)
-    if is_root and (kind is None or not issubclass(kind, MegatronCheckpoint)):
-        kind = TorchDistCheckpoint  # its error names what the folder lacks
+    rows = [row for row, patterns in KINDS if any(any(found.glob(pattern)) for pattern in patterns)]
+    kind = next((kind for kind in map(load_kind, rows) if kind.recognises(found)), None)
+    if is_root and (kind is None or not _is_megatrons(kind)):
+        kind = load_kind("torch_dist:TorchDistCheckpoint")  # its error names what the folder lacks
     return kind, found
+
+
+def _is_megatrons(kind: type[Checkpoint]) -> bool:
+    if kind is HubCheckpoint:
+        return False
+    from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
+
+    return issubclass(kind, MegatronCheckpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.convert.checkpoints.hub_reader import HubReader
-from dlm_bridge.convert.formats.safetensors_file import FP8, FP8_DTYPES, MXFP4_PARTS, ShardRecord, TensorEntry
+from dlm_bridge.convert.formats.safetensors_file import FP8, MXFP4_PARTS, ShardRecord, TensorEntry
 from dlm_bridge.errors import DlmBridgeError
 
 SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied
@@ -27,10 +26,10 @@ class DequantisedReader(HubReader):
 
     kind: ClassVar[str]  # in words
     flag: ClassVar[str]
-    dtypes: ClassVar[Mapping[str, torch.dtype]]  # in a safetensors header, of quantised weights only
+    stored: ClassVar[str]  # the dtype in a safetensors header, of quantised weights only
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, self.dtypes)
+        super().__init__(folder, self.stored)
         self._raw = {entry.name: entry for file in self.files.values() for entry in file.entries}
         self.quantised = self._quantised()  # the weights, with the dtype and shape that `read` gives
         if not self.quantised:
@@ -76,7 +75,7 @@ class FP8Reader(DequantisedReader):
     weights and scales do not belong together.
     """
 
-    kind, flag, dtypes = "FP8", "--dequantize-fp8", FP8_DTYPES
+    kind, flag, stored = "FP8", "--dequantize-fp8", FP8
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._config = config
@@ -92,7 +91,7 @@ class FP8Reader(DequantisedReader):
         return name, name + SCALE
 
     def _quantised(self) -> dict[str, TensorEntry]:
-        found = {name: entry for name, entry in self._raw.items() if entry.dtype == FP8}
+        found = {name: entry for name, entry in self._raw.items() if entry.stored == self.stored}
         if found:
             self._block = _block_size(self.folder, self._config)
         for name in found:
@@ -102,7 +101,7 @@ class FP8Reader(DequantisedReader):
                 raise DlmBridgeError(
                     f"{self.folder}: tensor {name} is a scale, but {name.removesuffix(SCALE)} is not FP8"
                 )
-        return {name: replace(entry, dtype=torch.bfloat16) for name, entry in found.items()}
+        return {name: replace(entry, stored="BF16") for name, entry in found.items()}
 
     def _check(self, name: str) -> None:
         if name + SCALE not in self._raw:
@@ -124,7 +123,7 @@ class MXFP4Reader(DequantisedReader):
     where there is no such weight, and where blocks and scales do not belong together.
     """
 
-    kind, flag, dtypes = "MXFP4", "--dequantize-mxfp4", {"U8": torch.uint8}
+    kind, flag, stored = "MXFP4", "--dequantize-mxfp4", "U8"
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised where it is MXFP4."""
@@ -158,7 +157,7 @@ class MXFP4Reader(DequantisedReader):
                     f"fit {name + BLOCKS} of {blocks.dtype} {list(blocks.shape)}"
                 )
             experts, rows, count, _ = blocks.shape
-            found[name] = replace(blocks, name=name, dtype=torch.bfloat16, shape=(experts, count * BLOCK, rows))
+            found[name] = replace(blocks, name=name, stored="BF16", shape=(experts, count * BLOCK, rows))
         return found
 
 

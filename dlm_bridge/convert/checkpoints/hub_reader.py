@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dlm_bridge.convert.formats.safetensors_file import (
     SAFETENSORS_INDEX,
@@ -17,11 +16,13 @@ from dlm_bridge.convert.formats.safetensors_file import (
     TensorEntry,
     read_header,
 )
-from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_file
 from dlm_bridge.convert.streaming import FileRegion, SliceRange, read_tensor
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.hub import inside
-from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
+from dlm_bridge.mapping.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -34,7 +35,7 @@ class HubReader:
     and the files do not name the same tensors.
     """
 
-    def __init__(self, folder: Path, quantised: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, folder: Path, quantised: str | None = None) -> None:
         self.folder = folder
         self.pickled = not any(os.path.lexists(folder / name) for name in (SINGLE_FILE, SAFETENSORS_INDEX))
         self.pickled &= any(os.path.lexists(folder / name) for name in (BIN_FILE, BIN_INDEX))
@@ -137,6 +138,9 @@ def read_bin(path: Path) -> SafetensorsFile:
 
     Raises DlmBridgeError for what is not a state dict of weights, and as `read_torch_file` does.
     """
+    from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_file
+    from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
+
     content = read_torch_file(path)
     if not isinstance(content, Mapping):
         raise DlmBridgeError(f"{path}: is not a dict of tensors")
@@ -146,6 +150,6 @@ def read_bin(path: Path) -> SafetensorsFile:
             raise DlmBridgeError(f"{path}: {name!r} is not a tensor: a weight file is a dict of tensors")
         if tensor.dtype not in SAFETENSORS_NAMES:
             raise DlmBridgeError(f"{path}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
-        entries.append(TensorEntry(name, tensor.dtype, tensor.shape, tensor.offset))
+        entries.append(TensorEntry(name, SAFETENSORS_NAMES[tensor.dtype], tensor.shape, tensor.offset))
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)

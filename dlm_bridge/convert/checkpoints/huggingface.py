@@ -7,15 +7,13 @@ ones as bfloat16, on request.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
-from dlm_bridge.convert.checkpoints.dequantised import DequantisedReader, FP8Reader, MXFP4Reader
+from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, RawTensor, TensorSpec
 from dlm_bridge.convert.checkpoints.hub_reader import HubReader
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.side_files import list_side_files
@@ -29,6 +27,9 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import find_family
+
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved: headers alone must not cost that
 
 _OTHER_KINDS = {  # by a file that tells them, where there is no config.json
     ADAPTER_CONFIG: "a LoRA adapter: see dlm-bridge adapter",
@@ -60,14 +61,16 @@ class HubCheckpoint(ByNameCheckpoint):
         self._family, self._source, self._dequantize = family, source, dequantize_fp8 or dequantize_mxfp4
         if dequantize_fp8 and dequantize_mxfp4:
             raise DlmBridgeError("--dequantize-fp8 and --dequantize-mxfp4: a checkpoint is one of them")
-        if dequantize_fp8:
-            self.reader: HubReader = FP8Reader(folder, self._config())
+        if not self._dequantize:
+            self.reader = HubReader(folder)
         else:
-            self.reader = MXFP4Reader(folder) if dequantize_mxfp4 else HubReader(folder)
-        entries = [self.reader.entry(name) for name in self.reader.names]
-        self._stored = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        if isinstance(self.reader, DequantisedReader):
-            self.notes.append(f"{len(self.reader.quantised)} {self.reader.kind} tensors are dequantised to bfloat16")
+            from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
+
+            self.reader = reader = FP8Reader(folder, self._config()) if dequantize_fp8 else MXFP4Reader(folder)
+            self.notes.append(f"{len(reader.quantised)} {reader.kind} tensors are dequantised to bfloat16")
+        names = self.reader.names
+        self._dtypes = Computed(names, lambda name: self.reader.entry(name).dtype)
+        self._stored = Computed(names, lambda name: (self._dtypes[name], self.shape(name)))
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -93,8 +96,15 @@ class HubCheckpoint(ByNameCheckpoint):
             excluded=files.excluded,
             texts=texts,
             shards=self.reader.shards(),
-            dtypes={name: dtype for name, (dtype, _) in self._stored.items()},
+            dtypes=self._dtypes,
         )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.entry(name).shape
+
+    def described(self, name: str) -> RawTensor:
+        entry = self.reader.entry(name)
+        return RawTensor(entry.dtype_name, entry.shape, entry.nbytes)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self.reader.read(name)
@@ -128,6 +138,27 @@ class HubCheckpoint(ByNameCheckpoint):
         return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
 
 
+class Computed(Mapping[str, Any]):
+    """Names with values that are computed when they are asked for."""
+
+    def __init__(self, names: Collection[str], value: Callable[[str], Any]) -> None:
+        self._names, self._value = dict.fromkeys(names), value
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._value(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
 class MadeOfHub(ByNameCheckpoint):
     """Another model, made of a Hub folder's tensors as they are read; a subclass lists its own in `_stored`.
 
@@ -136,6 +167,7 @@ class MadeOfHub(ByNameCheckpoint):
     """
 
     format = "huggingface"
+    _stored: dict[str, TensorSpec]
 
     def __init__(self, source: HubCheckpoint, hub: HubMetadata) -> None:
         super().__init__(source.where, hub)

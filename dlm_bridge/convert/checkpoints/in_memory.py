@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.initialisation import InitialisationRule, initialise
+from dlm_bridge.processes import temporary_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,9 +89,9 @@ def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         config.save_pretrained(folder)
-        path = Path(folder) / CONFIG_FILE
+        path = folder / CONFIG_FILE
         return read_config(path), path.read_bytes()
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.streaming import (
@@ -19,29 +18,41 @@ from dlm_bridge.convert.streaming import (
     tensor_bands,
 )
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
+from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, torch_dtype
 
-FP8 = torch.float8_e4m3fn
-FP8_DTYPES = {"F8_E4M3": FP8}  # by its name in a header
+if TYPE_CHECKING:
+    import torch  # imported where tensors are moved
+
+FP8 = "F8_E4M3"  # in a header
 MXFP4_PARTS = ("_blocks", "_scales")  # of a weight's name: two values a byte, and the exponent of each 32
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 METADATA = {"format": "pt"}
-TensorSpecs = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+_DTYPES = STORED_DTYPES | QUANTISED_DTYPES
+TensorSpecs = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: `offset` counts bytes from the start of the file."""
+    """One tensor of a file: `stored` is its dtype's name in a header, `offset` counts bytes from the start of the
+    file."""
 
     name: str
-    dtype: torch.dtype
+    stored: str
     shape: tuple[int, ...]
     offset: int
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.stored)
+
+    @property
+    def dtype_name(self) -> str:
+        return _DTYPES[self.stored][0]
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * _DTYPES[self.stored][1]
 
 
 @dataclass(frozen=True)
@@ -54,14 +65,14 @@ class SafetensorsFile:
     start: int  # bytes before the tensors
 
 
-def read_header(path: Path, quantised: Mapping[str, torch.dtype] | None = None) -> SafetensorsFile:
-    """Read and check a header; safetensors' own reader judges it first. `quantised` are dtypes of no weight
-    that it lets through, by their names in the header.
+def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
+    """Read and check a header; safetensors' own reader judges it first. `quantised` is a dtype of no weight that it
+    lets through, by its name in the header.
 
     Raises DlmBridgeError naming the file.
     """
     try:
-        with safe_open(path, framework="pt"):
+        with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
@@ -70,7 +81,7 @@ def read_header(path: Path, quantised: Mapping[str, torch.dtype] | None = None) 
         text = stream.read(length)
     header: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
     metadata = header.pop("__metadata__", None)
-    entries = [_entry(path, name, item, 8 + length, quantised or {}) for name, item in header.items()]
+    entries = [_entry(path, name, item, 8 + length, quantised) for name, item in header.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, metadata, tuple(entries), 8 + length)
 
@@ -82,17 +93,20 @@ def build_header(
 
     The bytes are those that safetensors' own writer makes: compact JSON, padded with spaces to 8 bytes.
     """
+    from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
+
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     places, position = [], 0
     for name, dtype, shape in tensors:
         end = position + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        places.append((name, dtype, tuple(shape), position))
+        stored = SAFETENSORS_NAMES[dtype]
+        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [position, end]}
+        places.append((name, stored, tuple(shape), position))
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    entries = tuple(TensorEntry(name, dtype, shape, start + offset) for name, dtype, shape, offset in places)
+    entries = tuple(TensorEntry(name, stored, shape, start + offset) for name, stored, shape, offset in places)
     return len(text).to_bytes(8, "little") + text, entries
 
 
@@ -100,22 +114,23 @@ def standard_order(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
 ) -> list[tuple[str, torch.dtype, Sequence[int]]]:
     """The order that safetensors' own writer gives: widest dtype first, then by name."""
+    from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
+
     rank = {dtype: place for place, dtype in enumerate(SAFETENSORS_NAMES)}
     return sorted(tensors, key=lambda item: (rank[item[1]], item[0]))
 
 
-def _entry(
-    path: Path, name: str, item: dict[str, Any], start: int, quantised: Mapping[str, torch.dtype]
-) -> TensorEntry:
-    dtype = quantised.get(item["dtype"]) or SAFETENSORS_DTYPES.get(item["dtype"])
-    if dtype is None and item["dtype"] == "F8_E4M3":
+def _entry(path: Path, name: str, item: dict[str, Any], start: int, quantised: str | None) -> TensorEntry:
+    stored = item["dtype"]
+    known = stored in STORED_DTYPES or stored == quantised
+    if not known and stored == FP8:
         raise DlmBridgeError(f"{path}: tensor {name} is FP8: dlm-bridge import takes it with --dequantize-fp8")
-    if dtype is None and item["dtype"] == "U8" and name.endswith(MXFP4_PARTS):
+    if not known and stored == "U8" and name.endswith(MXFP4_PARTS):
         raise DlmBridgeError(f"{path}: tensor {name} is MXFP4: dlm-bridge import takes it with --dequantize-mxfp4")
-    if dtype is None:
-        known = ", ".join(SAFETENSORS_DTYPES)
-        raise DlmBridgeError(f"{path}: tensor {name} has dtype {item['dtype']}, a weight has one of {known}")
-    return TensorEntry(name, dtype, tuple(item["shape"]), start + item["data_offsets"][0])
+    if not known:
+        kinds = ", ".join(STORED_DTYPES)
+        raise DlmBridgeError(f"{path}: tensor {name} has dtype {stored}, a weight has one of {kinds}")
+    return TensorEntry(name, stored, tuple(item["shape"]), start + item["data_offsets"][0])
 
 
 def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
@@ -215,7 +230,7 @@ def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
     groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = []
     room = 0
     for name, (dtype, shape) in tensors.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = prod(shape) * dtype.itemsize
         if not groups or size > room:
             groups.append([])
             room = shard_size

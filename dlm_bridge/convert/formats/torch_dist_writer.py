@@ -15,16 +15,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StorageLocation, StoredTensor
 from dlm_bridge.convert.streaming import (
@@ -312,6 +302,21 @@ def read_file_digests(folder: Path, contents: Contents) -> dict[str, str]:
 
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
+    # To import them takes a second, and they come last.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    def stored_at(place: StorageLocation) -> _StorageInfo:
+        return _StorageInfo(place.file, place.offset, place.length)
+
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in contents.tensors.items():
@@ -319,14 +324,10 @@ def write_metadata(folder: Path, contents: Contents) -> None:
         properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
         state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for chunk in tensor.chunks:
-            storage[MetadataIndex(name, chunk.offsets)] = _storage_info(chunk.place)
+            storage[MetadataIndex(name, chunk.offsets)] = stored_at(chunk.place)
     for name, place in contents.objects.items():
         state[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _storage_info(place)
+        storage[MetadataIndex(name)] = stored_at(place)
     metadata = Metadata(state, planner_data=None, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
     with (folder / DCP_METADATA).open("wb") as stream:
         pickle.dump(metadata, stream)
-
-
-def _storage_info(place: StorageLocation) -> _StorageInfo:
-    return _StorageInfo(place.file, place.offset, place.length)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dlm_bridge.convert.atomic import atomic_output
+from dlm_bridge.convert.card import CARD, folder_card
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
 from dlm_bridge.convert.lora.peft import (
@@ -52,6 +53,9 @@ def export_adapter(
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
     with atomic_output(output, sources, overwrite) as folder:
         tensors = write_peft_folder(adapter, base, folder)
+        if not (folder / CARD).exists():
+            card = folder_card(base.family, None, read_config(folder / ADAPTER_CONFIG))
+            (folder / CARD).write_text(card, "utf-8")
     parameters = factor_parameters(base, facts.modules, facts.rank, facts.dora)
     return AdapterReport(
         source=facts.where,

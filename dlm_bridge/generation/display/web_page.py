@@ -209,7 +209,7 @@ def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
     legend = ""
     if any(confidence is not None for confidence in frame.confidence):
         bars = "".join(f'<span style="color:{confidence_colour(step / STEPS)}">{BAR}</span>' for step in range(STEPS))
-        legend = f" &nbsp; probability when committed: 0 {bars} 1"
+        legend = f' &nbsp; <span style="white-space:nowrap">probability when committed: 0 {bars} 1</span>'
     status = f'<div class="denoising-status">{html.escape(said)}{legend}</div>'
     return f'<div class="denoising">{"".join(parts)}</div>{status}'
 

@@ -446,6 +446,14 @@ PROCESS_PATCHES = (
         code="process_wide:start_results_queue",
     ),
     Patch(
+        target="FileSystemWriterAsync.write_preloaded_data_multiproc",
+        what="a writer that is killed ends the save",
+        why="it waits for the reports of all writers, for ever",
+        source="dist_checkpointing/strategies/filesystem_async.py:308",
+        when=_anywhere("every training checkpoint"),
+        replaces={f"{_WRITER}.write_preloaded_data_multiproc": process.collect_from_writers},
+    ),
+    Patch(
         target="FileSystemWriterAsync.write_preloaded_data",
         what="a writer's process ends with the rank",
         why="it would go on writing after the rank is killed, and wait for the rank's queue",

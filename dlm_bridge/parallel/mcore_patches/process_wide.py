@@ -16,14 +16,15 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.processes import end_with_parent, signals_blocked
+from dlm_bridge.convert.workers import gc_paused
+from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
 
 
 def uses_torch_adam() -> bool:
@@ -301,6 +302,70 @@ def start_results_queue() -> None:
     with signals_blocked():
         manager.start(end_with_parent, (os.getpid(),))
     filesystem_async._results_queue = manager.Queue()
+
+
+def collect_from_writers(original: Any) -> Any:
+    """A rank's share of a checkpoint is written by several forked processes, whose results, or the first exception, go
+    to `results_queue`. Each has a pipe of its own, which ends with it, however it ends."""
+
+    def write_preloaded_data_multiproc(
+        transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results_queue: Any
+    ) -> None:
+        from dlm_bridge.parallel.core import filesystem_async
+
+        write = functools.partial(
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data, transforms, use_fsync=True, use_msc=use_msc
+        )
+        try:
+            with gc_paused():  # a collection would free the rank's CUDA tensors in another process
+                results: Any = _written(write, write_buckets, rank)
+        except Exception as error:
+            results = error
+        results_queue.put(results)
+
+    return staticmethod(write_preloaded_data_multiproc)
+
+
+def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[int, Any]:
+    """What a process for each bucket has written, by the bucket's number. Raises a process's exception, and
+    RuntimeError where one has ended without a result; then none is left."""
+    uncounted = types.SimpleNamespace(get=do_nothing, task_done=do_nothing)  # who is done is seen at its pipe
+    context = multiprocessing.get_context("fork")
+    running: dict[connection.Connection, Any] = {}
+    results: dict[int, Any] = {}
+    try:
+        for number, bucket in enumerate(buckets):
+            here, there = context.Pipe(duplex=False)
+            queues = {"results_queue": types.SimpleNamespace(put=there.send), "count_queue": uncounted}
+            words = {"local_proc_idx": number, "write_bucket": bucket, **queues}
+            process = context.Process(target=write, kwargs=words)
+            process.start()
+            running[here] = process
+            there.close()
+        while running:
+            # A process that is forked elsewhere meanwhile may hold an end of a pipe: those of the processes, too.
+            connection.wait([*running, *(process.sentinel for process in running.values())])
+            for here, process in list(running.items()):
+                alive = process.is_alive()  # before the look at its pipe, where a result is by the time that it ends
+                if not (readable := here.poll()) and alive:
+                    continue
+                try:
+                    if not readable:
+                        raise EOFError
+                    number, result = here.recv()
+                except (EOFError, OSError):
+                    process.join()
+                    ended = how_it_ended(process.exitcode)
+                    raise RuntimeError(f"a process of rank {rank} that writes it {ended}") from None
+                if isinstance(result, Exception):
+                    raise result
+                results[number] = result
+                running.pop(here).join()
+        return results
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
 
 
 def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,10 @@ class ModelOptions:
     mask_token_id: int | None = option(None, "Where the model's config has none; the family's by default.", fixed=True)
     tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
     from_scratch: bool = option(
-        False, "Initialise from config.json and --seed.", negative="--from-weights", tasks=TRAINING
+        False,
+        "Initialise from config.json and --seed; --from-weights, the default: from the weights beside it.",
+        negative="--from-weights",
+        tasks=TRAINING,
     )
     lora_rank: int = option(
         0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, fixed=True

@@ -2,9 +2,6 @@
 
 Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
 iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
-
-Multi-token prediction (MTP) layers that are not trained stay in every checkpoint of a run as they were. Each rank
-holds a part of them on the CPU, from the start, because the source of the run may be gone when it saves.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,11 +36,9 @@ from dlm_bridge.convert.side_files import (
 )
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
-from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     AsyncRequest,
-    ShardedTensor,
     dist_checkpointing,
     parallel_state,
     unwrap_model,
@@ -57,7 +51,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.processes import end_with_parent, signals_blocked
+from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked, temporary_folder, was_killed
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
@@ -74,16 +68,13 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
 from dlm_bridge.train.megatron.ema import MegatronAverages
+from dlm_bridge.train.megatron.mtp import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
 from dlm_bridge.train.metrics import MAKE_ROOM
 
 NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's word for an optimizer state that is loaded on any layout
-UNTRAINED_MTP = (
-    "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
-    "start from that"
-)
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
 
 
@@ -186,9 +177,8 @@ def write_hub_config(output: Path, source: MegatronSource, predicts: bool = Fals
     hub = root / HUB_FOLDER
     with (
         disk_errors(root / MANIFEST, MAKE_ROOM),
-        tempfile.TemporaryDirectory(prefix=NEW_HUB_FILES, dir=root) as temporary,
+        temporary_folder(NEW_HUB_FILES, root) as new,
     ):
-        new = Path(temporary)
         source.model.config.save_pretrained(new)
         files = side_file_digests(hub, {CONFIG_FILE}) | side_file_digests(new, ())
         Manifest(
@@ -239,6 +229,7 @@ class CheckpointManager:
         self.mtp = {} if own else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.pending: Path | None = None  # what the background writes
+        self.background: Any = None  # the process that writes it
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         patch_grouped_linear_state(chunks)
         logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are ours, in one line
@@ -267,7 +258,7 @@ class CheckpointManager:
             request.add_finalize_fn(lambda: self._publish(folder, step))
             with signals_blocked():
                 self.queue.schedule_async_request(request)
-            self.pending = folder
+            self.pending, self.background = folder, self.queue.async_calls[-1].async_caller.process
         return folder
 
     def _write(self, hidden: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
@@ -306,21 +297,34 @@ class CheckpointManager:
             with self._disk_errors(folder):
                 yield
         except CheckpointException as error:  # of any rank's writers, raised on every rank
-            first = next((failure[0] for failure in error.failures.values()), None)  # the first rank knows
-            reason = None if first is None else disk_refusal(first, folder, self._remedy())
-            known = reason or f"{folder}: cannot be written: {_reason(error)}: {self._remedy()}"
+            reason = self._write_failure(folder, error)
             self._remove_unfinished(folder)
-            raise DlmBridgeError(from_all(known)[0]) from error
+            raise DlmBridgeError(reason) from error
         except DlmBridgeError:
             self._remove_unfinished(folder)
             raise
 
+    def _write_failure(self, folder: Path, error: CheckpointException) -> str:
+        """One line on why an iteration was not written, the same on every rank; they all call it."""
+        process = self.background
+        ended = how_it_ended(process.exitcode) if process is not None and process.exitcode else None
+        found = next(((rank, how) for rank, how in enumerate(from_all(ended)) if how is not None), None)
+        if found is not None:
+            reason = f"the process of rank {found[0]} that writes it {found[1]}"
+        else:
+            first = next((failure[0] for failure in error.failures.values()), None)  # the first rank knows
+            refused = None if first is None else disk_refusal(first, folder, self._remedy())
+            if (refused := from_all(refused)[0]) is not None:
+                return refused
+            reason = from_all(_reason(error))[0]
+        return f"{folder}: cannot be written: {reason}: {self._remedy(was_killed(reason))}"
+
     def _disk_errors(self, folder: Path) -> contextlib.AbstractContextManager[None]:
         return disk_errors(folder, self._remedy())
 
-    def _remedy(self) -> str:
+    def _remedy(self, killed: bool = False) -> str:
         found = named_checkpoints(self.root, NAME)
-        return how_to_go_on(found[-1][1] if found else None)
+        return how_to_go_on(found[-1][1] if found else None, killed)
 
     def _remove_unfinished(self, folder: Path) -> None:
         if dist.get_rank() == 0:
@@ -459,36 +463,3 @@ def _chunk_keys(chunks: Sequence[Any]) -> list[str]:
 
 def _weights_of(state: dict[str, Any], chunks: Sequence[Any]) -> list[dict[str, Any]]:
     return [state[key] for key in _chunk_keys(chunks)]
-
-
-# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
-MTPShard = dict[ParamMapping, torch.Tensor]
-
-
-def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
-    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
-    params = [param for param in checkpoint.params if param.is_mtp]
-    mine = params[dist.get_rank() :: dist.get_world_size()]
-    return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
-
-
-def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
-    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
-    return {
-        param.megatron_name: ShardedTensor.from_rank_offsets(
-            param.megatron_key,
-            tensor,
-            *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
-            prepend_axis_num=len(param.stack),
-        )
-        for param, tensor in shard.items()
-    }
-
-
-def describe_mtp(layers: int, factor: float) -> str:
-    """The line for the console about so many multi-token prediction layers."""
-    many = "s are" if layers > 1 else " is"
-    what = (
-        f"trained, with {factor:g} of the loss" if factor else "not trained: every checkpoint keeps what it came with"
-    )
-    return f"{layers} multi-token prediction layer{many} {what}"

@@ -38,7 +38,6 @@ from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import (
     CheckpointManager,
     checkpoint_root,
-    describe_mtp,
     write_hub_config,
     write_hub_files,
 )
@@ -46,6 +45,7 @@ from dlm_bridge.train.megatron.ema import MegatronAverages
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
+from dlm_bridge.train.megatron.mtp import describe_mtp
 from dlm_bridge.train.megatron.norms import MegatronLayerNorms
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
