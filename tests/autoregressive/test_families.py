@@ -1,21 +1,35 @@
-"""What every autoregressive family must do: load as in transformers, cross to Megatron and back bit for bit."""
+"""What every autoregressive family must do: load as in transformers, cross to Megatron and back bit for bit, and give
+the same logits tensor parallel, in two processes of
+
+python -m tests.autoregressive.test_families FOLDER
+"""
 
 from __future__ import annotations
 
 import filecmp
 import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from transformers.distributed import DistributedConfig
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.verify import verify_pair
+from dlm_bridge.generation.native import sample
+from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.models.families import families, find_family
+from dlm_bridge.train.rl.replica import RolloutModel
 from tests.autoregressive.cases import CASES, Case
 from tests.families.case import layouts
+from tests.processes import assert_ok, launch, work
 
 DTYPES = [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -152,3 +166,59 @@ def test_a_missing_and_a_superfluous_tensor_are_named(case: Case, tmp_path: Path
     whole["model.layers.0.self_attn.extra.weight"] = torch.zeros(1)
     with pytest.raises(DlmBridgeError, match=r"tensor model\.layers\.0\.self_attn\.extra\.weight is not part"):
         Bridge.from_hf(write_hub_folder(tmp_path / "more", case.config, whole)).to_hf(tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------- tensor parallel
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each of two processes said of each case."""
+    root = tmp_path_factory.mktemp("tensor_parallel")
+    for case in CASES:
+        case.write(root / case.label)
+    return launch("tests.autoregressive.test_families", root, timeout_s=300)
+
+
+def test_tensor_parallel_logits_and_samples_are_the_same(case: Case, tensor_parallel: dict[str, list[str]]) -> None:
+    assert_ok(case.label, tensor_parallel)
+
+
+def check_tensor_parallel(case: Case, folder: Path) -> None:
+    """Of shards that are loaded, as `generate --tp` does, and of shards that take their parts of streamed weights, as
+    `rl --rollout-tp` does."""
+    model_class = case.spec.load("model_class")
+    whole = model_class.from_pretrained(folder).eval()
+    loaded = model_class.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
+    assert use_plain_shards(loaded)
+    assert_same_outputs(loaded, whole)
+    copied = RolloutModel(whole, torch.float32, "", dist.group.WORLD)
+    with copied.allocated(torch.device("cpu")) as model:
+        for _, tensor in stored_tensors(model):
+            tensor.data.fill_(torch.nan)
+        writer = copied.hub_writer()
+        for name, tensor in hub_tensors(whole, dict(stored_tensors(whole))).items():
+            writer.write(name, tensor)
+        assert_same_outputs(model, whole)
+
+
+def assert_same_outputs(shards: transformers.PreTrainedModel, whole: transformers.PreTrainedModel) -> None:
+    """Logits and greedy tokens, of fewer weights."""
+    held, of = (sum(weight.numel() for weight in model.parameters()) for model in (shards, whole))
+    assert held < of
+    with torch.no_grad():
+        torch.testing.assert_close(shards(IDS).logits, whole(IDS).logits, atol=1e-5, rtol=1e-5)
+    settings = {"max_new_tokens": 5, "temperature": 0.0}
+    found, expected = (sample(model, None, IDS, torch.ones_like(IDS), settings).sequences for model in (shards, whole))
+    assert torch.equal(found, expected)
+
+
+def checks(root: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    for case in CASES:
+        yield case.label, partial(check_tensor_parallel, case, root / case.label)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    work(Path(sys.argv[1]), checks(Path(sys.argv[1])))

@@ -66,7 +66,7 @@ class SummedEmbedding(nn.Embedding):
         """Token ids [...] to [..., hidden], the same in every process."""
         rows = input - self.start
         here = (rows >= 0) & (rows < self.weight.shape[0])
-        output = nn.functional.embedding(rows.where(here, 0), self.weight).where(here[..., None], 0)
+        output = super().forward(rows.where(here, 0)).where(here[..., None], 0)
         dist.all_reduce(output, group=self.group)
         return output
 
@@ -265,7 +265,7 @@ def _plain_layer(module: nn.Module, style: str | None, group: Any, rank: int) ->
         return partial(_unwrap, module)
     if style == _EXPERTS:
         return partial(_sum_experts, module, group)
-    if style == _EMBEDDING and type(module) is nn.Embedding:
+    if style == _EMBEDDING and isinstance(module, nn.Embedding):
         return partial(_sum_rows, module, group, rank)
     if type(module) is not nn.Linear:
         return None
@@ -294,7 +294,12 @@ def _sum_experts(module: nn.Module, group: Any) -> None:
 
 def _sum_rows(module: nn.Embedding, group: Any, rank: int) -> None:
     width = -(-module.num_embeddings // dist.get_world_size(group))
-    module.__class__ = SummedEmbedding
+    kind = type(module)
+    if kind is nn.Embedding:
+        module.__class__ = SummedEmbedding
+    else:  # Gemma's, which scales the rows that it finds
+        module.__class__ = type(f"Summed{kind.__name__}", (SummedEmbedding, kind), {})
+    module.padding_idx = None  # a row of the whole, which only gradients ask for
     module.group, module.start = group, rank * width  # type: ignore[assignment]
 
 
