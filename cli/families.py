@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from dlm_bridge.models.family_spec import FamilySpec
+    from dlm_bridge.models.families import FamilySpec
 
 
 def register(app: typer.Typer) -> None:

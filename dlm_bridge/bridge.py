@@ -20,7 +20,7 @@ from dlm_bridge.errors import DlmBridgeError, reading
 from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,8 +23,7 @@ from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, opening, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
-from dlm_bridge.models.families import families, find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families, find_family
 from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dlm_bridge.models.families import families
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families
 from dlm_bridge.plugins import warn_if_untested
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"

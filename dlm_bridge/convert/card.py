@@ -12,8 +12,7 @@ import yaml
 
 from dlm_bridge.convert.manifest import Manifest
 from dlm_bridge.hub import HUB_ID, read_config
-from dlm_bridge.models.families import families
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families
 
 CARD = "README.md"
 _LOCAL = "path/or/hub-id"  # in the code of a folder's own card, which may be moved

@@ -23,7 +23,7 @@ from dlm_bridge.hub import CONFIG_FILE, with_dtype
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping, ParamMapping, Passthrough
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved: headers alone must not cost that

@@ -19,8 +19,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
-from dlm_bridge.models.families import family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, family_by_name
 
 RUN_CONFIG = "run_config.yaml"
 # Family -> config keys that its folder needs besides the sizes; the families whose config the settings determine.

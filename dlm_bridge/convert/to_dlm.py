@@ -21,8 +21,7 @@ from dlm_bridge.hub import CONFIG_FILE, inside, read_config, read_json, resolve
 from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models import bailing_moe
 from dlm_bridge.models.derived import BODIES, forms_of
-from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import UNSUPPORTED, FamilySpec, families, family_by_name
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
 from dlm_bridge.processes import temporary_folder

@@ -31,7 +31,7 @@ from dlm_bridge.generation.setting_names import (
     merge_names,
 )
 from dlm_bridge.generation.stopping import check_stop_strings
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.registry import noise_process
 

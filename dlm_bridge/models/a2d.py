@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 QWEN3_MAPPING = dense_mapping({"head_dim": 128, "num_key_value_heads": 32}, frozenset({"qk_norm"}))
 QWEN2_MAPPING = dense_mapping({"num_key_value_heads": 32}, frozenset({"qkv_bias"}))

@@ -22,7 +22,7 @@ from dlm_bridge.models.decoder_mapping import (
     outer_rules,
     require_values,
 )
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.moe import moe_settings, qwen3_moe_mapping, routed_experts
 
 SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}

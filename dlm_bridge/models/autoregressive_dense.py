@@ -24,7 +24,7 @@ from dlm_bridge.models.decoder_mapping import (
     outer_rules,
     require_values,
 )
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, normal_rule
 
 HUB = "model." + HUB_LAYER

@@ -19,7 +19,7 @@ from dlm_bridge.models.decoder_mapping import (
     mtp_rules,
     require_values,
 )
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.moe import expert_sizes, router_settings
 
 # Defaults of the public config class, for keys that config.json leaves out.

@@ -6,7 +6,7 @@ Source: SalesforceAIResearch/CoDA (CoDALanguageModel, config.json, README).
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 REQUIRED = {**SUPPORTED_VALUES, "tie_word_embeddings": False}  # the original code never ties, whatever a config says
 MAPPING = dense_mapping(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge.models import autoregressive, autoregressive_dense, bailing_moe, deepseek_v3, glm4_moe, gpt_oss
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 BODIES = (
     autoregressive.LLAMA,

@@ -6,7 +6,7 @@ Source: JinjieNi/MegaDLMs (tools/weights_conversion/hf_configs).
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 REQUIRED = {"attn_mask_type": "bidirectional", "use_sliding_window": False}
 MAPPING = dense_mapping(

@@ -6,7 +6,7 @@ Source: HKUNLP/DiffuLLaMA (model.py, inf_diffullama.py, the training code), arXi
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 MAPPING = dense_mapping({})
 

@@ -6,7 +6,7 @@ Source: public modeling_dream.py, generation_utils.py and configs; arXiv 2508.15
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 MAPPING = dense_mapping({"max_position_embeddings": 32768}, frozenset({"qkv_bias"}))
 

@@ -7,7 +7,7 @@ available.
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 MAPPING = dense_mapping({"num_key_value_heads": 32}, frozenset({"qk_norm"}))
 

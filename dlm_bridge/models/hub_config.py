@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from dlm_bridge.models.decoder_mapping import require_values
-from dlm_bridge.models.families import find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.models.rope import rope_theta_form
 
 # Set on an instance while it is used; they belong to the class or the process, not to the checkpoint.

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
 
 REQUIRED = {"layer_norm_eps": None, "resid_pdrop": 0.0}

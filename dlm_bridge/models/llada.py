@@ -11,7 +11,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Vocabulary
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
 
 ROOT = "model.transformer."

@@ -20,7 +20,7 @@ from dlm_bridge.models.decoder_mapping import (
     expert_rules,
     require_values,
 )
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.moe import expert_sizes, router_settings
 
 HUB = "model.layers.{layer}."

@@ -11,7 +11,7 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.decoder_mapping import require_values
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC as LLADA
 from dlm_bridge.models.moe import qwen3_moe_mapping
 

@@ -19,8 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models import modeling_llada2_moe
 from dlm_bridge.models.derived import SPECS
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
-from dlm_bridge.models.families import family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, family_by_name
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.modeling_moe import ExpertsMixin, ExpertStackConverter, expert_converters
 

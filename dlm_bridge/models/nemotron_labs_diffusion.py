@@ -9,7 +9,7 @@ from typing import Any
 
 from dlm_bridge.mapping.rules import Dims, Mapping, Passthrough
 from dlm_bridge.models.decoder_mapping import decoder_dims, decoder_rules, decoder_settings, require_values
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
 REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}

@@ -6,7 +6,7 @@ Source: the public configs, generate.py and training code of JetAstra/SDAR and G
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 MAPPING = dense_mapping({"head_dim": 128, "num_key_value_heads": 32}, frozenset({"qk_norm"}))
 

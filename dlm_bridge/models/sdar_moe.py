@@ -5,7 +5,7 @@ Source: the public configs and the serving code of JetAstra/SDAR and Gen-Verse/d
 
 from __future__ import annotations
 
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.moe import QWEN3_30B_A3B, qwen3_moe_mapping
 from dlm_bridge.models.sdar import SPEC as SDAR
 

@@ -7,7 +7,7 @@ by its class name. Source: ByteDance's public modeling file, arXiv 2601.15892.
 from __future__ import annotations
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 MAPPING = dense_mapping({})
 

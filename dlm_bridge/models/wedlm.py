@@ -16,7 +16,7 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_settings,
     require_values,
 )
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 DEFAULTS = {"max_position_embeddings": 32768}
 

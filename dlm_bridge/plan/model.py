@@ -15,8 +15,7 @@ from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Rule, Vocabulary
-from dlm_bridge.models.families import find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, find_family
 
 ROLES = ("embedding", "attention", "mlp", "router", "experts", "shared experts", "norms", "head")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, keyed_generator

@@ -24,8 +24,7 @@ from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tens
 from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
-from dlm_bridge.models.families import families, family_by_name, find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families, family_by_name, find_family
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 

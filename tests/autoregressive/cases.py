@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.models.families import family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, family_by_name
 from tests.autoregressive.published import (
     DEEPSEEK_V3,
     GEMMA_2,

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from dlm_bridge import Layout
-from dlm_bridge.models.families import family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, family_by_name
 from tests.checkpoints import write_hub_folder, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC
 
 VOCABULARY, MASK = 48, 47

@@ -14,8 +14,7 @@ import torch
 from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.models.families import families
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families
 from tests.families.case import FamilyCase, all_cases
 from tests.generation import published
 from tests.generation import published_samplers as samplers

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.models.families import find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, find_family
 from tests.autoregressive.published import DEEPSEEK_V3, GPT_OSS
 
 SIZES: dict[str, Any] = {

@@ -43,7 +43,7 @@ absent = "acme_dlm.absent:SPEC"
 """Acme: spec and mapping."""
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 SPEC = FamilySpec(
     name="acme",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dlm_bridge.models.families import find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms

@@ -21,8 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.families import families, family_by_name
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig

@@ -21,8 +21,7 @@ from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, read_config
-from dlm_bridge.models.families import find_family
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec, find_family
 
 _FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's, in the folder of a training checkpoint
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")

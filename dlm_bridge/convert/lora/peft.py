@@ -33,7 +33,7 @@ from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 # A [rank, columns] and B [rows, rank]: the weight gets scale * B @ A. DoRA's magnitude [rows] is then the norm of each
 # of its rows.

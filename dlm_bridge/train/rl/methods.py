@@ -8,7 +8,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED

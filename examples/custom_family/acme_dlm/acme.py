@@ -1,7 +1,7 @@
 """Acme: spec and mapping. Imports neither torch nor transformers, so that conversions start fast."""
 
 from dlm_bridge.models.decoder_mapping import dense_mapping
-from dlm_bridge.models.family_spec import FamilySpec
+from dlm_bridge.models.families import FamilySpec
 
 SPEC = FamilySpec(
     name="acme",
