@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.formats.safetensors_file import METADATA, HubWriter, ShardPlan, build_header, index_text
+from dlm_bridge.convert.formats.hub_weights import METADATA, HubWriter, ShardPlan, build_header, index_text
 from dlm_bridge.models.families import find_family
 
 LLADA = {

@@ -173,7 +173,7 @@ def format_names() -> Iterable[str]:
 
 
 def key_styles() -> Iterable[str]:
-    from dlm_bridge.convert.formats.rank_names import KEY_STYLES
+    from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
 
     return KEY_STYLES
 

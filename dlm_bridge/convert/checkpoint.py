@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from dlm_bridge.convert.formats.safetensors_file import ShardRecord
+from dlm_bridge.convert.formats.hub_weights import ShardRecord
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, Manifest, TensorRecord, check_files, read_manifest
 from dlm_bridge.convert.streaming import Bands, FileRegion, SliceRange, read_rows
 from dlm_bridge.errors import DlmBridgeError, first_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import xxhash
 
-from dlm_bridge.convert.formats.safetensors_file import ShardRecord
+from dlm_bridge.convert.formats.hub_weights import ShardRecord
 from dlm_bridge.convert.streaming import Sink, bytes_digest, file_digest, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line

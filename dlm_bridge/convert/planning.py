@@ -15,8 +15,8 @@ import torch
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS, load_kind
-from dlm_bridge.convert.formats.rank_names import KEY_STYLES
-from dlm_bridge.convert.formats.safetensors_file import ShardPlan
+from dlm_bridge.convert.formats.hub_weights import ShardPlan
+from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
 from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY

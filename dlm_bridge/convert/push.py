@@ -10,7 +10,7 @@ from typing import Any
 
 from dlm_bridge.convert.card import CARD, base_family, is_generated, pushed_card
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
-from dlm_bridge.convert.formats.safetensors_file import read_header
+from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
 from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, read_manifest
 from dlm_bridge.convert.side_files import list_side_files

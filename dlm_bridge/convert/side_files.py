@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
-from dlm_bridge.convert.formats.safetensors_file import (
+from dlm_bridge.convert.formats.hub_weights import (
     METADATA,
     SAFETENSORS_INDEX,
     HubWriter,

@@ -10,7 +10,7 @@ import io
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +25,7 @@ import xxhash
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.dtypes import dtype_name
+from dlm_bridge.mapping.rules import ParamMapping
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
@@ -116,6 +117,15 @@ def slice_range(
     assert axis in (None, 0), "only rows and columns are cut"
     rows = ranges if axis == 0 else [(0, shape[0])]
     return SliceRange(tuple((first + start, length) for start, length in rows))
+
+
+def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, ParamMapping, int]]:
+    """(parameter, one of its pieces, the piece's first row in the parameter's slice), piece by piece."""
+    for param in params:
+        first = 0
+        for piece in param.pieces:
+            yield param, piece, first
+            first += piece.megatron_shape[0] if piece.megatron_shape else 1
 
 
 class Sink:

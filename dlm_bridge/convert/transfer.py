@@ -30,7 +30,7 @@ from dlm_bridge.convert.atomic import (
 )
 from dlm_bridge.convert.card import CARD, folder_card
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
-from dlm_bridge.convert.formats.safetensors_file import HubWriter, ShardRecord, plan_like
+from dlm_bridge.convert.formats.hub_weights import HubWriter, ShardRecord, plan_like
 from dlm_bridge.convert.manifest import (
     MANIFEST,
     ChangedTensorsError,

@@ -5,12 +5,12 @@ Fused QKV, fused gate and up, keys that are the values, all experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import QKV, Dims, GatedMLP, ParamMapping, Rule
+from dlm_bridge.mapping.rules import QKV, Dims, GatedMLP, Rule
 
 if TYPE_CHECKING:
     import torch
@@ -142,12 +142,3 @@ class StackedExperts(Rule):
 def stacked(each: Rule) -> StackedExperts:
     """`StackedExperts` of a rule whose Megatron name has `{expert}` in it."""
     return StackedExperts(each.megatron, when=each.when, own_dtype=each.own_dtype, each=each)
-
-
-def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, ParamMapping, int]]:
-    """(parameter, one of its pieces, the piece's first row in the parameter's slice), piece by piece."""
-    for param in params:
-        first = 0
-        for piece in param.pieces:
-            yield param, piece, first
-            first += piece.megatron_shape[0] if piece.megatron_shape else 1

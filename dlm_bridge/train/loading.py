@@ -21,7 +21,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
-from dlm_bridge.convert.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_FILE
+from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
 from dlm_bridge.models.families import FamilySpec, families, family_by_name, find_family

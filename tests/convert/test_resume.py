@@ -15,7 +15,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import atomic, streaming, transfer
-from dlm_bridge.convert.formats.safetensors_file import HubWriter
+from dlm_bridge.convert.formats.hub_weights import HubWriter
 from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
 from dlm_bridge.convert.manifest import MANIFEST
 from tests.checkpoints import write_llada

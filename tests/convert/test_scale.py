@@ -15,7 +15,7 @@ import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main  # noqa: F401 (the command line is loaded before calls are counted)
-from dlm_bridge.convert.formats.safetensors_file import METADATA, ShardPlan, build_header, index_text
+from dlm_bridge.convert.formats.hub_weights import METADATA, ShardPlan, build_header, index_text
 from dlm_bridge.models.families import find_family
 from tests.convert.helpers import run_cli
 from tests.families import rnd1

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.convert.checkpoints.hub_reader import HubReader
-from dlm_bridge.convert.formats.safetensors_file import FP8, MXFP4_PARTS, ShardRecord, TensorEntry
+from dlm_bridge.convert.formats.hub_weights import FP8, MXFP4_PARTS, HubReader, ShardRecord, TensorEntry
 from dlm_bridge.errors import DlmBridgeError
 
 SCALE = "_scale_inv"  # beside "weight" stands "weight_scale_inv", by which the stored values are multiplied

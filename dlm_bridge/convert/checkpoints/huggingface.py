@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, RawTensor, TensorSpec
-from dlm_bridge.convert.checkpoints.hub_reader import HubReader
+from dlm_bridge.convert.formats.hub_weights import HubReader
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.side_files import list_side_files
 from dlm_bridge.convert.streaming import (

@@ -18,8 +18,14 @@ from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput, RawTenso
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import Chunk, Contents, StorageLocation, StoredTensor
-from dlm_bridge.convert.formats.legacy_writer import RANK_FILE, LegacyWriter, legacy_file_digest, plan_legacy
-from dlm_bridge.convert.formats.rank_names import LAYER_OF, rank_names
+from dlm_bridge.convert.formats.legacy_writer import (
+    LAYER_OF,
+    RANK_FILE,
+    LegacyWriter,
+    legacy_file_digest,
+    plan_legacy,
+    rank_names,
+)
 from dlm_bridge.convert.formats.unpickler import FileTensor, Inert, read_torch_file, tensors_in
 from dlm_bridge.convert.run_settings import megatron_args
 from dlm_bridge.convert.streaming import FileRegion, read_tensor

@@ -1,13 +1,20 @@
-"""Writer of Megatron's legacy format: every rank's `model_optim_rng.pt` laid out first, then filled slice by slice.
+"""Writer of Megatron's legacy format, and parameter names within one rank.
 
-torch itself lays a file out, with `skip_data`: its pickle and headers are kept in memory and the tensors' places are
-filled in any order. The result is a plain `torch.save` file, checksums included.
+Every rank's `model_optim_rng.pt` is laid out first, then filled slice by slice. torch itself lays a file out, with
+`skip_data`: its pickle and headers are kept in memory and the tensors' places are filled in any order. The result is a
+plain `torch.save` file, checksums included.
+
+Within a rank, in this format and in Megatron FSDP's, names depend on the layer spec (`KEY_STYLES`). Transformer
+Engine's keeps a norm in the linear layer that follows it (`linear_qkv.layer_norm_weight`), the local one has a module
+for it (`input_layernorm.weight`). Experts are grouped (`experts.linear_fc1.weight3`) or sequential
+(`experts.local_experts.3.linear_fc1.weight`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -18,7 +25,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dlm_bridge.convert.formats.rank_names import extra_state_of, rank_name
 from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
 from dlm_bridge.convert.streaming import (
     Bands,
@@ -27,18 +33,33 @@ from dlm_bridge.convert.streaming import (
     SparseFile,
     allocate,
     distribute,
+    in_rows,
     range_digest,
     slice_range,
     write_at,
 )
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.fused import in_rows
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
 RANK_FILE = "model_optim_rng.pt"
+KEY_STYLES = ("te", "te-sequential", "local")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
+LAYER_OF = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"experts\.experts\.\{expert\}\.(linear_fc[12])\.(weight|bias)$")
+# Fused norm -> the local spec's module, both below the layer.
+_LOCAL_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+_LINEAR = {  # with an `_extra_state`, as Transformer Engine's norms have one
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer", "eh_proj",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+}  # fmt: skip
+_TE_NORMS = {"q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm", "input_layernorm", "enorm", "hnorm"}
 
 
 @dataclass(frozen=True)
@@ -278,3 +299,29 @@ def _directory(sparse: SparseFile, records: dict[str, ArchiveRecord]) -> dict[in
         lengths = sparse.read(6)
         position += 46 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2, 4))
     return found
+
+
+def rank_names(template: str, layer: int | None, expert: int | None, mtp: int | None = None) -> tuple[str, ...]:
+    """Every name that a rank may have for a mapping's Megatron tensor, with the layer and expert numbers given."""
+    return tuple(dict.fromkeys(rank_name(template, layer, expert, style, mtp) for style in KEY_STYLES))
+
+
+def rank_name(template: str, layer: int | None, expert: int | None, style: str, mtp: int | None = None) -> str:
+    """The name in one style. `template` is `Rule.megatron`; `layer` and `expert` count within the rank."""
+    if _EXPERT.search(template):
+        grouped = r"experts.\1.\2{expert}" if style == "te" else r"experts.local_experts.{expert}.\1.\2"
+        template = _EXPERT.sub(grouped, template)
+    if style == "local":
+        for fused, module in _LOCAL_NORMS.items():
+            template = template.replace(fused, module)
+    return template.format(layer=layer, expert=expert, mtp=mtp)
+
+
+def extra_state_of(name: str, style: str) -> str | None:
+    """The module's `_extra_state` that goes with a weight's name, None where the module has none. A None under it is
+    what a module without FP8 history saves."""
+    module, _, last = name.rpartition(".")
+    if not last.startswith("weight"):
+        return None
+    kind = module.rpartition(".")[2]
+    return f"{module}._extra_state" if kind in _LINEAR or (style != "local" and kind in _TE_NORMS) else None

@@ -24,11 +24,11 @@ from dlm_bridge.convert.streaming import (
     SparseFile,
     allocate,
     distribute,
+    in_rows,
     range_digest,
     slice_range,
 )
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
-from dlm_bridge.mapping.fused import in_rows
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.safetensors_file import TensorEntry, read_header
+from dlm_bridge.convert.formats.hub_weights import TensorEntry, read_header
 from dlm_bridge.convert.lora.experts import (
     ExpertSlice,
     check_stack,

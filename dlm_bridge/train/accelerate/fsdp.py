@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
-from dlm_bridge.convert.formats.safetensors_file import (
+from dlm_bridge.convert.formats.hub_weights import (
     SAFETENSORS_INDEX,
     HubWriter,
     ShardPlan,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dlm_bridge.convert.formats.safetensors_file import SINGLE_FILE
+from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, reading
 from dlm_bridge.loading import check_whole
 from dlm_bridge.objectives.batches import NoisyBatch
