@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from dlm_bridge.generation.token_sampling import Noise, invert
-from dlm_bridge.objectives.random_tokens import random_tokens
+from dlm_bridge.objectives.noise import random_tokens
 from tests.checkpoints import write_tokenizer
 
 CANVAS, EOS, IMAGE, VOCABULARY, CONTEXT = 8, 258, 259, 272, 512

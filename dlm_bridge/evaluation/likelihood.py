@@ -8,7 +8,7 @@ given the clean blocks before, the answer's tokens of each block are such an ans
 logits predict which token.
 
 A model that was trained with noise of random tokens, as its config says, has the bound of that noise instead: t ~ U(0,
-1), and the loss of every token of the answer with the weights of `objectives.random_tokens`.
+1), and the loss of every token of the answer with the weights of `objectives.losses`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from dlm_bridge.generation.canvases import check_length, check_prompt, has_canva
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
 from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.token_sampling import Noise, draw_token
-from dlm_bridge.objectives.random_tokens import random_tokens
+from dlm_bridge.objectives.noise import random_tokens
 
 ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of all that run or wait for it
 OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone

@@ -1,14 +1,22 @@
-"""What a position costs before its weight: cross-entropy, certainty-forcing, the divergences of random tokens."""
+"""What a position costs before its weight: cross-entropy, certainty-forcing, the divergences of random tokens.
+
+Under noise of random tokens q_t(z | x) (`noise.NoiseProcess`) is, with x' in place of x, a model's prediction, a
+distribution over z as well. The negative evidence lower bound is the expectation over t ~ U(0, 1) and z ~ q_t of
+
+    w_t(z, x) * (KL(q_t(. | x) || q_t(. | x')) + r - log r - 1),   r = q_t(z | x) / q_t(z | x')
+
+(GIDD's bound, arXiv 2503.04482; for uniform noise the same number as UDLM's in continuous time, arXiv 2412.10193). The
+weight w_t(z, x) is the rate at which noise arrives at z over q_t(z | x).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-
-from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,21 @@ class Certainty:
 
     weight: float
     temperature: float = 1.0  # of the softmax whose entropy it is
+
+
+@dataclass(frozen=True)
+class NoisePositions:
+    """What the loss needs of the noise at the M positions with a loss, besides the clean tokens. All zeros is padding,
+    whose loss is zero."""
+
+    tokens: torch.Tensor  # [M] int64, the noisy token z
+    ratio: torch.Tensor  # [M] fp32, keep / spread
+    spread: torch.Tensor  # [M] fp32, replaced / N
+    mask_token_id: int  # which is never predicted; -1 for none
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisePositions:
+        """The same with every tensor changed."""
+        return NoisePositions(change(self.tokens), change(self.ratio), change(self.spread), self.mask_token_id)
 
 
 def balanced_weights(
@@ -53,7 +76,7 @@ def position_losses(
     logits_MV: torch.Tensor, targets_M: torch.Tensor, noise: NoisePositions | None, certainty: Certainty | None = None
 ) -> torch.Tensor:
     """[M] the loss of each position before its weight: cross-entropy, with `certainty` its entropy as well; under
-    `noise` of random tokens the divergences of `random_tokens`."""
+    `noise` of random tokens their `divergence`."""
     if noise is None:
         losses_M = F.cross_entropy(logits_MV, targets_M, reduction="none")
         return losses_M if certainty is None else losses_M + certain_entropies(logits_MV, targets_M, certainty)
@@ -80,3 +103,28 @@ def certain_entropies(logits_MV: torch.Tensor, targets_M: torch.Tensor, certaint
     right_M = logits_MV.detach().gather(1, targets_M[:, None])[:, 0] >= logits_MV.detach().amax(dim=-1)
     entropies_M = torch.special.entr((logits_MV / certainty.temperature).softmax(dim=-1)).sum(dim=-1)
     return torch.where(right_M, certainty.weight * entropies_M, 0.0)
+
+
+def divergence(
+    clean_M: torch.Tensor,
+    observed_M: torch.Tensor,
+    logs_M: torch.Tensor,
+    same_M: torch.Tensor,
+    ratio_M: torch.Tensor,
+    spread_M: torch.Tensor,
+) -> torch.Tensor:
+    """[M] KL(q_t(. | x) || q_t(. | x')) + r - log r - 1, by what it needs of the prediction x'.
+
+    q_t(j | x') is spread (1 + ratio x'_j), and masks are as likely under both, so that every sum over the vocabulary
+    is one of log(1 + ratio x'_j): nothing is lost to cancellation where there is almost no signal left.
+
+    Args:
+        clean_M: x' of the clean token.
+        observed_M: x' of the noisy token; 0 where that is the mask.
+        logs_M: the sum of log(1 + ratio x'_j) over the vocabulary.
+        same_M: bool, the noisy token is the clean one.
+        ratio_M, spread_M: of `NoisePositions`.
+    """
+    kl_M = spread_M * ((1 + ratio_M) * ratio_M.log1p() - ratio_M * (ratio_M * clean_M).log1p() - logs_M)
+    log_r_M = torch.where(same_M, ratio_M, 0.0).log1p() - (ratio_M * observed_M).log1p()
+    return kl_M + log_r_M.expm1() - log_r_M

@@ -1,9 +1,13 @@
-"""Random numbers keyed by (seed, purpose, step, sample), and the uniforms that an objective's noise is made of.
+"""Noise: random numbers keyed by (seed, purpose, step, sample), the uniforms of a batch, and the noise processes.
 
 Philox is a counter-based generator: its stream is a pure function of a key and a counter. No layout, order of reading
 or restart changes it. `keyed_generator` gives NumPy's streams of it, for what is drawn on the host: the key is (seed,
 purpose), the counter's high words are the caller's indices; drawing advances only the low words, so two streams never
 meet. `philox_uniform` evaluates it for tensors of keys and counters at once, on their device.
+
+A noise process of random tokens makes a clean token x become z with probability q_t(z | x) = keep [z = x] + masked
+[z = mask] + replaced / N [z != mask], where N counts the tokens without the mask token and the three probabilities of
+noise level t add up to one.
 """
 
 from __future__ import annotations
@@ -137,3 +141,60 @@ class Uniforms:
     def to(self, device: torch.device) -> Uniforms:
         moved: Any = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
         return Uniforms(**moved)
+
+
+def random_tokens(uniform: torch.Tensor, vocabulary_size: int, mask_token_id: int) -> torch.Tensor:
+    """Tokens in the shape of `uniform` [0, 1), all but the mask token equally likely; -1: there is no mask token."""
+    has_mask = 0 <= mask_token_id < vocabulary_size
+    count = vocabulary_size - has_mask
+    tokens = (uniform.double() * count).long().clamp(max=count - 1)
+    return tokens + (tokens >= mask_token_id) if has_mask else tokens
+
+
+@dataclass(frozen=True)
+class NoiseProcess:
+    """Noise of random tokens, with `p_uniform` None, or GIDD's hybrid of masks and random tokens, in which `p_uniform`
+    is the fraction of random tokens at t = 1/2 (gamma is 1). Everything is float64."""
+
+    p_uniform: float | None = None
+
+    def probabilities(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """That a token is kept, masked, or replaced by one of the N tokens, itself among them, at noise level `t`."""
+        t = t.double()
+        if self.p_uniform is None:
+            return 1 - t, torch.zeros_like(t), t
+        random = self._bend * (t * (1 - t)).sqrt()  # GIDD's c_t
+        total = 1 + random
+        return (1 - t) / total, t / total, random / total
+
+    def weights(
+        self, t: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int, mask_token_id: int
+    ) -> torch.Tensor:
+        """The weights w_t(z, x) of the bound; `count` is N. At noise levels 0 and 1 they are infinite."""
+        t = t.double()
+        keep, masked, replaced = self.probabilities(t)
+        if self.p_uniform is None:
+            token_rate, mask_rate = 1 / (1 - t), torch.zeros_like(t)
+        else:
+            root = (t * (1 - t)).sqrt()
+            total = 1 + self._bend * root
+            token_rate, mask_rate = self._bend / (2 * root * total), 1 / ((1 - t) * total)
+        reached = replaced / count + torch.where(noisy == clean, keep, 0.0)
+        weights = token_rate / count / reached
+        return torch.where(noisy == mask_token_id, mask_rate / masked, weights)
+
+    def dynamic_weights(
+        self, t: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int, mask_token_id: int
+    ) -> torch.Tensor:
+        """GIDD's dynamic weights: 2 for a mask, 1 for a random token and B / N exp(-lambda / 2), lambda the logarithm
+        of the signal-to-noise ratio (1 - t) / t, for the clean token: about the bound's without their factor of t."""
+        t = t.double()
+        unchanged = self._bend / count * (t / (1 - t)).sqrt()
+        weights = torch.where(noisy == clean, unchanged, torch.ones_like(t))
+        return torch.where(noisy == mask_token_id, 2.0, weights)
+
+    @property
+    def _bend(self) -> float:
+        """GIDD's B, so that c_t / (1 + c_t) is `p_uniform` at t = 1/2."""
+        assert self.p_uniform is not None
+        return 2 * self.p_uniform / (1 - self.p_uniform)

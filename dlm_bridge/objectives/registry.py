@@ -14,7 +14,6 @@ from typing import Any, Protocol, get_args
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import NoiseName, Objective
-from dlm_bridge.objectives.canvas import CanvasDiffusion
 from dlm_bridge.objectives.editing import EditingBlockDiffusion
 from dlm_bridge.objectives.resizing import DreamOnDiffusion
 from dlm_bridge.objectives.single_stream import (
@@ -31,6 +30,7 @@ from dlm_bridge.objectives.trajectory import (
 )
 from dlm_bridge.objectives.two_streams import (
     BlockDiffusion,
+    CanvasDiffusion,
     ComplementaryBlockDiffusion,
     IDLMDiffusion,
     NemotronDiffusion,

@@ -13,8 +13,8 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import NoiseName, Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
-from dlm_bridge.objectives.noise import Uniforms
-from dlm_bridge.objectives.random_tokens import NoisePositions, NoiseProcess, random_tokens
+from dlm_bridge.objectives.losses import NoisePositions
+from dlm_bridge.objectives.noise import NoiseProcess, Uniforms, random_tokens
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class UniformDiffusion(Objective):
 
     Per sequence t = (1 - eps) u + eps, u ~ U(0, 1); each token is replaced with probability t, independently, by one
     of the N tokens of the vocabulary without the mask token. Nothing marks a replaced token: every position has a loss
-    (`random_tokens` has the formula).
+    (`losses` has the formula).
 
     `loss_weighting` is the weight of a position: "bound", that of the bound; "clipped", that one but at most
     `max_weight` (GIDD).

@@ -11,8 +11,7 @@ import torch
 
 from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.losses import Certainty
-from dlm_bridge.objectives.random_tokens import NoisePositions
+from dlm_bridge.objectives.losses import Certainty, NoisePositions
 from dlm_bridge.parallel.context_parallel import rank_positions
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.objectives.losses import Certainty, balanced_weights
-from dlm_bridge.objectives.random_tokens import NoisePositions, divergence
+from dlm_bridge.objectives.losses import Certainty, NoisePositions, balanced_weights, divergence
 
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
 TILE = 128  # rows; matrix products take as long for a part of one
@@ -98,7 +97,7 @@ def linear_cross_entropy(
             gradient_accumulation_fusion does.
 
     Returns:
-        loss: scalar fp32, sum(weights * cross-entropy), or the divergences of `random_tokens` in place of the
+        loss: scalar fp32, sum(weights * cross-entropy), or the divergences of random tokens in place of the
             cross-entropy, and with z-loss sum(z_weights * log-sum-exp^2), the same on every rank. Zero, with a graph,
             where M is 0.
         sums: [num_terms], with z-loss [num_terms + 1], fp32, its terms, without a graph; [M] of the positions
@@ -280,8 +279,8 @@ def _divergence(
     shard: VocabShard,
     delta_MV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] fp32, the loss of `random_tokens`, and [M] the log-sum-exps; `delta_MV` becomes the gradient of the first.
-    The mask token is never predicted."""
+    """[M] fp32, the divergences of random tokens, and [M] the log-sum-exps; `delta_MV` becomes the gradient of the
+    first. The mask token is never predicted."""
     device, mask = logits_MV.device.type, noise.mask_token_id - shard.first
     if noise.mask_token_id >= 0 and 0 <= mask < logits_MV.shape[1]:
         logits_MV[:, mask] = -torch.inf

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.objectives.canvas import CanvasDiffusion
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import build_objective
+from dlm_bridge.objectives.two_streams import CanvasDiffusion
 from dlm_bridge.train.accelerate import transforms
 from dlm_bridge.train.accelerate.canvas import CanvasHead
 from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.losses import Certainty, position_losses
-from dlm_bridge.objectives.random_tokens import NoisePositions
+from dlm_bridge.objectives.losses import Certainty, NoisePositions, position_losses
 from dlm_bridge.parallel import output_layer
 from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.accelerate import transforms

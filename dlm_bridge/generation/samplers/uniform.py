@@ -39,7 +39,7 @@ from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.objectives.base import NoiseName
-from dlm_bridge.objectives.random_tokens import NoiseProcess, random_tokens
+from dlm_bridge.objectives.noise import NoiseProcess, random_tokens
 from dlm_bridge.objectives.registry import noise_process
 
 
