@@ -12,8 +12,8 @@ from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.parallel import mcore_patches, platform
 from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, parallel_state
-from dlm_bridge.parallel.devices import Platform
 from dlm_bridge.parallel.mcore_patches.process_wide import destroy_process_groups
+from dlm_bridge.parallel.platform import Platform
 
 
 def initialize(

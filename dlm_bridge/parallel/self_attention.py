@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel import fused
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
     MLASelfAttention,
     SelfAttention,
@@ -145,7 +145,7 @@ OTHERWISE = (
 def fuses_heads(config: TransformerConfig) -> bool:
     """Whether layers of Transformer Engine's modules have `FusedSelfAttention`."""
     return (
-        fused.available()
+        platform.current().uses_fused_kernels()
         and config.num_query_groups >= config.tensor_model_parallel_size  # else ranks share a group's key and value
         and not scales_queries(config)
         and not any(getattr(config, name, False) for name in OTHERWISE)

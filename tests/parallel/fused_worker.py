@@ -22,11 +22,11 @@ CASES = ("tied-tp2-sp", "tied-pp2-vp2", "moe-ep2-tp2-sp", "shared-experts-ep2-pp
 
 
 def main(root: Path) -> None:
-    from dlm_bridge.parallel import fused
     from dlm_bridge.parallel.fused import qk_norm_rope
+    from dlm_bridge.parallel.platform import Platform
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "available", lambda: True)
+        patch.setattr(Platform, "uses_fused_kernels", lambda self: True)
         patch.setattr(qk_norm_rope, "ROWS", 128)  # the interpreter takes as long for a small program
         work(root, [(name, partial(loss_and_gradients_match, Files(root), name)) for name in CASES])
 

@@ -133,10 +133,10 @@ def test_a_step_of_tensors_that_do_not_lie_alike_is_refused(gradient: torch.Tens
 def test_megatron_cores_step_is_taken_by_the_kernels(adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Transformer Engine's state, which a checkpoint then has, and straight from the model's gradients."""
     pytest.importorskip("megatron.core")
-    from dlm_bridge.parallel import fused
     from dlm_bridge.parallel.mcore_patches import fused_step
+    from dlm_bridge.parallel.platform import Platform
 
-    monkeypatch.setattr(fused, "available", lambda: True)
+    monkeypatch.setattr(Platform, "uses_fused_kernels", lambda self: True)
     model, alone = torch.randn(6, 5, device=DEVICE).bfloat16(), torch.randn(4, device=DEVICE)
     main_param = model.float()
     model.main_grad, alone.main_grad = torch.randn_like(model), torch.randn_like(alone)  # type: ignore[attr-defined]

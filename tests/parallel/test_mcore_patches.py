@@ -15,8 +15,8 @@ import pytest
 import dlm_bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import mcore_patches, overrides
-from dlm_bridge.parallel.devices import CPU, CUDA, Platform
 from dlm_bridge.parallel.mcore_patches import PATCHES, Patch
+from dlm_bridge.parallel.platform import CPU, CUDA, Platform
 
 pytest.importorskip("megatron.core")
 ROOT = Path(dlm_bridge.__file__).parent

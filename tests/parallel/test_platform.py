@@ -18,8 +18,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
-from dlm_bridge.parallel.devices import CPU, CUDA
 from dlm_bridge.parallel.overrides import Overrides
+from dlm_bridge.parallel.platform import CPU, CUDA
 from dlm_bridge.plugins import load_entry_points
 
 MIB = 2**20
@@ -143,7 +143,7 @@ class Vendor:
         """`entry`: "name = module:class"; `code`: the class's body."""
         module = f"vendor_{self.root.name}"
         (self.root / f"{module}.py").write_text(
-            "from dlm_bridge.parallel.devices import CPU\n\n\n"
+            "from dlm_bridge.parallel.platform import CPU\n\n\n"
             f"class Chip(CPU):\n    name = 'chip'\n{code}\nclass Other: ...\n\n\nclass Cpu(CPU): ...\n"
         )
         info = self.root / "vendor-1.0.dist-info"
@@ -304,7 +304,7 @@ def test_env_says_it_all_without_importing_megatron_core() -> None:
     )
     found = json.loads(done.stdout)
     assert found["platform"]["chosen"] == "cpu"
-    assert found["platform"]["available"]["cuda"]["class"] == "dlm_bridge.parallel.devices.CUDA"
+    assert found["platform"]["available"]["cuda"]["class"] == "dlm_bridge.parallel.platform.CUDA"
     assert found["versions"]["torch"] == torch.__version__
     assert found["overrides"]["made_for"] == "0.16.1"
     assert "torch.cuda.current_device" in found["overrides"]["names"]

@@ -81,7 +81,7 @@ def test_no_multicast_where_nccl_has_none(
 def test_a_machine_that_cannot(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.parallel import userbuffers
     from dlm_bridge.parallel.core import NotInstalledError
-    from dlm_bridge.parallel.devices import CPU
+    from dlm_bridge.parallel.platform import CPU
 
     with pytest.raises(NotInstalledError, match="--tp-overlap"):
         userbuffers.check_machine(2)

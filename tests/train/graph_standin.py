@@ -104,7 +104,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import cuda_graphs
 
     from dlm_bridge.parallel import mcore_patches, platform
-    from dlm_bridge.parallel.devices import CPU
+    from dlm_bridge.parallel.platform import CPU
 
     mcore_patches.install(platform.current())  # which replaces some of the same
     patch.setattr(cuda_graphs, "torch", _Torch("torch"))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge.parallel import overrides
-from dlm_bridge.parallel.devices import CPU, Platform
 from dlm_bridge.parallel.mcore_patches import process_wide as process
 from dlm_bridge.parallel.overrides import SUPPORTED, Overrides
+from dlm_bridge.parallel.platform import CPU, Platform
 
 
 @dataclass(frozen=True)
@@ -65,36 +65,6 @@ class Patch:
     replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # full dotted name: make a replacement
 
 
-# Modules that make tensors with `device="cuda"`, or use streams.
-_CUDA_ONLY_MODULES = (
-    # Causal and sliding-window masks of the local attention; the gradient norm without Transformer Engine and apex.
-    "megatron.core.transformer.utils",
-    "megatron.core.utils",
-    # The token count of the pipeline schedules.
-    "megatron.core.pipeline_parallel.schedules",
-    # Loss scale, overflow flags and clipping.
-    "megatron.core.optimizer.clip_grads",
-    "megatron.core.optimizer.grad_scaler",
-    "megatron.core.optimizer.optimizer",
-    # A communication stream, with several instances of the distributed optimizer.
-    "megatron.core.distributed.distributed_data_parallel",
-    "megatron.core.distributed.param_and_grad_buffer",
-    # Split sizes of the all-to-all dispatcher go to the CPU on a stream of their own; shared experts run on another.
-    "megatron.core.transformer.moe.token_dispatcher",
-    "megatron.core.transformer.moe.shared_experts",
-    # The tracker of auxiliary losses.
-    "megatron.core.transformer.moe.moe_utils",
-    # The rotary embedding under context parallelism pins its indices.
-    "megatron.core.models.common.embeddings.rope_utils",
-    # Schedule plans run on two streams.
-    "megatron.core.pipeline_parallel.utils",
-    "megatron.core.pipeline_parallel.combined_1f1b",
-    "megatron.core.models.common.model_chunk_schedule_plan",
-    "megatron.core.models.gpt.fine_grained_callables",
-    # Ranks that share the reading of a checkpoint exchange tensors; savers agree on whether a plan can be used again.
-    "megatron.core.dist_checkpointing.exchange_utils",
-    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
-)
 _TORCH_ON_CPU = process.TorchOnCPU("torch")
 _FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"
 _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
@@ -110,7 +80,7 @@ CPU_PATCHES = (
         why='they make tensors with device="cuda" and use streams',
         source="pipeline_parallel/schedules.py:596",
         when=ON_CPU,
-        replaces={f"{module}.torch": process.replace_with(_TORCH_ON_CPU) for module in _CUDA_ONLY_MODULES},
+        replaces={f"{module}.torch": process.replace_with(_TORCH_ON_CPU) for module in process.CUDA_ONLY_MODULES},
     ),
     Patch(
         target="torch.cuda",

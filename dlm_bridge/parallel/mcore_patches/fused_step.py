@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlm_bridge.parallel import fused
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import is_float8tensor, param_is_not_shared, param_is_not_tensor_parallel_duplicate
 from dlm_bridge.parallel.mcore_patches.optimizers import param_range
 
@@ -40,7 +40,9 @@ class FusedOptimizerStep:
     def of(cls, part: Any) -> FusedOptimizerStep | None:
         """None where the kernels would compute another step than the part's own optimizer."""
         optimizer = getattr(part, "optimizer", None)
-        if not fused.available() or optimizer is None or getattr(part, "is_stub_optimizer", False):
+        if optimizer is None or getattr(part, "is_stub_optimizer", False):
+            return None
+        if not platform.current().uses_fused_kernels():
             return None
         return cls(part) if _is_plain_adamw(optimizer) or _is_plain_sgd(optimizer) else None
 

@@ -26,6 +26,37 @@ import torch.distributed as dist
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
 
+# Modules that make tensors with `device="cuda"`, or use streams.
+CUDA_ONLY_MODULES = (
+    # Causal and sliding-window masks of the local attention; the gradient norm without Transformer Engine and apex.
+    "megatron.core.transformer.utils",
+    "megatron.core.utils",
+    # The token count of the pipeline schedules.
+    "megatron.core.pipeline_parallel.schedules",
+    # Loss scale, overflow flags and clipping.
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.grad_scaler",
+    "megatron.core.optimizer.optimizer",
+    # A communication stream, with several instances of the distributed optimizer.
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.distributed.param_and_grad_buffer",
+    # Split sizes of the all-to-all dispatcher go to the CPU on a stream of their own; shared experts run on another.
+    "megatron.core.transformer.moe.token_dispatcher",
+    "megatron.core.transformer.moe.shared_experts",
+    # The tracker of auxiliary losses.
+    "megatron.core.transformer.moe.moe_utils",
+    # The rotary embedding under context parallelism pins its indices.
+    "megatron.core.models.common.embeddings.rope_utils",
+    # Schedule plans run on two streams.
+    "megatron.core.pipeline_parallel.utils",
+    "megatron.core.pipeline_parallel.combined_1f1b",
+    "megatron.core.models.common.model_chunk_schedule_plan",
+    "megatron.core.models.gpt.fine_grained_callables",
+    # Ranks that share the reading of a checkpoint exchange tensors; savers agree on whether a plan can be used again.
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+)
+
 
 def uses_torch_adam() -> bool:
     """Whether megatron-core would take torch's Adam."""
