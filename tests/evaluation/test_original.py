@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge import DlmBridgeError
-from dlm_bridge.evaluation import original_environment as environment
+from dlm_bridge.evaluation import original
 from dlm_bridge.evaluation.original import requirements, verify_original
 from dlm_bridge.models.families import families
 from tests.checkpoints import write_llada
@@ -107,7 +107,7 @@ def test_nothing_runs_without_consent(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(environment.subprocess, "Popen", started)
+    monkeypatch.setattr(original.subprocess, "Popen", started)
     code, shown, error = run_cli(capsys, "verify", checkpoint, "--against-original", "--original-python", HERE)
     assert (code, shown) == (2, "")
     for words in (str(checkpoint), "modeling_llada.py", "--trust-remote-code"):
@@ -172,17 +172,17 @@ def test_environments_are_made_once_and_whole(tmp_path: Path) -> None:
         archive.writestr("paper_model-1.0.dist-info/RECORD", "")
     cache = tmp_path / "cache"
     with pytest.raises(DlmBridgeError, match="no-such-model"):
-        environment.make_environment(["no-such-model"], cache, ["--no-index"])
-    python = environment.make_environment([str(wheel)], cache, ["--no-index"])
+        original.make_environment(["no-such-model"], cache, ["--no-index"])
+    python = original.make_environment([str(wheel)], cache, ["--no-index"])
     assert os.stat(python).st_mode & 0o100
     assert list(python.parents[1].glob("lib/*/site-packages/paper_model.py"))
     assert not list(python.parents[1].glob("lib/*/site-packages/torch"))  # nothing of this environment
-    ready = python.parents[1] / environment.READY
+    ready = python.parents[1] / original.READY
     wheel.unlink()
-    assert environment.make_environment([str(wheel)], cache, ["--no-index"]) == python
+    assert original.make_environment([str(wheel)], cache, ["--no-index"]) == python
     ready.unlink()  # as if it had been interrupted
     with pytest.raises(DlmBridgeError, match="paper_model"):
-        environment.make_environment([str(wheel)], cache, ["--no-index"])
+        original.make_environment([str(wheel)], cache, ["--no-index"])
 
 
 def test_the_script_takes_every_family_that_has_code_of_its_own(
