@@ -48,7 +48,7 @@ def _command() -> Callable[..., None]:
             planned.show(lambda: rl_dry_run(config, planned.gpus, resume))
             return
         quieten()
-        from dlm_bridge.train.rl.engine import train
+        from dlm_bridge.train.rl.accelerate_engine import train
 
         train(config, resume)
 

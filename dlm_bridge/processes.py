@@ -1,4 +1,4 @@
-"""Processes that belong together: those that one starts end with it, Ctrl-C ends it, a launcher's report once."""
+"""Processes that belong together: those that one starts end with it; Ctrl-C, SIGTERM, and a launcher's one report."""
 
 from __future__ import annotations
 
@@ -98,6 +98,20 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
     signal.signal(signal.SIGURG, raise_interrupt)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, raise_interrupt)
+
+
+@contextlib.contextmanager
+def catch_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

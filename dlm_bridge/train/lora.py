@@ -25,13 +25,12 @@ from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
 from dlm_bridge.train.config.options import comma_separated
-from dlm_bridge.train.lazy_weights import LazyWeights, replace_parameters
+from dlm_bridge.train.lazy_weights import MAGNITUDE, LazyWeights, replace_parameters
 from dlm_bridge.train.loading import decoder_layers, model_family
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
 EXPERTS = "experts"  # a target: the routed experts, whose weights are one stack a layer
 STEP = 0  # of the seed of a new adapter's weights: before the first step
-_MAGNITUDE = ".lora_magnitude_vector."  # in the name of a magnitude of DoRA's
 SAMPLED = 64  # rows of the embedding, and elements of each, in a base's fingerprint
 
 
@@ -138,7 +137,7 @@ def add_adapter(
         peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
         if folder is None and weights is not None:
             for name, weight in model.named_parameters():
-                if _MAGNITUDE in name:
+                if MAGNITUDE in name:
                     weight.is_new = True  # the norms of stand-ins
         if folder is not None and not on_meta:
             result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
@@ -150,12 +149,6 @@ def add_adapter(
     if mask_only is not None:
         restrict_to_masks(peft, mask_only)
     return Adapter(peft, _base_name(config.model.path), found, mask_only)
-
-
-def magnitude_of(name: str, parameter: torch.Tensor) -> str | None:
-    """The name of the weight whose rows' norms a new magnitude has to become, as `add_adapter` had no weights; None of
-    any other parameter."""
-    return f"{name.partition(_MAGNITUDE)[0]}.base_layer.weight" if getattr(parameter, "is_new", False) else None
 
 
 @contextlib.contextmanager

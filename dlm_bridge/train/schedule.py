@@ -1,14 +1,28 @@
-"""The learning rate and the batch size over the steps of a run: pure functions, so that a resume needs no state.
+"""What depends on the step of a run: learning rate, batch size, mask annealing, block size.
 
-Every schedule warms up linearly to `--lr`. Those that decay end at `--min-lr` with the last step; `wsd` (warm-up,
-stable, decay) keeps the rate until its last steps, so that a run can be prolonged from a checkpoint before them. The
-formulas are those of megatron-core's `OptimizerParamScheduler`, and of its ramp-up of the batch size.
+All are pure functions of the step, so that a resume needs no state and continues them, whatever the number of
+micro-batches and processes. Every learning rate warms up linearly to `--lr`. Schedules that decay end at `--min-lr`
+with the last step; `wsd` (warm-up, stable, decay) keeps the rate until its last steps, so that a run can be prolonged
+from a checkpoint before them. The formulas are those of megatron-core's `OptimizerParamScheduler`, and of its ramp-up
+of the batch size. Mask annealing and the block schedule adapt the attention of an autoregressive model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import torch
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.models.families import FamilySpec
+from dlm_bridge.objectives.base import Objective
+from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.objectives.registry import find_objective, objectives
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.sections import ScheduleOptions
 from dlm_bridge.train.data.loader import BatchSampler
@@ -27,6 +41,103 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def batch_sampler(config: TrainConfig) -> BatchSampler:
     """Which samples each step reads, with `--batch-ramp-up` fewer in the first steps."""
     return BatchSampler(config.data.batch_sizes, config.data.samples_per_size)
+
+
+def open_probability(step: int, annealing_steps: int) -> float:
+    """The probability that a pair (query, later key) is open at a step, counted from 1: 0 at the first step, growing
+    linearly to 1 after `annealing_steps` of them (DiffuLLaMA, arXiv 2410.17891, section 3.2)."""
+    return 1.0 if annealing_steps == 0 else min(1.0, (step - 1) / annealing_steps)
+
+
+def anneal_mask(noisy: NoisyBatch, config: TrainConfig, step: int, samples: Sequence[int]) -> NoisyBatch:
+    """The batch with the attention of its step, as `pairs`: causal plus random later keys with `open_probability`,
+    drawn for each global sample index and step. `noisy` has one stream, a row for each of `samples`."""
+    opened = open_probability(step, config.objective.mask_annealing_steps)
+    if opened == 1.0:
+        return noisy
+    batch, length = noisy.input_ids.shape
+    device = noisy.input_ids.device
+    allowed_BLL = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    if opened > 0:
+        allowed_BLL = allowed_BLL | (_uniform(config.data.seed, step, samples, length).to(device) < opened)
+    if noisy.mask_descriptor is not None:  # packed documents
+        allowed_BLL = allowed_BLL & noisy.mask_descriptor.dense()[:, 0]
+    elif noisy.attention_mask is not None:
+        # Padding attends to itself, so that no row of a softmax is empty.
+        own_LL = torch.eye(length, dtype=torch.bool, device=device)
+        allowed_BLL = (allowed_BLL & noisy.attention_mask[:, None, :]) | own_LL
+    return dataclasses.replace(noisy, pairs=allowed_BLL[:, None])
+
+
+def with_block_size(objective: Objective, model: Any, config: TrainConfig, step: int) -> Objective:
+    """The objective `at_step`, and the same block size in the model's config: a checkpoint has the last one."""
+    size = scheduled_block_size(config, step)
+    if size is not None:
+        model.config.block_size = size
+    return at_step(objective, config, step)
+
+
+def at_step(objective: Objective, config: TrainConfig, step: int) -> Objective:
+    """The objective with the block size of a step."""
+    size = scheduled_block_size(config, step)
+    # `check_adaptation` requires a two-stream objective where there is a schedule.
+    return objective if size is None else dataclasses.replace(objective, block_size=size)  # type: ignore[call-arg]
+
+
+def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
+    """The block size of `--block-schedule` at a step, counted from 1; None without a schedule."""
+    sizes = [size for start, size in config.objective.block_sizes if start <= step]
+    return sizes[-1] if sizes else None
+
+
+def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
+    """Raise DlmBridgeError where the objective or the family does not support a schedule."""
+    name = str(config.objective.name)
+    kind = find_objective(name).kind
+    if kind.answer_blocks:
+        _check_canvases(config, family)
+    if kind.resizes:
+        _check_resizing(config)
+    if kind.trajectories and config.task != "sft":
+        raise DlmBridgeError(f"--objective {name}: trajectories are recorded of answers: train it with dlm-bridge sft")
+    if config.objective.block_sizes and kind.streams == 1:
+        known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
+        raise DlmBridgeError(f"--block-schedule: objective '{name}' has no blocks: objectives with blocks are {known}")
+    if not config.objective.mask_annealing_steps:
+        return
+    flag = f"--mask-annealing-steps {config.objective.mask_annealing_steps}"
+    if kind.streams == 2:
+        raise DlmBridgeError(f"{flag}: objective '{name}' has its own mask of two streams: use --block-schedule")
+    if family.attention_pattern != "bidirectional":
+        raise DlmBridgeError(f"{flag}: {family.title} is {family.attention_pattern}, not bidirectional: leave it out")
+
+
+def _check_canvases(config: TrainConfig, family: FamilySpec) -> None:
+    refused = {
+        "--packing": config.data.packing,
+        "--document-attention": config.data.document_attention,
+        "--block-schedule": bool(config.objective.block_sizes),
+    }
+    for flag, given in refused.items():
+        if given:
+            raise DlmBridgeError(
+                f"{flag}: {family.title}'s canvases are cut from the one answer of a row, and have the length of its "
+                "config: leave it out"
+            )
+
+
+def _check_resizing(config: TrainConfig) -> None:
+    refused = {
+        "--packing": (config.data.packing, "rows hold one text each, with room to grow"),
+        "--document-attention": (config.data.document_attention, "rows hold one text each, with room to grow"),
+        f"--eos-padding {config.data.eos_padding}": (
+            config.data.eos_padding not in (None, "none"),
+            "the end of text is the token that deletes a mask",
+        ),
+    }
+    for flag, (given, why) in refused.items():
+        if given:
+            raise DlmBridgeError(f"{flag}: objective '{config.objective.name}': {why}: leave it out")
 
 
 def _remaining(schedule: ScheduleOptions, step: int) -> float:
@@ -57,3 +168,11 @@ def decay(style: str, progress: float) -> float:
 
 def _progress(step: int, begin: int, end: int) -> float:
     return min(1.0, max(0, step - begin) / (end - begin))
+
+
+def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:
+    """[B, L, L] uniform on [0, 1), fp32, keyed by (seed, step, global sample index)."""
+    values = np.empty((len(samples), length, length), dtype=np.float32)
+    for row, sample in zip(values, samples, strict=True):
+        keyed_generator(seed, Purpose.MASK_ANNEALING, step, sample).random(out=row, dtype=np.float32)
+    return torch.from_numpy(values)

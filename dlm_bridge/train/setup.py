@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,16 @@ from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.mapping.rules import Dims
-from dlm_bridge.models.families import find_family
+from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.registry import (
     build_objective,
     check_objective,
+    find_objective,
     noise_process,
     noise_token_id,
     own_objective,
-)
-from dlm_bridge.train.adaptation import (
-    check_adaptation,
-    load_conversations,
-    scheduled_block_size,
-    with_family_defaults,
 )
 from dlm_bridge.train.checkpoints import (
     STATE,
@@ -46,13 +41,20 @@ from dlm_bridge.train.checkpoints import (
     remove_old_checkpoints,
 )
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
-from dlm_bridge.train.data.conversations import check_sources
+from dlm_bridge.train.data.blocks import Blocks, Samples, split
+from dlm_bridge.train.data.conversations import (
+    ConversationSettings,
+    EosPadding,
+    check_sources,
+    load_conversation_blocks,
+)
+from dlm_bridge.train.data.documents import Source, check_tokenizer
 from dlm_bridge.train.data.indexed import TokenLimits
-from dlm_bridge.train.data.sources import DataSources, ReaderSettings, find_run_data
+from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import watched
+from dlm_bridge.train.schedule import check_adaptation, scheduled_block_size
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
@@ -214,6 +216,32 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     return config
 
 
+def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
+    """The configuration, with its objective resolved, and the family's fine-tuning defaults for what is not given.
+    Raises DlmBridgeError for padding that the objective or packing excludes."""
+    kind = find_objective(str(config.objective.name)).kind
+    blocks = kind.streams == 2
+    chosen = config.data.eos_padding
+    if chosen == "block" and not blocks:
+        raise DlmBridgeError(
+            f"--eos-padding block: objective '{config.objective.name}' has no blocks: choose none or row"
+        )
+    if chosen == "row" and config.data.packing:
+        raise DlmBridgeError("--eos-padding row fills a row with one answer: leave --packing out, or choose none")
+    padding = chosen or family.sft.get("eos_padding", "none")
+    if chosen is None and padding == "row" and config.data.packing:
+        padding = "block" if blocks else "none"
+    normalisation = config.objective.loss_normalisation or family.sft.get("loss_normalisation")
+    if config.objective.loss_normalisation is None and normalisation not in kind.normalisations:
+        normalisation = None
+    on_prompt = config.data.train_on_prompt
+    return config.replace(
+        eos_padding=padding if blocks or padding != "block" else "none",
+        loss_normalisation=normalisation,
+        train_on_prompt=family.sft.get("train_on_prompt", False) if on_prompt is None else on_prompt,
+    )
+
+
 def check_length(config: TrainConfig, model: Any) -> None:
     """Raise DlmBridgeError for rows that are longer than the model can take."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -301,3 +329,43 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
             raise
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
+
+
+def load_conversations(
+    config: TrainConfig, model: Any, found: DataSources, mask_token: int | None
+) -> tuple[Samples, Samples, Any]:
+    """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
+    DlmBridgeError."""
+    tokenizer = load_tokenizer(config)
+    kind = find_objective(str(config.objective.name)).kind
+    vocabulary_size = model.get_input_embeddings().weight.shape[0]
+    check_tokenizer(tokenizer, vocabulary_size, mask_token)
+    settings = ConversationSettings(
+        seq_length=config.data.seq_length,
+        mask_token_id=mask_token,
+        packing=config.data.packing,
+        truncate=config.data.truncate,
+        eos_padding=cast(EosPadding, config.data.eos_padding),
+        block_size=_largest_block(config, model),
+        train_on_prompt=bool(config.data.train_on_prompt),
+        answer_blocks=kind.answer_blocks,
+        trajectories=kind.trajectories,
+        vocabulary_size=vocabulary_size,
+    )
+
+    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
+        sources = cast(Sequence[Source], part)  # as `check_sources` has found
+        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
+
+    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
+    return train, valid, tokenizer
+
+
+def _largest_block(config: TrainConfig, model: Any) -> int:
+    """The largest block size of the run, which the schedule's smaller ones divide; 1 without blocks."""
+    kind = find_objective(str(config.objective.name)).kind
+    if kind.streams == 1:
+        return 1
+    if config.objective.block_sizes:
+        return config.objective.block_sizes[-1][1]
+    return int(kind.settings(model.config).get("block_size", kind.block_size))  # type: ignore[attr-defined,arg-type]

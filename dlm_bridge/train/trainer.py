@@ -8,14 +8,11 @@ from top to bottom; an engine overrides the parts of it that depend on its model
 from __future__ import annotations
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
-from dlm_bridge.train.adaptation import anneal_mask, at_step, with_block_size
+from dlm_bridge.processes import catch_sigterm
 from dlm_bridge.train.checkpoints import check_finite, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
@@ -43,10 +40,9 @@ from dlm_bridge.train.metrics import (
     peak_flops,
     plot_loss,
 )
-from dlm_bridge.train.monitoring import TextSamples, Trackers
+from dlm_bridge.train.monitoring import StepProfiler, TextSamples, Trackers
 from dlm_bridge.train.norms import LayerNorms
-from dlm_bridge.train.profiling import StepProfiler
-from dlm_bridge.train.schedule import batch_sampler, learning_rate
+from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
 
 EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
 
@@ -480,20 +476,6 @@ class Trainer(TrainingLoop):
     def check_same_data(self, train_blocks: int) -> None:
         """Raise DlmBridgeError where a checkpoint's run had another number of training blocks."""
         check_same_count("training blocks", len(self.train), train_blocks)
-
-
-@contextlib.contextmanager
-def catch_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def check_same_count(what: str, found: int, recorded: int) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import dlm_bridge  # noqa: F401  registers the families
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.rl.engine import train
+from dlm_bridge.train.rl.accelerate_engine import train
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 
 WORDS = ["<eos>", "<mask>", *"abcdefgh"]

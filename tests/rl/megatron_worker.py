@@ -27,8 +27,7 @@ from dlm_bridge.parallel.handover import stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import PREFERRED
-from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates
-from dlm_bridge.train.rl.engine import train
+from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates, train
 from dlm_bridge.train.rl.megatron_engine import MegatronUpdates
 from dlm_bridge.train.rl.rollout import Rollouts
 from tests.groups import make_way

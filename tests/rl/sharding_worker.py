@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, PREFERRED
-from dlm_bridge.train.rl.engine import train
+from dlm_bridge.train.rl.accelerate_engine import train
 from tests.processes import fork
 
 WORLDS = (1, 2, 4)

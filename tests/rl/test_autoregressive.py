@@ -15,7 +15,7 @@ from dlm_bridge.train.rl.likelihood import causal as causal_query
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.update_engine import target_logps
+from dlm_bridge.train.rl.trainer import target_logps
 from tests.rl.conftest import Run, letters, write_llama
 
 TIMED = ("tokens_per_s", "tokens_per_s_per_device", "seconds")

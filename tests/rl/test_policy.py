@@ -20,7 +20,7 @@ from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, LikelihoodQuery, Seq
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts, group_advantages
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.update_engine import target_logps
+from dlm_bridge.train.rl.trainer import target_logps
 from dlm_bridge.train.rl.updates import policy_loss, token_weights
 from tests.families.sdar import CASES as SDAR
 from tests.rl.conftest import Run, letters, write_llada

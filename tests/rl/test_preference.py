@@ -17,7 +17,7 @@ from dlm_bridge.train.data.conversations import Example
 from dlm_bridge.train.rl.likelihood import bound_query
 from dlm_bridge.train.rl.likelihood import bound_sums as sums_of
 from dlm_bridge.train.rl.rows import PreferencePair
-from dlm_bridge.train.rl.update_engine import target_logps
+from dlm_bridge.train.rl.trainer import target_logps
 from dlm_bridge.train.rl.updates import BoundDraws, bound_uniforms, longest, pair_rows, preference_loss
 from tests.rl.conftest import Run
 

@@ -24,7 +24,7 @@ from dlm_bridge.train.rl.likelihood import (
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.update_engine import target_logps
+from dlm_bridge.train.rl.trainer import target_logps
 from dlm_bridge.train.rl.updates import policy_loss, token_weights
 from tests.families.dream import CASE as DREAM
 from tests.families.dreamon import CASE as DREAMON

@@ -18,10 +18,10 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import ShiftedDiffusion
-from dlm_bridge.train.adaptation import anneal_mask, open_probability, with_block_size
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.schedule import anneal_mask, open_probability, with_block_size
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase, some_slow
 from tests.train.conftest import Run, without_speed

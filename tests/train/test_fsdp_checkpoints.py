@@ -194,7 +194,7 @@ def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
 def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints
+    from dlm_bridge.train.megatron import fsdp_checkpoints, loaded_state
 
     hub, folder, made = tmp_path / "hub", tmp_path / "iter_0000007", []
     models()[name].write(hub)
@@ -202,7 +202,7 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     (model,) = bridge.build_megatron_model(Layout())
     delayed_scaling.install(monkeypatch)
     delayed_scaling.scale_outputs(monkeypatch, RowParallelLinear, made)
-    monkeypatch.setattr(fp8_state, "_recipe", lambda _: delayed_scaling.TEDelayedScaling())
+    monkeypatch.setattr(loaded_state, "_recipe", lambda _: delayed_scaling.TEDelayedScaling())
     rank = Rank(model, 0, 1)
     for module in model.modules():
         if isinstance(module, RowParallelLinear):
@@ -212,7 +212,7 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, rank, rank.optimizer, {})
     for scaled in made:
         scaled.tensors["scale_fwd"].zero_()
-    with fp8_state.weights_only_loading():
+    with loaded_state.weights_only_loading():
         fsdp_checkpoints.load(folder, rank, rank.optimizer)
     assert len(saved) > 3
     for scaled, wanted in zip(made, saved, strict=True):
@@ -222,7 +222,7 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     if name == "llada_moe":
         monkeypatch.setattr(fsdp_checkpoints.parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
         with (
-            fp8_state.weights_only_loading(),
+            loaded_state.weights_only_loading(),
             pytest.raises(DlmBridgeError, match="at their own --ep only, which was 1"),
         ):
             fsdp_checkpoints.load(folder, rank, rank.optimizer)

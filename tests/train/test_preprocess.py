@@ -30,8 +30,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import documents
 from dlm_bridge.train.data import preprocess as module
 from dlm_bridge.train.data.documents import find_files, pack
-from dlm_bridge.train.data.fingerprint import check_fingerprint, fingerprint_file
-from dlm_bridge.train.data.indexed import open_indexed
+from dlm_bridge.train.data.indexed import check_fingerprint, fingerprint_file, open_indexed
 from dlm_bridge.train.data.preprocess import preprocess
 from tests.train.conftest import Run
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import profiling
+from dlm_bridge.train import monitoring
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {"eval_interval": 0, "save_interval": 2, "warmup_steps": 0, "lr_schedule": "constant"}
@@ -47,7 +47,7 @@ def test_a_disk_that_refuses_is_one_line(tmp_path: Path, run: Run, monkeypatch: 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(profiling, "os", SimpleNamespace(replace=full))  # of this module alone
+    monkeypatch.setattr(monitoring, "os", SimpleNamespace(replace=full))  # of this module alone
     with pytest.raises(DlmBridgeError, match="profile"):
         run(tmp_path / "run", steps=2, profile_steps="1:1", **OPTIONS)
     assert list((tmp_path / "run/profile").iterdir()) == []

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate import Accelerator
 
 from dlm_bridge.train.accelerate import fsdp
-from dlm_bridge.train.accelerate.ema import AveragedModel
 from dlm_bridge.train.checkpoints import (
     load_state,
     raised_everywhere,
@@ -18,6 +17,7 @@ from dlm_bridge.train.checkpoints import (
     step_folder,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.ema import AveragedModel
 from dlm_bridge.train.lora import Adapter
 
 

@@ -35,8 +35,6 @@ from dlm_bridge.convert.formats.hub_weights import (
 from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
-from dlm_bridge.train.accelerate.ema import AveragedModel
-from dlm_bridge.train.accelerate.shard_source import ShardSource, first_row, shard_source
 from dlm_bridge.train.checkpoints import (
     atomic_checkpoint,
     checkpoint_errors,
@@ -47,7 +45,8 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
-from dlm_bridge.train.lazy_weights import LazyWeights, replace_parameters
+from dlm_bridge.train.ema import AveragedModel
+from dlm_bridge.train.lazy_weights import LazyWeights, ShardSource, first_row, replace_parameters, shard_source
 from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
 

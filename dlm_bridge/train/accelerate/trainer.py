@@ -31,11 +31,11 @@ from dlm_bridge.train.accelerate.attention import (
 )
 from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
-from dlm_bridge.train.accelerate.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
-from dlm_bridge.train.accelerate.shard_source import shard_source
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
+from dlm_bridge.train.ema import AveragedModel, averaged_folder
+from dlm_bridge.train.lazy_weights import shard_source
 from dlm_bridge.train.loading import StartingModel, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.norms import HubLayerNorms

@@ -4,6 +4,9 @@ The `.idx`, little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), dtype code (uint
 number of document indices D (uint64), then S lengths in tokens (int32), S offsets in bytes into the `.bin` (int64) and
 D document indices (int64): document d is the sequences from index d up to index d + 1. A multimodal file has S modes
 (int8) after that. Blocks are cut from the shuffled documents and read from the memory-mapped file.
+
+PREFIX.tokenizer.json beside a pair records its tokenizer: data of another one would train in silence as long as its
+token ids are in range.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +28,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.data.blocks import Rows, section_sizes
 
@@ -38,6 +45,7 @@ UINT16_VOCABULARY = 65500  # megatron-core's bound: larger vocabularies are stor
 LONGEST = 2**31 - 1  # tokens of a document, whose length is an int32
 CHECKED_AT_ONCE = 1 << 20
 LOCK_SECONDS = 2.0
+TOKENIZER_SUFFIX = ".tokenizer.json"
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
@@ -397,3 +405,52 @@ def _check_ids(source: IndexedTokens, tokens: np.ndarray, fit: TokenLimits) -> N
         raise DlmBridgeError(
             f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}): preprocess text without it"
         )
+
+
+def fingerprint_file(prefix: str | Path) -> Path:
+    """Where the tokenizer of a pair is recorded."""
+    return Path(f"{prefix}{TOKENIZER_SUFFIX}")
+
+
+def without_fingerprints(files: Iterable[Path]) -> list[Path]:
+    """The files that are not the records of pairs."""
+    return [
+        file
+        for file in files
+        if not (file.name.endswith(TOKENIZER_SUFFIX) and pair(str(file).removesuffix(TOKENIZER_SUFFIX))[1].is_file())
+    ]
+
+
+def write_fingerprint(prefix: str | Path, tokenizer: Any) -> None:
+    """Record the tokenizer of a pair that was written just now."""
+    count = _count(tokenizer)
+    record = {"tokenizer": str(tokenizer.name_or_path), "tokens": count, "digest": _digest(tokenizer, count)}
+    with atomic_file(fingerprint_file(prefix), overwrite=True) as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+
+
+def check_fingerprint(source: IndexedTokens, tokenizer: Any) -> None:
+    """Raise DlmBridgeError where a pair was made with another tokenizer than the run's: the same ids do not mean the
+    same tokens. A run's may have tokens behind all of the recorded one's. Pairs without a record pass."""
+    file = fingerprint_file(source.prefix)
+    if not file.is_file():
+        return
+    record = read_config(file)
+    count = record.get("tokens")
+    if not isinstance(count, int):
+        raise DlmBridgeError(f"{file}: damaged (no number of tokens): remove it, or preprocess anew")
+    if _count(tokenizer) < count or _digest(tokenizer, count) != record.get("digest"):
+        raise DlmBridgeError(
+            f"{source.prefix}.bin was made with another tokenizer, {record.get('tokenizer')}, than the run's, "
+            f"{tokenizer.name_or_path}: preprocess it with that one, or name the other with --tokenizer"
+        )
+
+
+def _count(tokenizer: Any) -> int:
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _digest(tokenizer: Any, count: int) -> str:
+    """Of the tokens with an id below `count`."""
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number < count)
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()

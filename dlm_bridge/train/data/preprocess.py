@@ -20,8 +20,7 @@ import numpy as np
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.processes import end_with_parent
 from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
-from dlm_bridge.train.data.fingerprint import fingerprint_file, write_fingerprint
-from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
+from dlm_bridge.train.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
 from dlm_bridge.train.data.sources import find_sources
 
 if TYPE_CHECKING:

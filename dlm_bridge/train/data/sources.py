@@ -26,8 +26,17 @@ from dlm_bridge.train.data.blocks import (
     split,
 )
 from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, check_tokenizer, find_files, pack
-from dlm_bridge.train.data.fingerprint import check_fingerprint, fingerprint_file, without_fingerprints
-from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_length, open_indexed, pair, split_stream
+from dlm_bridge.train.data.indexed import (
+    IndexedTokens,
+    TokenLimits,
+    check_fingerprint,
+    check_length,
+    fingerprint_file,
+    open_indexed,
+    pair,
+    split_stream,
+    without_fingerprints,
+)
 
 PAIR_SUFFIXES = (".bin", ".idx")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *PAIR_SUFFIXES, ".parquet", ".txt", ".md", ".csv", ".gz", ".zst")

@@ -66,7 +66,7 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron import fp8_state, fsdp_checkpoints, optimizer_state
+from dlm_bridge.train.megatron import fsdp_checkpoints, loaded_state
 from dlm_bridge.train.megatron.ema import MegatronAverages
 from dlm_bridge.train.megatron.mtp import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
 from dlm_bridge.train.metrics import MAKE_ROOM
@@ -330,7 +330,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             shutil.rmtree(_hidden(folder), ignore_errors=True)
 
-    @fp8_state.weights_only_loading()
+    @loaded_state.weights_only_loading()
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
@@ -338,12 +338,12 @@ class CheckpointManager:
             if self.fsdp:
                 return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
             request = sharded_state(self.chunks, self.optimizer, is_loading=True, factors=self.factors)
-            parts = optimizer_state.optimizer_request(self.optimizer, request.pop(optimizer_state.OPTIMIZER_KEY))
-            wanted = optimizer_state.copy_tree(parts)
+            parts = loaded_state.optimizer_request(self.optimizer, request.pop(loaded_state.OPTIMIZER_KEY))
+            wanted = loaded_state.copy_tree(parts)
             if self.averages is not None:
                 request |= self.averages.requested(_weights_of(request, self.chunks))
-            state = dist_checkpointing.load({**request, optimizer_state.REQUEST_KEY: parts}, str(folder))
-        restore = partial(optimizer_state.restore_optimizer, self.optimizer, wanted, state)
+            state = dist_checkpointing.load({**request, loaded_state.REQUEST_KEY: parts}, str(folder))
+        restore = partial(loaded_state.restore_optimizer, self.optimizer, wanted, state)
         restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)
         if self.averages is not None:
             self.averages.take(state)
@@ -386,7 +386,7 @@ def sharded_state(
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     if not is_loading:
         drop_offload_settings(optimizer, state)
-    return {**model, optimizer_state.OPTIMIZER_KEY: state}
+    return {**model, loaded_state.OPTIMIZER_KEY: state}
 
 
 def restore_state(
@@ -401,7 +401,7 @@ def restore_state(
     `restore_optimizer` do so with the optimizer. Raises DlmBridgeError that names the `folder`."""
     named = list(zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True))
     try:
-        weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
+        weights = {key: loaded_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
         for key, chunk in named:
             chunk.load_state_dict(weights[key], strict=whole)
         with patched_checkpoints(optimizer):

@@ -32,7 +32,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
-from dlm_bridge.train.megatron import fp8_state
+from dlm_bridge.train.megatron import loaded_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
 MODEL, OPTIMIZER = "model.module.", "optimizer.state.module.module."
@@ -201,11 +201,11 @@ def _set_scaling(chunk: Any, reader: dcp.FileSystemReader, folder: Path) -> None
     dcp.load(state, storage_reader=reader)
     for name, module in scaled.items():
         if (key := _scaling_key(name)) in state:
-            module.set_extra_state(fp8_state.rewrite_extra_states({name: state[key][0]}, chunk.config)[name])
+            module.set_extra_state(loaded_state.rewrite_extra_states({name: state[key][0]}, chunk.config)[name])
 
 
 def _scaled(chunk: Any) -> dict[str, Any]:
-    return fp8_state.scaled_modules(chunk.module.module, chunk.config)
+    return loaded_state.scaled_modules(chunk.module.module, chunk.config)
 
 
 def _scaling_key(name: str) -> str:

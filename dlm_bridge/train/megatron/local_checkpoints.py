@@ -29,7 +29,7 @@ from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
 from dlm_bridge.train.checkpoints import from_all, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError, options_of
-from dlm_bridge.train.megatron import fp8_state, optimizer_state
+from dlm_bridge.train.megatron import loaded_state
 from dlm_bridge.train.megatron.checkpoints import STATE, named_load_errors, restore_state, sharded_state
 from dlm_bridge.train.megatron.mcore_config import check_mcore_config
 
@@ -134,14 +134,14 @@ class LocalCheckpoints:
                 console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         return step if self.step is None else self.step
 
-    @fp8_state.weights_only_loading()
+    @loaded_state.weights_only_loading()
     def load(self, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
         """Set weights and optimizer to what `find` has found, and return our own values. Raises DlmBridgeError."""
         assert self.source is not None
         with named_load_errors(self.source.folder):
             request = sharded_state(chunks, optimizer, True, SAME_LAYOUT)
             state = self.source.read().to_state_dict(request, algo="atomic", validate_access_integrity=False)
-        saved = state[optimizer_state.OPTIMIZER_KEY]
+        saved = state[loaded_state.OPTIMIZER_KEY]
         restore_state(self.source.folder, chunks, optimizer, state, lambda: optimizer.load_state_dict(saved))
         return dict(state[STATE])
 

@@ -2,6 +2,6 @@
 
 `rows` reads prompts and preferences; `rollout` samples completions and scores them (`reward_worker` runs the functions
 of `rewards`); `likelihood` has a model's log-probabilities of them, or estimates of a diffusion model's; `updates` has
-the losses; `policy` and `preference` are the loop, over an `update_engine`: `accelerate_engine` or `megatron_engine`.
-`engine` starts a run.
+the losses; `policy` and `preference` are the loop of `trainer`, over the engine of `accelerate_engine`, whose `train`
+starts a run, or of `megatron_engine`.
 """

@@ -1,4 +1,7 @@
-"""Updates under Accelerate: each process holds the whole model, or under FSDP2 a shard of it."""
+"""Runs of reinforcement learning, and their updates under Accelerate.
+
+Each process holds the whole model, or under FSDP2 a shard of it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from rich.console import Console
 
 from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.errors import DlmBridgeError
@@ -20,20 +24,56 @@ from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
-from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of
+from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of, run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.loading import StartingModel, model_without_weights, starting_model
-from dlm_bridge.train.lora import Adapter, add_adapter
+from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
+from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
-from dlm_bridge.train.rl.update_engine import (
+from dlm_bridge.train.rl.trainer import (
     RankGroup,
+    RLTrainer,
     UpdateEngine,
     UpdatePart,
     accumulate_gradients,
     target_logps,
 )
 from dlm_bridge.train.rl.value_model import ValueModel
+from dlm_bridge.train.setup import RunStart, training_errors
+
+
+@training_errors
+def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
+    """Train until `--steps`, a SIGTERM or `--exit-duration`, and return the last checkpoint's folder.
+
+    With `resume` the run in `--output` continues from its newest checkpoint. Raises DlmBridgeError for bad input, for
+    rewards that fail and where a loss is NaN.
+    """
+    console = console or Console(stderr=True, markup=False)
+    if config.engine.name == "megatron":
+        from dlm_bridge.train.rl.megatron_engine import train_with_megatron
+
+        return train_with_megatron(config, resume, console)
+    return run(fsdp.with_launcher_settings(config), resume, console, assembled)
+
+
+@contextlib.contextmanager
+def assembled(
+    config: RLConfig, accelerator: Accelerator, start: RunStart, console: Console
+) -> Iterator[RLTrainer[Any]]:
+    """Model, reference, optimizer and rows of a run; what it started ends with it."""
+    starting = starting_model(config, start.checkpoint, accelerator.is_main_process)
+    model = starting.model
+    kind, tokenizer = check_model(config, model)
+    config = with_lora(config, model)
+    with accelerator.main_process_first():
+        rows, held_out = load_rows(config, kind, model, tokenizer)
+    with fsdp.process_group(config):
+        adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
+        engine = AccelerateUpdates(config, accelerator, starting, adapter, tokenizer, start.checkpoint)
+        with contextlib.closing(kind(config, engine, tokenizer, rows, held_out, start.output, console)) as trainer:
+            yield trainer
 
 
 class AccelerateUpdates(UpdateEngine):

@@ -60,14 +60,13 @@ from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
-from dlm_bridge.train.rl.trainer import RLTrainer
-from dlm_bridge.train.rl.update_engine import RankGroup, UpdateEngine, UpdatePart
+from dlm_bridge.train.rl.trainer import RankGroup, RLTrainer, UpdateEngine, UpdatePart
 from dlm_bridge.train.setup import write_config
 from dlm_bridge.train.trainer import Processes
 
 
 def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
-    """As `dlm_bridge.train.rl.engine.train`, with `--engine megatron`. Every process of the launcher calls it."""
+    """As `accelerate_engine.train`, with `--engine megatron`. Every process of the launcher calls it."""
     start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished

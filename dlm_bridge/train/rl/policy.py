@@ -28,8 +28,7 @@ from dlm_bridge.train.rl.replica import room_makers
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem, load_problems
-from dlm_bridge.train.rl.trainer import RLTrainer, RolloutRow
-from dlm_bridge.train.rl.update_engine import LogpLoss, UpdatePart, ValueUpdates
+from dlm_bridge.train.rl.trainer import LogpLoss, RLTrainer, RolloutRow, UpdatePart, ValueUpdates
 from dlm_bridge.train.rl.updates import (
     UpdateMetrics,
     policy_loss,

@@ -13,8 +13,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import PreferencePair, load_pairs
-from dlm_bridge.train.rl.trainer import PreferenceRow, RLTrainer
-from dlm_bridge.train.rl.update_engine import LogpLoss, UpdatePart
+from dlm_bridge.train.rl.trainer import LogpLoss, PreferenceRow, RLTrainer, UpdatePart
 from dlm_bridge.train.rl.updates import BoundDraws, UpdateMetrics, longest, preference_loss
 
 

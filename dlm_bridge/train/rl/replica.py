@@ -26,7 +26,7 @@ from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.lazy_weights import HubRange, NotInRangesError, hub_ranges, replace_parameters
-from dlm_bridge.train.rl.update_engine import RankGroup
+from dlm_bridge.train.rl.trainer import RankGroup
 
 GIB = 2**30
 

@@ -23,7 +23,7 @@ from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.replica import no_room
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.update_engine import RankGroup
+from dlm_bridge.train.rl.trainer import RankGroup
 
 
 @dataclass(frozen=True)

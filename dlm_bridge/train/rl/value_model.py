@@ -23,7 +23,7 @@ from dlm_bridge.train.accelerate.checkpoints import load_optimizer
 from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.loading import starting_model
-from dlm_bridge.train.rl.update_engine import UpdatePart, ValueUpdates, accumulate_gradients
+from dlm_bridge.train.rl.trainer import UpdatePart, ValueUpdates, accumulate_gradients
 
 FOLDER = "value"  # in a checkpoint
 STATE = "value_optimizer"  # in its trainer's state
