@@ -21,9 +21,9 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
-from dlm_bridge.generation.setting_names import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
 from dlm_bridge.loading import LoadedModel

@@ -26,11 +26,10 @@ from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.loop import denoise
-from dlm_bridge.generation.prompts import PromptBatch, check_ids, warn_of_padding
+from dlm_bridge.generation.rows import PromptBatch, StopCondition, check_ids, warn_of_padding
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
-from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, shared_seed, without_token
 
 

@@ -16,9 +16,9 @@ from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
+from dlm_bridge.generation.rows import StopCondition
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
-from dlm_bridge.generation.stopping import StopCondition
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
 from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.loop import choose_cache, denoise_rows
-from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.rolling_canvas import (
     EnteringRow,
     OwnBlocksCanvas,
@@ -53,10 +52,9 @@ from dlm_bridge.generation.rolling_canvas import (
     SharedBlocksCanvas,
     cache_columns,
 )
-from dlm_bridge.generation.row_memory import order_behind
+from dlm_bridge.generation.rows import StopCondition, check_row, order_behind
 from dlm_bridge.generation.runtime.runner import ModelRunner, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
 
 __all__ = ["ContinuousBatch", "Event", "RowCommits", "RowEnded", "RowFailed", "RowRequest", "RowTokens"]

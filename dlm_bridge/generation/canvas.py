@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_bridge.generation.prompts import PromptBatch, PromptLimits
-from dlm_bridge.generation.row_memory import RowMemory
-from dlm_bridge.generation.stopping import Read, StopCondition
+from dlm_bridge.generation.rows import PromptBatch, PromptLimits, Read, RowMemory, StopCondition
 
 
 def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.row_memory import RowMemory
+from dlm_bridge.generation.rows import RowMemory
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf

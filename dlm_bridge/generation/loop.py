@@ -20,11 +20,10 @@ from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.prompts import PromptBatch
+from dlm_bridge.generation.rows import PromptBatch, StopCondition
 from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
-from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise
 
 

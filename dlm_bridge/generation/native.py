@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
-from dlm_bridge.generation.setting_names import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own

@@ -14,7 +14,7 @@ import torch
 from dlm_bridge.attention_mask import block_causal_mask, causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
-from dlm_bridge.generation.row_memory import order_behind
+from dlm_bridge.generation.rows import order_behind
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 

@@ -23,8 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
-from dlm_bridge.generation.row_memory import RowMemory, order_behind, order_without
-from dlm_bridge.generation.stopping import Read, StopCondition
+from dlm_bridge.generation.rows import Read, RowMemory, StopCondition, order_behind, order_without
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
-from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.replicas import ALONE, Replicas
+from dlm_bridge.generation.rows import StopCondition, check_row, check_stop_strings
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
 from dlm_bridge.hub import check_characters, check_text_file
 

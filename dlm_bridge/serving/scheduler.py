@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.stopping import check_stop_strings
+from dlm_bridge.generation.rows import check_stop_strings
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,16 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dlm_bridge.generation import DenoisingStep
-from dlm_bridge.generation.display.terminal import MASKED, frame_text, live, status
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, page, trace_data
+from dlm_bridge.generation.display.trace import (
+    MASKED,
+    DenoisingTrace,
+    TokenStrings,
+    frame_text,
+    live,
+    page,
+    status,
+    trace_data,
+)
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
 

@@ -169,7 +169,7 @@ def test_a_model_without_weights_is_refused(model: Any) -> None:
 
 def test_padding_without_a_mask_is_warned_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("dlm_bridge.generation.prompts.logger.warning_once", said.append)
+    monkeypatch.setattr("dlm_bridge.generation.rows.logger.warning_once", said.append)
     left, right = torch.tensor([[EOS, EOS, 3], [4, 5, 6]]), torch.tensor([[3, EOS, EOS], [4, 5, 6]])
     for ids in (left[:1], left[1:], left[:, :0], torch.tensor([[EOS, 3], [EOS, 4]])):
         model.generate(ids, gen_length=4)

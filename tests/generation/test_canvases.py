@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from dlm_bridge.generation.display.terminal import live
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings
+from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel, load_model

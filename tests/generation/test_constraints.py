@@ -15,8 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import BlockLayout, generate
 from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.prompts import PromptBatch, PromptLimits
-from dlm_bridge.generation.stopping import StopCondition
+from dlm_bridge.generation.rows import PromptBatch, PromptLimits, StopCondition
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged

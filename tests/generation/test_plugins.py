@@ -26,8 +26,8 @@ from dlm_bridge.generation import (
     register_sampler,
 )
 from dlm_bridge.generation.commit_rules import best
+from dlm_bridge.generation.config import diffusion_fields
 from dlm_bridge.generation.samplers.sdar import SequentialRule
-from dlm_bridge.generation.setting_names import diffusion_fields
 from dlm_bridge.generation.token_sampling import Noise
 from tests.generation.published_samplers import bidirectional
 from tests.generation.standin import MASK, StandIn, family, ragged

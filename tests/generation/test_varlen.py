@@ -22,7 +22,6 @@ from dlm_bridge.generation.runtime.varlen import (
     attend_padded,
     packed_shape,
     padded_cu_seqlens,
-    supports_packing,
     write_packed,
 )
 from tests.families.case import FamilyCase, some_slow
@@ -459,7 +458,7 @@ def test_the_operators_of_packed_prompts_do_not_grow_with_the_rows(
 
 
 def test_nothing_is_packed_where_the_kernel_does_not_run(model: Any) -> None:
-    assert not supports_packing(model)
+    assert not runner.supports_packing(model)
 
 
 @pytest.mark.gpu
@@ -467,5 +466,5 @@ def test_half_precision_is_packed_on_a_gpu(folder: Path) -> None:
     from tests.generation.conftest import load
 
     model = load(folder).to("cuda")
-    assert not supports_packing(model)
-    assert supports_packing(model.bfloat16())
+    assert not runner.supports_packing(model)
+    assert runner.supports_packing(model.bfloat16())

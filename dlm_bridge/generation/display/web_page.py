@@ -17,8 +17,15 @@ from functools import partial
 from typing import Any, get_args
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.display.terminal import BAR, MASKED, STEPS, confidence_colour
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, TraceFrame
+from dlm_bridge.generation.display.trace import (
+    BAR,
+    MASKED,
+    STEPS,
+    DenoisingTrace,
+    TokenStrings,
+    TraceFrame,
+    confidence_colour,
+)
 from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings

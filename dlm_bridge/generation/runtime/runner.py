@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.kv_cache import KVCache, attention_layers, is_attention
+from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.fused_elementwise import at_places
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
-from dlm_bridge.generation.runtime.varlen import PackedRows, Packing, supports_packing
+from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedRows, Packing, varlen_attention
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
@@ -273,6 +273,22 @@ def supports_kv_cache(model: Any) -> bool:
     if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
         return False
     return any(map(is_attention, plain.modules()))
+
+
+def supports_packing(model: Any) -> bool:
+    """Whether `torch.nn.attention.varlen` runs the attention of the model, a transformers body on one device."""
+    device = next(model.parameters()).device
+    if device.type != "cuda" or torch.version.cuda is None or varlen_attention() is None:
+        return False
+    if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    layers = attention_layers(model)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None or hasattr(layers[0], "sinks"):
+        return False
+    sizes = {head_sizes(layer) for layer in layers}
+    return all(keys == values and keys % 8 == 0 and keys <= MAX_HEAD_SIZE for keys, values in sizes)
 
 
 def release(model: Any) -> None:

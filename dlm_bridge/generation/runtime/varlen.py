@@ -5,7 +5,7 @@ each token by itself, so that they skip the padding as well; attention is told w
 cache a row's queries attend to as many of its cached columns as it has.
 
 Attention runs `torch.nn.attention.varlen` where it can, on a CUDA device in half precision. Elsewhere rows are padded
-for the attention itself: by default nothing is packed there (`supports_packing`).
+for the attention itself: by default nothing is packed there (`runner.supports_packing`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
-
-from dlm_bridge.generation.kv_cache import attention_layers, head_sizes
 
 MAX_HEAD_SIZE = 256  # of the kernel
 
@@ -95,24 +93,8 @@ def padded_cu_seqlens(cu_seqlens: torch.Tensor, rows: int, tokens: int) -> torch
     return torch.cat([cu_seqlens, empty, cu_seqlens.new_full((1,), tokens)])
 
 
-def supports_packing(model: Any) -> bool:
-    """Whether `torch.nn.attention.varlen` runs the attention of the model, a transformers body on one device."""
-    device = next(model.parameters()).device
-    if device.type != "cuda" or torch.version.cuda is None or _varlen_attn() is None:
-        return False
-    if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    layers = attention_layers(model)
-    if getattr(model.config, "attn_logit_softcapping", None) is not None or hasattr(layers[0], "sinks"):
-        return False
-    sizes = {head_sizes(layer) for layer in layers}
-    return all(keys == values and keys % 8 == 0 and keys <= MAX_HEAD_SIZE for keys, values in sizes)
-
-
 @functools.cache
-def _varlen_attn() -> Callable[..., Any] | None:
+def varlen_attention() -> Callable[..., Any] | None:
     """PyTorch's function, with grouped queries; None where there is none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -263,7 +245,7 @@ def _(query: Any, key: Any, value: Any, *_: Any) -> Any:
 
 
 def _kernel_for(query: torch.Tensor) -> Callable[..., Any] | None:
-    return _varlen_attn() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    return varlen_attention() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
 
 
 @torch.library.custom_op("dlm_bridge::write_packed", mutates_args=("key_cache", "value_cache"))
