@@ -223,13 +223,13 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
         of_state = 0
     sharded = run.distributed_optimizer or run.fsdp is not None
     weights = gradients = optimizer = 0.0
-    for count, replicas in ((dense, run.dp * run.cp), (experts, run.expert_dp)):
-        held = count / replicas if run.fsdp == "optim_grads_params" else count
+    for count, shards in zip((dense, experts), run.shards, strict=True):
+        held = count / shards if run.fsdp == "optim_grads_params" else count
         weights += (2 if low else 4) * held
         gradients += run.gradient_bytes * (
-            count / replicas if run.fsdp in ("optim_grads", "optim_grads_params") else count
+            count / shards if run.fsdp in ("optim_grads", "optim_grads_params") else count
         )
-        optimizer += of_state * (count / replicas if sharded else count)
+        optimizer += of_state * (count / shards if sharded else count)
     if run.optimizer == "muon":
         optimizer -= 4 * sum(parameters.get(role, 0) for role in _MATRICES)
     if run.precision == "fp8":  # each linear weight once more in FP8, as it is and transposed
@@ -252,12 +252,12 @@ def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) 
     count, low = sum(parameters.values()), 4 if run.precision == "fp32" else 2
     if run.fsdp is None:
         return low * count
-    replicas = run.dp * run.cp
+    shards, _ = run.shards
     if run.own_shards:
-        return 4 * (count + largest_parameter(model)) / replicas
+        return 4 * (count + largest_parameter(model)) / shards
     unit = _largest_unit(model, run)
-    shards = (low if run.fsdp == "optim_grads_params" else 0) + (4 if low == 2 else 0)
-    return low * (count + unit) + shards * unit / replicas
+    of_unit = (low if run.fsdp == "optim_grads_params" else 0) + (4 if low == 2 else 0)
+    return low * (count + unit) + of_unit * unit / shards
 
 
 def largest_parameter(model: PlannedModel) -> int:

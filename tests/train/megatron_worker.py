@@ -274,7 +274,7 @@ class LayoutChanges:
                 for subject in self.subjects
             }
         found: Plan = {}
-        for subject, before, after in self.stopped[processes]:
+        for subject, before, after in self.stopped.get(processes, ()):
             name = f"{self.name}-{subject}-{before}"
             run = self._options(root, subject) | self.more.get((subject, before), {})
             found[f"{subject}, {before}"] = ("trains", (name,), {**run, "layout": before, "steps": 2})
@@ -287,9 +287,10 @@ class LayoutChanges:
         small = {"steps": 4, "save_interval": 2, "eval_interval": 2, "adam_eps": 1.0, "warmup_steps": 0}
         return {"subject": subject, "from_scratch": False, **small, **self.options(root, subject)}
 
-    def launch(self, worker: str, root: Path) -> Results:
-        """Run the module whose main program is `main(root, self.plan, self.name)`."""
-        launch(worker, root, processes=1, timeout_s=1100)
+    def launch(self, worker: str, root: Path, *arguments: str) -> Results:
+        """Run the module whose main program, given the folder and the `arguments`, is
+        `main(root, self.plan, self.name)`."""
+        launch(worker, root, processes=1, timeout_s=1100, arguments=arguments)
         return self.results(root)
 
     def results(self, root: Path) -> Results:

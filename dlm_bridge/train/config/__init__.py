@@ -168,6 +168,15 @@ class TrainConfig:
                 (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
                 remedy="leave one of them out",
             )
+        if (instances := parallel.num_distributed_optimizer_instances) > 1:
+            cut = "there is no sharded state to hold several times"
+            _exclude(
+                "--num-distributed-optimizer-instances",
+                str(instances),
+                (not parallel.distributed_optimizer, "--no-distributed-optimizer", cut),
+                (optimizer.name != "adamw", f"--optimizer {optimizer.name}", cut),
+                remedy="leave it out",
+            )
         if parallel.tp_overlap:
             self._check_tp_overlap()
         if parallel.ep_overlap:

@@ -173,7 +173,8 @@ def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     mcore_config.check_sequence(config)
     parallel, graphs = config.parallel, config.engine.cuda_graphs
-    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs)
+    instances = parallel.num_distributed_optimizer_instances
+    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs, instances)
     config.check_batch(parallel_state.get_data_parallel_world_size())
 
 
