@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, check_instances, check_instances_of_experts
 from dlm_bridge.train.config.options import check_option, options_of
 from dlm_bridge.train.config.sections import check_optimizer
 
@@ -195,7 +195,9 @@ class PlannedRun:
         ):
             if self.gpus % ranks:
                 raise DlmBridgeError(f"--gpus {self.gpus} is no multiple of {what} = {ranks} ranks")
-        layout.check_optimizer_instances(self.num_distributed_optimizer_instances, self.gpus)
+        layout.check_optimizer_instances(self.num_distributed_optimizer_instances, self.gpus, self.fsdp is not None)
+        if model.dims.experts:
+            check_instances_of_experts(self.num_distributed_optimizer_instances, self.fsdp)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
             raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
@@ -212,6 +214,9 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
+        check_instances(
+            self.num_distributed_optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer
+        )
         if self.optimizer == "muon" and self.distributed_optimizer:
             raise DlmBridgeError("--optimizer muon is not sharded: add --no-distributed-optimizer")
         for module in self.recompute_modules:

@@ -50,6 +50,33 @@ def test_states_follow_the_sharding_strategy() -> None:
     assert plan(optimizer="sgd", distributed_optimizer=False).peak.optimizer == 8 * n
 
 
+def test_each_instance_of_the_optimizer_holds_a_whole_state() -> None:
+    n, two = LLAMA.parameters, {"num_distributed_optimizer_instances": 2}
+    assert plan(**two).peak.optimizer == round(12 * n / 4)
+    assert plan(**two).peak.gradients == plan().peak.gradients
+    assert plan(**two, layout=Layout(tp=2)).peak.optimizer == 2 * plan(layout=Layout(tp=2)).peak.optimizer
+    sharded = plan(**two, gpus=16, fsdp="optim_grads_params").peak
+    assert sharded == plan(fsdp="optim_grads_params").peak
+    experts = memory_plan(MOE, PlannedRun(layout=Layout(ep=2), gpus=8, seq_length=1024, **two)).stages[0]
+    own = experts.parameters["experts"]
+    assert experts.optimizer == round(12 * ((experts.held - own) / 4 + own / 2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_distributed_optimizer_instances": 3},
+        {"distributed_optimizer": False},
+        {"optimizer": "sgd"},
+        {"fsdp": "optim"},
+        {"fsdp": "optim_grads", "num_distributed_optimizer_instances": 8},
+    ],
+)
+def test_instances_that_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(DlmBridgeError, match="--num-distributed-optimizer-instances"):
+        plan(**{"num_distributed_optimizer_instances": 2, **changes})
+
+
 def test_a_model_that_is_built_whole_needs_room_for_it() -> None:
     """Megatron FSDP has the whole weights before it cuts them; the Accelerate engine never has."""
     n, run = LLAMA.parameters, {"fsdp": "optim_grads_params", "gpus": 64, "recompute": "full"}

@@ -249,6 +249,7 @@ class LayoutChanges:
     stopped: dict[int, list[tuple[str, str, str]]]  # by the number of processes: subject, layout before, layout after
     options: Callable[[Path, str], dict[str, Any]]  # of the runs in a folder, of a subject
     more: Mapping[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # options by subject, layout before
+    resumed: Mapping[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # options that the resume changes
 
     @property
     def subjects(self) -> list[str]:
@@ -278,6 +279,7 @@ class LayoutChanges:
             name = f"{self.name}-{subject}-{before}"
             run = self._options(root, subject) | self.more.get((subject, before), {})
             found[f"{subject}, {before}"] = ("trains", (name,), {**run, "layout": before, "steps": 2})
+            run |= self.resumed.get((subject, before), {})
             resumed = ("resumes_as_if_nothing_had_been", (name, self.whole(subject)), {**run, "layout": after})
             found[f"{subject}, {before} then {after}"] = resumed
         return found

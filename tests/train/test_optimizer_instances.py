@@ -1,5 +1,5 @@
-"""--num-distributed-optimizer-instances: every layout against one process, norms and averages counted once, local
-checkpoints, and what is refused."""
+"""--num-distributed-optimizer-instances: every layout against one process, resumed with another number of them too,
+norms and averages counted once, and what is refused."""
 
 from __future__ import annotations
 
@@ -39,13 +39,20 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Files, Results]:
     return launched(SLOW, tmp_path_factory.mktemp("slow"))
 
 
-def norms_are_those_of_one_process(files: Files, name: str, whole: str) -> None:
-    """Of every step, before and after the resume, the whole parameters' and each layer's gradients'."""
+def is_as_one_process(subject: str, files: Files, name: str, whole: str) -> None:
+    """The norms of every step, before and after the resume, of the whole parameters and of each layer's gradients; and
+    by how much every tensor has moved."""
     found, wanted = (read_metrics(files.run(run)) for run in (name, whole))
     assert len(found) == len(wanted) == 4
     for row, expected in zip(found, wanted, strict=True):
         for key in ("param_norm", "layer_grad_norms"):
             assert row[key] == pytest.approx(expected[key], rel=1e-4), (key, row, expected)
+    begun = Bridge.from_hf(files.hub(subject))
+    ended, wanted_end = (Bridge.from_megatron(files.run(run) / "checkpoints") for run in (name, whole))
+    for tensor in wanted_end.hub_names():
+        moved, apart = (wanted_end.read(tensor) - other.read(tensor) for other in (begun, ended))
+        assert moved.abs().max() > 0 or "expert" in tensor, tensor
+        assert apart.abs().max() <= 1e-3 * moved.abs().max() + 1e-8, tensor
 
 
 @pytest.mark.parametrize(("processes", "name"), QUICK.checks)
@@ -54,8 +61,8 @@ def test_layouts(processes: int, name: str, quick: tuple[Files, Results]) -> Non
 
 
 @pytest.mark.parametrize(("subject", "name"), QUICK.runs)
-def test_norms(subject: str, name: str, quick: tuple[Files, Results]) -> None:
-    norms_are_those_of_one_process(quick[0], name, QUICK.whole(subject))
+def test_runs(subject: str, name: str, quick: tuple[Files, Results]) -> None:
+    is_as_one_process(subject, quick[0], name, QUICK.whole(subject))
 
 
 @pytest.mark.slow
@@ -66,8 +73,8 @@ def test_other_layouts(processes: int, name: str, slow: tuple[Files, Results]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("subject", "name"), SLOW.runs)
-def test_norms_of_other_layouts(subject: str, name: str, slow: tuple[Files, Results]) -> None:
-    norms_are_those_of_one_process(slow[0], name, SLOW.whole(subject))
+def test_runs_of_other_layouts(subject: str, name: str, slow: tuple[Files, Results]) -> None:
+    is_as_one_process(subject, slow[0], name, SLOW.whole(subject))
 
 
 @pytest.mark.slow
@@ -95,6 +102,7 @@ def config(**changes: Any) -> TrainConfig:
         ({"distributed_optimizer": False}, FLAG),
         ({"optimizer": "sgd"}, FLAG),
         ({"engine": "accelerate"}, FLAG),
+        ({"fsdp": "optim"}, FLAG),
         ({"num_distributed_optimizer_instances": 0}, FLAG),
         ({"megatron": ["ddp.num_distributed_optimizer_instances=2"]}, "--megatron ddp.num_distributed"),
         ({"megatron": ["ddp.outer_dp_sharding_strategy=optim"]}, "--megatron ddp.outer_dp"),
@@ -108,14 +116,15 @@ def test_options_that_exclude_it(changes: dict[str, Any], flag: str) -> None:
     assert raised.value.flag.startswith(flag)
 
 
-def test_what_megatron_core_asserts_against(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_core_asserts_against() -> None:
     from dlm_bridge.train.megatron.mcore_config import check_experts, data_parallel_config
 
     assert data_parallel_config(config()).num_distributed_optimizer_instances == 2
     with pytest.raises(DlmBridgeError, match=f"{FLAG} with --megatron ddp.reduce_scatter_with_fp32_accumulation"):
         data_parallel_config(config(megatron=["ddp.reduce_scatter_with_fp32_accumulation=true"]))
-    with pytest.raises(DlmBridgeError, match=f"{FLAG} with --fsdp optim"):
-        check_experts(config(fsdp="optim"))
+    with pytest.raises(OptionError) as raised:
+        check_experts(config(fsdp="optim_grads"))
+    assert raised.value.flag == FLAG
 
 
 @pytest.mark.parametrize(
@@ -129,3 +138,9 @@ def test_ranks_that_it_does_not_divide(layout: Layout, ranks: int, what: str) ->
     layout.check_optimizer_instances(2, ranks)
     with pytest.raises(DlmBridgeError, match=f"{FLAG} 4 does not divide {what}"):
         layout.check_optimizer_instances(4, ranks)
+
+
+def test_fsdp_that_would_shard_nothing() -> None:
+    Layout(tp=2).check_optimizer_instances(2, 8, fsdp=True)
+    with pytest.raises(DlmBridgeError, match=f"{FLAG} 4: of the 4 data and context"):
+        Layout(tp=2).check_optimizer_instances(4, 8, fsdp=True)

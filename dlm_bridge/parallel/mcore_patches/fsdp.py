@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge.parallel.core import parallel_state, unwrap_model
 
+SHARDED = "dp_cp"  # megatron-core's name of the mesh's dimension over which FSDP shards
+
 
 def unwrapped(chunks: Sequence[Any]) -> list[Any]:
     """The GPTModels inside any wrappers. megatron-core's own function leaves the inner one of FSDP."""
@@ -35,9 +37,11 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     ranks."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()
-    if not isinstance(parameter.placements[0], Shard):
+    # Several instances have a dimension of the mesh before it, in which shards are replicated.
+    dim = (parameter.device_mesh.mesh_dim_names or ()).index(SHARDED)
+    if not isinstance(parameter.placements[dim], Shard):
         return local
-    group = parameter.device_mesh.get_group(0)
+    group = parameter.device_mesh.get_group(dim)
     rows = local.new_zeros(group.size(), dtype=torch.int64)
     dist.all_gather_into_tensor(rows, rows.new_tensor([len(local)]), group=group)
     most = int(rows.max())

@@ -24,7 +24,7 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, check_instances_of_experts
 from dlm_bridge.train.megatron.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -313,11 +313,7 @@ def check_experts(config: TrainConfig) -> None:
             f"--tp {parallel.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
             "--no-sequence-parallel"
         )
-    if parallel.fsdp is not None and parallel.num_distributed_optimizer_instances > 1:
-        raise DlmBridgeError(
-            f"--num-distributed-optimizer-instances with --fsdp {parallel.fsdp}: megatron-core's FSDP has no such "
-            "instances of experts: leave one of them out"
-        )
+    check_instances_of_experts(parallel.num_distributed_optimizer_instances, parallel.fsdp)
     if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
