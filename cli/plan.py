@@ -55,7 +55,7 @@ def plan(
         bool,
         typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).", rich_help_panel=TRAINING),
     ] = True,
-    num_distributed_optimizer_instances: Annotated[
+    optimizer_instances: Annotated[
         int, typer.Option(help="Groups of ranks that each hold a whole sharded state.", rich_help_panel=TRAINING)
     ] = 1,
     fsdp: Annotated[
@@ -176,7 +176,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         distributed_optimizer=distributed_optimizer,
-        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        optimizer_instances=optimizer_instances,
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
         recompute=recompute,

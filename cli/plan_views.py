@@ -134,7 +134,7 @@ def _layout(plan: MemoryPlan) -> str:
     if plan.model.dims.experts:
         parts += [f"EP {run.layout.ep}", f"ETP {run.layout.expert_tp}", f"expert DP {run.expert_dp}"]
     sharding = f"FSDP {run.fsdp}" if run.fsdp else "distributed optimizer" if run.distributed_optimizer else "plain"
-    if (instances := run.num_distributed_optimizer_instances) > 1:
+    if (instances := run.optimizer_instances) > 1:
         sharding += f" in {instances} instances"
     parts += [
         f"{run.micro_batches} micro-batches of {run.micro_batch_size} x {run.seq_length} tokens",

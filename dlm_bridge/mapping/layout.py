@@ -112,12 +112,11 @@ class Layout:
         ):
             if size % instances:
                 raise DlmBridgeError(
-                    f"--num-distributed-optimizer-instances {instances} does not divide the {size} {what}: "
-                    f"{_divisors(size)}"
+                    f"--optimizer-instances {instances} does not divide the {size} {what}: {_divisors(size)}"
                 )
             if fsdp and size == instances > 1:
                 raise DlmBridgeError(
-                    f"--num-distributed-optimizer-instances {instances}: of the {size} {what} each would be one, over "
+                    f"--optimizer-instances {instances}: of the {size} {what} each would be one, over "
                     "which --fsdp shards nothing: use fewer"
                 )
 

@@ -259,7 +259,7 @@ def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, ove
     weights in every micro-batch. Several instances of the distributed optimizer reduce and gather inside each, and sum
     the reduced gradients among them.
     """
-    instances = run.num_distributed_optimizer_instances
+    instances = run.optimizer_instances
     layout = run.layout
     seconds = worst = 0.0
     for stage, kinds in enumerate(model.kinds(layout)):

@@ -98,7 +98,7 @@ OVERHEADS = Overheads()
 
 TRAINING_OPTIONS = (
     "seq_length", "micro_batch_size", "global_batch_size", "cp", "precision", "optimizer",
-    "num_distributed_optimizer_instances", "fsdp", "recompute", "recompute_layers", "moe_dispatcher",
+    "optimizer_instances", "fsdp", "recompute", "recompute_layers", "moe_dispatcher",
 )  # fmt: skip
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
@@ -123,7 +123,7 @@ class PlannedRun:
     optimizer: str = "adamw"
     distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False
-    num_distributed_optimizer_instances: int = 1
+    optimizer_instances: int = 1
     fsdp: str | None = None
     sequence_parallel: bool | None = None
     recompute: str = "none"
@@ -155,7 +155,7 @@ class PlannedRun:
     @property
     def shards(self) -> tuple[int, int]:
         """Ranks that shard the optimizer's state, or what FSDP shards: of the dense part, and of experts."""
-        instances = self.num_distributed_optimizer_instances
+        instances = self.optimizer_instances
         return self.dp * self.cp // instances, self.expert_dp // instances
 
     @property
@@ -195,9 +195,9 @@ class PlannedRun:
         ):
             if self.gpus % ranks:
                 raise DlmBridgeError(f"--gpus {self.gpus} is no multiple of {what} = {ranks} ranks")
-        layout.check_optimizer_instances(self.num_distributed_optimizer_instances, self.gpus, self.fsdp is not None)
+        layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
         if model.dims.experts:
-            check_instances_of_experts(self.num_distributed_optimizer_instances, self.fsdp)
+            check_instances_of_experts(self.optimizer_instances, self.fsdp)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
             raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
@@ -214,9 +214,7 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
-        check_instances(
-            self.num_distributed_optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer
-        )
+        check_instances(self.optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer)
         if self.optimizer == "muon" and self.distributed_optimizer:
             raise DlmBridgeError("--optimizer muon is not sharded: add --no-distributed-optimizer")
         for module in self.recompute_modules:
@@ -246,7 +244,7 @@ class PlannedRun:
         """Plain values for `--json`."""
         names = (
             "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
-            "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "num_distributed_optimizer_instances",
+            "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "optimizer_instances",
             "fsdp", "sharded_sequence", "recompute", "recompute_modules", "recompute_layers", "moe_dispatcher",
             "tp_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
         )  # fmt: skip
@@ -278,7 +276,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         optimizer=config.optimizer.name,
         distributed_optimizer=config.parallel.distributed_optimizer,
         optimizer_cpu_offload=config.optimizer.cpu_offload,
-        num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
+        optimizer_instances=config.parallel.optimizer_instances,
         fsdp=config.parallel.fsdp,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=config.engine.recompute,

@@ -112,7 +112,7 @@ def test_an_instance_of_the_optimizer_on_each_node() -> None:
     passes. Each rank updates an eighth."""
     parameters = 8_030_261_248 - 4096
     run = {"gpus": 1024, "seq_length": 1024, "global_batch_size": 1024}
-    found, whole = timed(**run, num_distributed_optimizer_instances=128), timed(**run)
+    found, whole = timed(**run, optimizer_instances=128), timed(**run)
     seconds = parameters * (6 * 7 / 8 / NVLINK + 2 * 4 / 8 * 127 / 128 / NETWORK)
     assert found.data_parallel == pytest.approx(seconds - found.compute, rel=1e-6)
     assert found.optimizer == pytest.approx(128 * whole.optimizer, rel=1e-6)

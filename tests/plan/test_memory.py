@@ -51,7 +51,7 @@ def test_states_follow_the_sharding_strategy() -> None:
 
 
 def test_each_instance_of_the_optimizer_holds_a_whole_state() -> None:
-    n, two = LLAMA.parameters, {"num_distributed_optimizer_instances": 2}
+    n, two = LLAMA.parameters, {"optimizer_instances": 2}
     assert plan(**two).peak.optimizer == round(12 * n / 4)
     assert plan(**two).peak.gradients == plan().peak.gradients
     assert plan(**two, layout=Layout(tp=2)).peak.optimizer == 2 * plan(layout=Layout(tp=2)).peak.optimizer
@@ -65,16 +65,16 @@ def test_each_instance_of_the_optimizer_holds_a_whole_state() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_distributed_optimizer_instances": 3},
+        {"optimizer_instances": 3},
         {"distributed_optimizer": False},
         {"optimizer": "sgd"},
         {"fsdp": "optim"},
-        {"fsdp": "optim_grads", "num_distributed_optimizer_instances": 8},
+        {"fsdp": "optim_grads", "optimizer_instances": 8},
     ],
 )
 def test_instances_that_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(DlmBridgeError, match="--num-distributed-optimizer-instances"):
-        plan(**{"num_distributed_optimizer_instances": 2, **changes})
+    with pytest.raises(DlmBridgeError, match="--optimizer-instances"):
+        plan(**{"optimizer_instances": 2, **changes})
 
 
 def test_a_model_that_is_built_whole_needs_room_for_it() -> None:

@@ -363,7 +363,7 @@ def _fit_groups(options: dict[str, Any]) -> None:
     except DlmBridgeError:
         groups.destroy()
     else:
-        instances = config.parallel.num_distributed_optimizer_instances
+        instances = config.parallel.optimizer_instances
         make_way(config.parallel.layout, ContextParallelConfig(config.parallel.cp), instances)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.train.megatron_worker import LayoutChanges, main
 
-ONE, TWO, FOUR = ({"num_distributed_optimizer_instances": number} for number in (1, 2, 4))
+ONE, TWO, FOUR = ({"optimizer_instances": number} for number in (1, 2, 4))
 PLAIN = {"overlap_communication": False}
 
 

@@ -1,5 +1,5 @@
-"""--num-distributed-optimizer-instances: every layout against one process, resumed with another number of them too,
-norms and averages counted once, and what is refused."""
+"""--optimizer-instances: every layout against one process, resumed with another number of them too, norms and averages
+counted once, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.train.megatron_worker import LayoutChanges, Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 WORKER = "tests.train.megatron_instances_worker"
-FLAG = "--num-distributed-optimizer-instances"
+FLAG = "--optimizer-instances"
 
 
 def launched(changes: LayoutChanges, folder: Path) -> tuple[Files, Results]:
@@ -93,7 +93,7 @@ def test_averages(tmp_path: Path) -> None:
 
 def config(**changes: Any) -> TrainConfig:
     given = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "precision": "bf16"}
-    return TrainConfig.from_flags(**{**given, "num_distributed_optimizer_instances": 2, **changes})
+    return TrainConfig.from_flags(**{**given, "optimizer_instances": 2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def config(**changes: Any) -> TrainConfig:
         ({"optimizer": "sgd"}, FLAG),
         ({"engine": "accelerate"}, FLAG),
         ({"fsdp": "optim"}, FLAG),
-        ({"num_distributed_optimizer_instances": 0}, FLAG),
+        ({"optimizer_instances": 0}, FLAG),
         ({"megatron": ["ddp.num_distributed_optimizer_instances=2"]}, "--megatron ddp.num_distributed"),
         ({"megatron": ["ddp.outer_dp_sharding_strategy=optim"]}, "--megatron ddp.outer_dp"),
     ],

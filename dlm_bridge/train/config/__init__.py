@@ -25,7 +25,7 @@ from dlm_bridge.train.config.sections import (
     check_optimizer,
 )
 
-INSTANCES = "--num-distributed-optimizer-instances"
+INSTANCES = "--optimizer-instances"
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,7 @@ class TrainConfig:
                 (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
                 remedy="leave one of them out",
             )
-        check_instances(
-            parallel.num_distributed_optimizer_instances, parallel.fsdp, optimizer.name, parallel.distributed_optimizer
-        )
+        check_instances(parallel.optimizer_instances, parallel.fsdp, optimizer.name, parallel.distributed_optimizer)
         if parallel.tp_overlap:
             self._check_tp_overlap()
         if parallel.ep_overlap:

@@ -262,7 +262,7 @@ class ParallelOptions:
     distributed_optimizer: bool = megatron_option(
         True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", fixed=True
     )
-    num_distributed_optimizer_instances: int = megatron_option(
+    optimizer_instances: int = megatron_option(
         1, "Groups of data parallel ranks that each hold a whole sharded state, such as nodes (HSDP with --fsdp).",
         minimum=1, tasks=TRAINING,
     )  # fmt: skip

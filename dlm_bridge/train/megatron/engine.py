@@ -173,7 +173,7 @@ def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     mcore_config.check_sequence(config)
     parallel, graphs = config.parallel, config.engine.cuda_graphs
-    instances = parallel.num_distributed_optimizer_instances
+    instances = parallel.optimizer_instances
     groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs, instances)
     parallel.layout.check_optimizer_instances(instances, dist.get_world_size(), parallel.fsdp is not None)
     config.check_batch(parallel_state.get_data_parallel_world_size())

@@ -206,7 +206,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": parallel.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
         "fp8_param_gather": config.precision.fp8_params,
-        "num_distributed_optimizer_instances": parallel.num_distributed_optimizer_instances,
+        "num_distributed_optimizer_instances": parallel.optimizer_instances,
         "use_megatron_fsdp": parallel.fsdp is not None,
         **({} if parallel.fsdp is None else {"data_parallel_sharding_strategy": parallel.fsdp}),
         **passed_on(config, "ddp"),
@@ -217,7 +217,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         )
     if settings["num_distributed_optimizer_instances"] > 1 and settings.get("reduce_scatter_with_fp32_accumulation"):
         raise DlmBridgeError(
-            "--num-distributed-optimizer-instances with --megatron ddp.reduce_scatter_with_fp32_accumulation is not "
+            "--optimizer-instances with --megatron ddp.reduce_scatter_with_fp32_accumulation is not "
             "in megatron-core: leave one of them out"
         )
     with named_refusals():
@@ -313,7 +313,7 @@ def check_experts(config: TrainConfig) -> None:
             f"--tp {parallel.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
             "--no-sequence-parallel"
         )
-    check_instances_of_experts(parallel.num_distributed_optimizer_instances, parallel.fsdp)
+    check_instances_of_experts(parallel.optimizer_instances, parallel.fsdp)
     if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
