@@ -373,6 +373,14 @@ FSDP_PATCHES = (
         code="fsdp:patch_unshared_gradients",
     ),
     Patch(
+        target="TransformerLayer.__init__; DataParallelBuffer.set_item",
+        what="layers are built without memory, which each gets with its weights just before it is cut",
+        why="megatron-core builds the whole model first; its meta device is for drawn values",
+        source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1116",
+        when=on_accelerators("--fsdp optim_grads_params"),
+        code="fsdp:filled_when_cut",
+    ),
+    Patch(
         target="_mcore_tp, _tp_partition_dim, _tp_duplicated of parameters",
         what="the axis along which tensor parallel ranks shard a parameter",
         why="it has no public name",
