@@ -420,7 +420,7 @@ PROCESS_PATCHES = (
         what="a writer that is killed ends the save",
         why="it waits for the reports of all writers, for ever",
         source="dist_checkpointing/strategies/filesystem_async.py:308",
-        when=_anywhere("every training checkpoint"),
+        when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data_multiproc": process.collect_from_writers},
     ),
     Patch(
