@@ -55,6 +55,9 @@ def plan(
         bool,
         typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).", rich_help_panel=TRAINING),
     ] = True,
+    optimizer_instances: Annotated[
+        int, typer.Option(help="Groups of ranks that each hold a whole sharded state.", rich_help_panel=TRAINING)
+    ] = 1,
     fsdp: Annotated[
         str | None,
         typer.Option(
@@ -173,6 +176,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         distributed_optimizer=distributed_optimizer,
+        optimizer_instances=optimizer_instances,
         fsdp=fsdp,
         sequence_parallel=sequence_parallel,
         recompute=recompute,

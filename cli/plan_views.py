@@ -134,6 +134,8 @@ def _layout(plan: MemoryPlan) -> str:
     if plan.model.dims.experts:
         parts += [f"EP {run.layout.ep}", f"ETP {run.layout.expert_tp}", f"expert DP {run.expert_dp}"]
     sharding = f"FSDP {run.fsdp}" if run.fsdp else "distributed optimizer" if run.distributed_optimizer else "plain"
+    if (instances := run.optimizer_instances) > 1:
+        sharding += f" in {instances} instances"
     parts += [
         f"{run.micro_batches} micro-batches of {run.micro_batch_size} x {run.seq_length} tokens",
         f"{run.precision}, {run.optimizer}, {sharding}, recompute {run.recompute}",

@@ -11,7 +11,7 @@ import random
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,13 @@ from tests import launcher
 OK = "ok"  # what a check says in the report when nothing was raised
 
 
-def launch(module: str, root: Path, processes: int = 2, timeout_s: float = 800) -> dict[str, list[str]]:
-    """Run `python -m MODULE ROOT` in each of several processes on CPU, forked from the launcher; what each check said,
-    by rank: OK or a traceback. A process that failed before its first check has its log under "start"."""
+def launch(
+    module: str, root: Path, processes: int = 2, timeout_s: float = 800, arguments: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Run `python -m MODULE ROOT ARGUMENTS` in each of several processes on CPU, forked from the launcher; what each
+    check said, by rank: OK or a traceback. A process that failed before its first check has its log under "start"."""
     logs = [root / f"log_{rank}.txt" for rank in range(processes)]
-    launcher.run(module, [str(root)], environments(processes), logs, timeout_s)
+    launcher.run(module, [str(root), *arguments], environments(processes), logs, timeout_s)
     return _said(root, [log.read_text()[-4000:] for log in logs])
 
 

@@ -34,7 +34,7 @@ TWO = (
 FOUR = (
     ("^cp2 p2p x (pp2|ep2)",),
     ("^cp4 p2p", "^cp4 allgather", "^cp4 a2a:", "etp2: .*packed$"),
-    ("^fsdp .* x (tp2|cp2)", r"a2a\+p2p", "^cp2 p2p x tp2"),
+    ("^fsdp .* x (tp2|cp2)", "instances", r"a2a\+p2p", "^cp2 p2p x tp2"),
 )
 RUNS = (
     "as without",

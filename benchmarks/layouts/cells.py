@@ -97,10 +97,12 @@ def layouts() -> list[Layout]:
     tp = {"tp": 2}
     experts = {"ep": 2}
     full = {"fsdp": "optim_grads_params"}
+    two = {"optimizer_instances": 2}
     found = [
         Layout("dp, plain optimizer", 2, {"distributed_optimizer": False}, SOME),
         Layout("dp, distributed optimizer", 2, {}),
         Layout("dp, no overlap", 2, {"overlap_communication": False}, FEW),
+        Layout("dp, two optimizer instances", 4, two, SOME),
         Layout("tp2, no sp", 2, {**tp, "sequence_parallel": False}, DENSE_TASKS),
         Layout("tp2 + sp", 2, tp, [*EVERYTHING, *OWN_ATTENTION]),
         Layout("tp2 + sp, userbuffers", 2, {**tp, "tp_overlap": True}, OVERLAPPED),
@@ -133,6 +135,8 @@ def layouts() -> list[Layout]:
         Layout("cp2 p2p x pp2", 4, {"cp": 2, "pp": 2}, SOME),
         Layout("cp2 p2p x ep2", 4, {"cp": 2, **experts}, MOE_TASKS),
         *(Layout(name, 2, flags, [*SOME, Task("sdar_moe", "block")]) for name, flags in sharded.items()),
+        Layout("fsdp optim_grads, two instances", 4, {"fsdp": "optim_grads", **two}, FEW),
+        Layout("fsdp optim_grads_params, two instances", 4, {**full, **two}, FEW),
         Layout("fsdp optim_grads_params x tp2 + sp", 4, {**full, **tp}, SOME),
         Layout("fsdp optim_grads_params x cp2", 4, {**full, "cp": 2}, SOME),
         Layout("fsdp optim_grads_params x ep2", 2, {**full, **experts}, MOE_TASKS),

@@ -273,7 +273,7 @@ class Bench:
         from dlm_bridge.train.megatron.schedule import gathered_weights
 
         config = self.config(task, precision, flags)
-        make_way(config.parallel.layout, config.parallel.context)
+        make_way(config.parallel.layout, config.parallel.context, config.parallel.optimizer_instances)
         trainer = assemble(config, Console(quiet=True))
         try:
             if precision == EXACT:

@@ -422,7 +422,7 @@ class Runs:
     def _leave(self, config: Any) -> None:
 
         self.barrier()
-        make_way(config.parallel.layout, config.parallel.context)
+        make_way(config.parallel.layout, config.parallel.context, config.parallel.optimizer_instances)
 
     def _config(self, name: str, task: Task, precision: str, **flags: Any) -> Any:
         usual: dict[str, Any] = {

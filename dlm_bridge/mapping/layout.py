@@ -103,6 +103,23 @@ class Layout:
                 raise DlmBridgeError(f"{option} {ranks} does not divide the {what} {size}: {_divisors(size)}")
         self.stages(dims.layers)
 
+    def check_optimizer_instances(self, instances: int, ranks: int, fsdp: bool = False) -> None:
+        """Raise DlmBridgeError where so many instances of the distributed optimizer do not divide the data parallel
+        (and context parallel) ranks, or those of experts, of a run on so many `ranks`, or leave FSDP one rank each."""
+        for size, what in (
+            (ranks // (self.tp * self.pp), "data and context parallel ranks"),
+            (ranks // (self.pp * self.ep * self.expert_tp), "data parallel ranks of experts"),
+        ):
+            if size % instances:
+                raise DlmBridgeError(
+                    f"--optimizer-instances {instances} does not divide the {size} {what}: {_divisors(size)}"
+                )
+            if fsdp and size == instances > 1:
+                raise DlmBridgeError(
+                    f"--optimizer-instances {instances}: of the {size} {what} each would be one, over "
+                    "which --fsdp shards nothing: use fewer"
+                )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the manifest and for `--json`."""
         return asdict(self)

@@ -47,13 +47,12 @@ def check_config(config: dict[str, Any]) -> None:
 def dims(config: dict[str, Any]) -> Dims:
     """LLaDA's sizes; null keys have the original code's defaults."""
     check_config(config)
-    try:
-        hidden, heads, layers = int(config["d_model"]), int(config["n_heads"]), int(config["n_layers"])
-        vocab = int(config.get("embedding_size") or config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DlmBridgeError(
-            f"LLaDA config: d_model, n_heads, n_layers and vocab_size must be numbers ({error})"
-        ) from None
+    sizes: dict[str, Any] = {key: config.get(key) for key in ("d_model", "n_heads", "n_layers")}
+    sizes["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
+    for key, value in sizes.items():
+        if type(value) is not int:
+            raise DlmBridgeError(f"LLaDA config: {key} must be a whole number, not {value!r}")
+    hidden, heads, layers, vocab = sizes.values()
     if heads < 1 or hidden % heads:
         raise DlmBridgeError(f"LLaDA config: n_heads {heads} does not divide d_model {hidden}")
     groups = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)

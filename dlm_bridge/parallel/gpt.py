@@ -29,6 +29,7 @@ from dlm_bridge.parallel.self_attention import (
     scales_queries,
     with_query_scale,
 )
+from dlm_bridge.parallel.weights import AbsentWeights
 
 # Settings of megatron-core that this forward pass would ignore.
 IGNORED_SETTINGS = {
@@ -82,6 +83,7 @@ class BridgeGPTModel(GPTModel):
     output is fp32 anyway.
     """
 
+    absent: AbsentWeights | None = None  # what is to be loaded before the model is used
     _next_ids: torch.Tensor | None = None  # [D, B, S] during a forward pass: of multi-token prediction layers
 
     def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:

@@ -21,9 +21,10 @@ def initialize(
     seed: int = 1234,
     parallel: ContextParallelConfig | None = None,
     graphs: bool = False,
+    instances: int | None = None,
 ) -> None:
     """Initialise the process groups of `layout` and `parallel` (None: no context parallelism); the remaining ranks are
-    data parallel.
+    data parallel, in so many `instances` of the distributed optimizer (None: those that exist, or one).
 
     Every process calls it. Started by torchrun (or with its environment variables set) it joins the others; started
     plainly it is a world of one. Groups that already exist are kept if they fit. Where megatron-core's random number
@@ -35,11 +36,12 @@ def initialize(
     parallel = parallel or ContextParallelConfig()
     current = platform.current()
     mcore_patches.install(current)
-    _check_communication(current, parallel)
+    _check_communication(current, parallel, instances or 1)
     _join(current, layout, parallel)
     if parallel_state.model_parallel_is_initialized():
-        _check_groups(layout, parallel)
+        _check_groups(layout, parallel, instances)
     else:
+        layout.check_optimizer_instances(instances or 1, dist.get_world_size())
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -48,6 +50,7 @@ def initialize(
             expert_tensor_parallel_size=layout.expert_tp,
             context_parallel_size=parallel.cp,
             hierarchical_context_parallel_sizes=_list(parallel.hierarchical_cp_sizes),
+            num_distributed_optimizer_instances=instances or 1,
         )
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized() or (graphs and not tracker.use_cudagraphable_rng):
@@ -62,10 +65,11 @@ def destroy() -> None:
     get_cuda_rng_tracker().reset()
 
 
-def _check_communication(current: Platform, parallel: ContextParallelConfig) -> None:
+def _check_communication(current: Platform, parallel: ContextParallelConfig, instances: int) -> None:
     if parallel.cp_comm_type in ("a2a", "a2a+p2p") and not current.uses_transformer_engine():
         raise DlmBridgeError(f"--cp-comm-type {parallel.cp_comm_type} needs Transformer Engine: leave it out")
-    if parallel.hierarchical_cp_sizes is not None and importlib.util.find_spec("einops") is None:
+    hierarchical = parallel.hierarchical_cp_sizes is not None or instances > 1
+    if hierarchical and importlib.util.find_spec("einops") is None:
         raise DlmBridgeError("megatron-core makes hierarchical groups with einops: pip install einops")
 
 
@@ -96,8 +100,8 @@ def _join(current: Platform, layout: Layout, parallel: ContextParallelConfig) ->
         dist.init_process_group(current.backend, device_id=device)
 
 
-def _check_groups(layout: Layout, parallel: ContextParallelConfig) -> None:
-    for name, (found, wanted) in _found_and_wanted(layout, parallel).items():
+def _check_groups(layout: Layout, parallel: ContextParallelConfig, instances: int | None = None) -> None:
+    for name, (found, wanted) in _found_and_wanted(layout, parallel, instances).items():
         if found != wanted:
             raise DlmBridgeError(
                 f"megatron-core's groups are already initialised with {name} {found}, but the layout says "
@@ -105,8 +109,12 @@ def _check_groups(layout: Layout, parallel: ContextParallelConfig) -> None:
             )
 
 
-def _found_and_wanted(layout: Layout, parallel: ContextParallelConfig) -> dict[str, tuple[object, object]]:
+def _found_and_wanted(
+    layout: Layout, parallel: ContextParallelConfig, instances: int | None
+) -> dict[str, tuple[object, object]]:
     hierarchy = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    between = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    found = 1 if between is None else between.size()
     return {
         "tp": (parallel_state.get_tensor_model_parallel_world_size(), layout.tp),
         "pp": (parallel_state.get_pipeline_model_parallel_world_size(), layout.pp),
@@ -118,6 +126,7 @@ def _found_and_wanted(layout: Layout, parallel: ContextParallelConfig) -> dict[s
             hierarchy and [group.size() for group in hierarchy],
             _list(parallel.hierarchical_cp_sizes),
         ),
+        "optimizer instances": (found, found if instances is None else instances),
     }
 
 

@@ -6,9 +6,11 @@ value; gate and up): the canonical style of Megatron Bridge, under whose names t
     layer           its input            A                      B                      between A and B
     cut by rows     all columns          whole on every rank    cut by rows            gathered along the sequence
     cut by columns  a rank's columns     cut by columns         whole on every rank    summed over ranks
+    whole           all columns          whole on every rank    whole on every rank    nothing
 
 so that what tensor parallel ranks exchange is of the adapter's rank, never of the layer's width. With sequence
-parallelism the sum is scattered along the sequence, as the layer's own.
+parallelism the sum is scattered along the sequence, as the layer's own. Whole are the projections to latent vectors
+of multi-head latent attention, which get the tokens of their own rank.
 
 DoRA's magnitudes are cut or whole as B is. The norms that they replace are of whole rows: where a layer is cut by
 columns, ranks sum the squares of their own. As in PEFT no gradient passes through the norms.
@@ -96,15 +98,13 @@ def add_adapters(
 
     Raises DlmBridgeError for a weight that Megatron's adapters cannot change.
     """
-    if any(chunk.config.multi_latent_attention for chunk in chunks):
-        raise DlmBridgeError(f"{base.where}: --lora-rank with --engine megatron has no multi-latent attention")
     check_all_layers(base, weights, base.where)
     tensors = live_adapter_tensors(base, weights, rank, dora)
     factors = {(tensor.weights[0], tensor.part): tensor for tensor in tensors}
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
-        if param.rule.tp_axis is None:
-            raise DlmBridgeError(f"{base.where}: {param.hub_names[0]} is whole on every rank, which has no adapter")
+        if not _module(param).rpartition(".")[2].startswith("linear_"):
+            raise DlmBridgeError(f"{base.where}: {param.hub_names[0]} is no linear layer of Megatron's: leave it out")
         by_layer.setdefault(param.layer, []).append(param)
     found = []
     for chunk in chunks:
@@ -173,7 +173,7 @@ class LinearAdapter(nn.Module):
         super().__init__()
         self.enabled = True
         self.rank, self.scale = rank, scale
-        self.by_rows = param.rule.tp_axis == 0
+        self.cut = param.rule.tp_axis  # 0: by rows, 1: by columns, None: whole on every rank
         self.sequence_parallel = linear.config.sequence_parallel
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -186,7 +186,7 @@ class LinearAdapter(nn.Module):
         self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
         like = linear.weight
         for weight, (rows, _) in zip(param.hub_names, param.hub_shapes, strict=True):
-            self.rows.append(rows // tp if self.by_rows else rows)
+            self.rows.append(rows // tp if self.cut == 0 else rows)
             if (weight, "A") not in factors:
                 self.factors.append(None)
                 self.magnitudes.append(None)
@@ -195,7 +195,7 @@ class LinearAdapter(nn.Module):
             for part, axis in _AXES.items():
                 if (tensor := factors.get((weight, part))) is None:
                     continue
-                sharded = (axis == 0) == self.by_rows
+                sharded = self.cut is not None and (axis == 0) == (self.cut == 0)
                 given = initial(weight, part)
                 if given is None:
                     values = torch.zeros(self.rows[-1])  # until the rows of all parts are known
@@ -230,12 +230,7 @@ class LinearAdapter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[S, B, rows]: what is added to the layer's output, of its input."""
         given = [pair for pair in self.factors if pair is not None]
-        inner = F.linear(x, torch.cat([a() for a, _ in given]))
-        if self.by_rows:
-            whole, sharded = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-        else:
-            whole, sharded = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
-        each = iter((sharded if self.sequence_parallel else whole)(inner).split(self.rank, dim=-1))
+        each = iter(self._exchanged(F.linear(x, torch.cat([a() for a, _ in given]))).split(self.rank, dim=-1))
         added = [None if pair is None else F.linear(next(each), pair[1]()) for pair in self.factors]
         first = next(part for part in added if part is not None)
         parts = [
@@ -243,6 +238,17 @@ class LinearAdapter(nn.Module):
             for part, rows in zip(added, self.rows, strict=True)
         ]
         return self.scale * self._joined(parts)
+
+    def _exchanged(self, inner: torch.Tensor) -> torch.Tensor:
+        """What is between A and B, of what this rank's A gives."""
+        if self.cut is None:
+            return inner
+        if self.cut == 0:
+            whole, sharded = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+        else:
+            whole, sharded = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+        found: torch.Tensor = (sharded if self.sequence_parallel else whole)(inner)
+        return found
 
     def ratio(self, weight: torch.Tensor) -> torch.Tensor:
         """[rows], of DoRA: each magnitude over the norm of its row of W + scale * B A, in fp32. 1 in rows without one.
@@ -273,7 +279,7 @@ class LinearAdapter(nn.Module):
 
     def _over_whole_rows(self, sums: torch.Tensor) -> torch.Tensor:
         """The sums over all columns, of sums over this rank's."""
-        if not self.by_rows:
+        if self.cut == 1:
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
         return sums
 

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.layer_spec import block_spec, prediction_spec
+from dlm_bridge.parallel.mcore_patches.fsdp import unallocated_layers
 from dlm_bridge.parallel.weights import check_source, load, stored_dtype
 
 
@@ -25,6 +27,7 @@ def build_megatron_model(
     dtype: str | torch.dtype | None = None,
     parallel: ContextParallelConfig | None = None,
     load_weights: bool = True,
+    unallocated: bool = False,
     **overrides: Any,
 ) -> list[BridgeGPTModel]:
     """This rank's virtual pipeline stages as megatron-core GPTModels, with the checkpoint's weights loaded.
@@ -41,6 +44,7 @@ def build_megatron_model(
         parallel: context parallelism; None for none.
         load_weights: False for a training checkpoint that megatron-core loads afterwards: shapes and dtypes are set,
             values are zero.
+        unallocated: leave the layers' parameters without memory and values, for each model's `absent.fill`.
         overrides: fields of megatron-core's TransformerConfig, such as `sequence_parallel=True`.
 
     Raises DlmBridgeError where the layout does not fit the model or the processes, or where a tensor is missing, left
@@ -53,25 +57,33 @@ def build_megatron_model(
     )
     groups.initialize(layout, parallel=parallel, graphs=config.transformer.cuda_graph_impl != "none")
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    chunks = []
+    chunks: list[BridgeGPTModel] = []
+    nbytes: dict[torch.Tensor, int] = {}
     pattern = checkpoint.family.attention_pattern
     for vp_stage in range(layout.vp) if layout.vp > 1 else [None]:
         last = stage == layout.pp - 1 and vp_stage in (None, layout.vp - 1)
         predicts = last and config.transformer.mtp_num_layers
-        model = BridgeGPTModel(
-            config.transformer,
-            block_spec(config.transformer, pattern, vp_stage),
-            pre_process=stage == 0 and not vp_stage,
-            post_process=last,
-            mtp_block_spec=prediction_spec(config.transformer, pattern) if predicts else None,
-            vp_stage=vp_stage,
-            vocab=checkpoint.dims.vocab,
-            **config.arguments,
-        )
+        layers: AbstractContextManager[dict[torch.Tensor, int]]
+        layers = unallocated_layers() if unallocated else nullcontext({})
+        with layers as without:
+            model = BridgeGPTModel(
+                config.transformer,
+                block_spec(config.transformer, pattern, vp_stage),
+                pre_process=stage == 0 and not vp_stage,
+                post_process=last,
+                mtp_block_spec=prediction_spec(config.transformer, pattern) if predicts else None,
+                vp_stage=vp_stage,
+                vocab=checkpoint.dims.vocab,
+                **config.arguments,
+            )
+        nbytes |= without
         if layout.expert_tp != layout.tp:
             _mark_expert_params(model)
         chunks.append(model.to(platform.current().device()))
-    load(chunks, checkpoint, values=load_weights)
+    absent = load(chunks, checkpoint, load_weights, nbytes)
+    if absent.tasks:
+        for model in chunks:
+            model.absent = absent
     return chunks
 
 

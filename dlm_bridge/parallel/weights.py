@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state, unwrap_model
-from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, fsdp_shards, is_sharded, original, whole
+from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, allocate, fsdp_shards, is_sharded, original, whole
 from dlm_bridge.parallel.mcore_patches.optimizers import (
     inner_main_params,
     keeps_inner_main_params,
@@ -112,31 +112,66 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next(iter(first))
 
 
-def load(chunks: Sequence[Any], checkpoint: Checkpoint, values: bool = True) -> None:
+@dataclass(frozen=True)
+class AbsentWeights:
+    """Parameters without memory, which `fill` allocates and loads."""
+
+    nbytes: Mapping[torch.Tensor, int]  # of the storage of each
+    tasks: dict[torch.Tensor, tuple[int, Callable[[], None]]] = field(default_factory=dict)  # several may have one
+
+    def fill(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give those of these parameters that are absent their memory and values, and what is loaded with them."""
+        tasks = {
+            id(self.tasks[parameter]): self.tasks[parameter] for parameter in parameters if parameter in self.tasks
+        }
+        if not tasks:
+            return
+        for parameter in [parameter for parameter, task in self.tasks.items() if id(task) in tasks]:
+            allocate(parameter, self.nbytes[parameter])
+            del self.tasks[parameter]
+        run_tasks(list(tasks.values()), worker_count(None))
+
+
+def load(
+    chunks: Sequence[Any],
+    checkpoint: Checkpoint,
+    values: bool = True,
+    unallocated: Mapping[torch.Tensor, int] | None = None,
+) -> AbsentWeights:
     """Load this rank's chunks, a few parameters at a time, reading only its own stages and experts, each once.
 
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
     padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
-    are read, which decides the parameters'. Raises DlmBridgeError where a tensor of the model is not set exactly once
-    or has another shape.
+    are read, which decides the parameters'. Parameters that are `unallocated` (the bytes of each) are left to what is
+    returned, but for those with a dtype of their own. Raises DlmBridgeError where a tensor of the model is not set
+    exactly once or has another shape.
     """
     live = live_tensors(chunks)
     unset = set(live)
     tasks = []
+    absent = AbsentWeights(unallocated or {})
     for param in checkpoint.params:
         targets = {name: (piece, live[name]) for piece, name in pieces_at(param) if name in live}
         for name in targets:
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             unset.remove(name)
+        task = (param_bytes(checkpoint, param), partial(_load_param, checkpoint, param, targets))
+        without = [target for _, target in targets.values() if target in absent.nbytes]
+        if values and without and not param.rule.own_dtype:
+            absent.tasks.update(dict.fromkeys(without, task))
+            continue
+        for target in without:
+            allocate(target, absent.nbytes[target])
         if targets and (values or param.rule.own_dtype):
-            tasks.append((param_bytes(checkpoint, param), partial(_load_param, checkpoint, param, targets)))
+            tasks.append(task)
         else:
             for _, target in targets.values():
                 target.data.zero_()
     if unset:
         raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
     run_tasks(tasks, worker_count(None))
+    return absent
 
 
 @torch.no_grad()

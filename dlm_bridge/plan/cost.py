@@ -256,8 +256,10 @@ def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, ove
     """Exposed seconds of gradient reduction and weight gathering, and seconds of the optimizer step.
 
     Once per step, overlapped with the last micro-batch's backward and the first one's forward pass; with fully sharded
-    weights in every micro-batch.
+    weights in every micro-batch. Several instances of the distributed optimizer reduce and gather inside each, and sum
+    the reduced gradients among them.
     """
+    instances = run.optimizer_instances
     layout = run.layout
     seconds = worst = 0.0
     for stage, kinds in enumerate(model.kinds(layout)):
@@ -269,16 +271,18 @@ def _data_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware, ove
         outer = model.outer(layout.tp)
         dense += outer["embedding"] * (stage == 0) + outer.get("head", 0) * (stage == layout.pp - 1)
         total = update = 0.0
-        for count, replicas, span in (
-            (dense, run.dp * run.cp, layout.tp * run.cp * run.dp),
-            (experts, run.expert_dp, layout.expert_tp * layout.ep * run.expert_dp),
+        for count, shards, span in (
+            (dense, run.shards[0], layout.tp * run.cp * run.dp),
+            (experts, run.shards[1], layout.expert_tp * layout.ep * run.expert_dp),
         ):
             times = run.micro_batches if run.fsdp == "optim_grads_params" else 1
-            share = (replicas - 1) / replicas
+            share = (shards - 1) / shards
             volume = (run.gradient_bytes + 2 * times + (2 * times if times > 1 else 0)) * count * share
-            total += volume / hardware.bandwidth(span)
+            total += volume / hardware.bandwidth(span // instances)
+            between = 2 * run.gradient_bytes * count / shards * (instances - 1) / instances
+            total += between / hardware.bandwidth(span)
             sharded = run.distributed_optimizer or run.fsdp is not None
-            update += _OPTIMIZER_BYTES * (count / replicas if sharded else count) / hardware.memory_rate
+            update += _OPTIMIZER_BYTES * (count / shards if sharded else count) / hardware.memory_rate
         seconds, worst = max(seconds, total), max(worst, update)
     behind = overlapped * (run.micro_batches if run.fsdp == "optim_grads_params" else 1)
     return max(0.1 * seconds, seconds - behind), worst

@@ -137,9 +137,14 @@ def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
             "to build the model, each process reads its own shards; beside them it holds no more than its largest "
             f"parameter in fp32, {largest:.1f} GiB (counted in two processes on CPU, not measured on GPUs)"
         ]
+    if run.fsdp == "optim_grads_params":
+        return [
+            "to build the model, Megatron FSDP has each GPU's whole share of embedding and head, and then of one "
+            "layer at a time, which it cuts (counted in two processes on CPU, not measured on GPUs)"
+        ]
     return [
-        "to build the model, Megatron FSDP has each GPU's whole tensor parallel share of the weights, which it then "
-        "cuts: that peak follows megatron-core's code, and was not measured"
+        "to build the model, Megatron FSDP has each GPU's whole tensor parallel share of the weights, which stays: "
+        "that peak follows megatron-core's code, and was not measured"
     ]
 
 
@@ -223,13 +228,13 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
         of_state = 0
     sharded = run.distributed_optimizer or run.fsdp is not None
     weights = gradients = optimizer = 0.0
-    for count, replicas in ((dense, run.dp * run.cp), (experts, run.expert_dp)):
-        held = count / replicas if run.fsdp == "optim_grads_params" else count
+    for count, shards in zip((dense, experts), run.shards, strict=True):
+        held = count / shards if run.fsdp == "optim_grads_params" else count
         weights += (2 if low else 4) * held
         gradients += run.gradient_bytes * (
-            count / replicas if run.fsdp in ("optim_grads", "optim_grads_params") else count
+            count / shards if run.fsdp in ("optim_grads", "optim_grads_params") else count
         )
-        optimizer += of_state * (count / replicas if sharded else count)
+        optimizer += of_state * (count / shards if sharded else count)
     if run.optimizer == "muon":
         optimizer -= 4 * sum(parameters.get(role, 0) for role in _MATRICES)
     if run.precision == "fp8":  # each linear weight once more in FP8, as it is and transposed
@@ -246,18 +251,23 @@ def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) 
     """Bytes on the device at the peak before the first step. Without FSDP that is the weights, which stay.
 
     Megatron FSDP has the whole share of the weights, and for its first unit also the buffer that they are copied to
-    and their shards, with fp32 main params; what it has copied is freed. The Accelerate engine has the fp32 shards,
-    and the shard that is read of the largest parameter.
+    and their shards, with fp32 main params; what it has copied is freed. Where it shards the weights too, it has
+    embedding and head whole, of which it copies one, or a layer twice and all shards. The Accelerate engine has the
+    fp32 shards, and the shard that is read of the largest parameter.
     """
     count, low = sum(parameters.values()), 4 if run.precision == "fp32" else 2
     if run.fsdp is None:
         return low * count
-    replicas = run.dp * run.cp
+    shards, expert_shards = run.shards
     if run.own_shards:
-        return 4 * (count + largest_parameter(model)) / replicas
+        return 4 * (count + largest_parameter(model)) / shards
+    main = 4 if low == 2 else 0
+    if run.fsdp == "optim_grads_params":
+        outer, experts = model.outer(run.layout.tp).values(), parameters.get("experts", 0)
+        held = (low + main) * ((count - experts) / shards + experts / expert_shards)
+        return max(low * (sum(outer) + max(outer)), 2 * low * _largest_layer(model, run) + held)
     unit = _largest_unit(model, run)
-    shards = (low if run.fsdp == "optim_grads_params" else 0) + (4 if low == 2 else 0)
-    return low * (count + unit) + shards * unit / replicas
+    return low * (count + unit) + main * unit / shards
 
 
 def largest_parameter(model: PlannedModel) -> int:
@@ -269,10 +279,13 @@ def largest_parameter(model: PlannedModel) -> int:
 
 def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:
     """Parameters of the largest layer or outer tensor, the unit that FSDP gathers."""
+    return max(_largest_layer(model, run), *model.outer(run.layout.tp).values())
+
+
+def _largest_layer(model: PlannedModel, run: PlannedRun) -> int:
     layout = run.layout
     kinds = {model.dims.is_moe(n) for n in range(model.dims.layers)}
-    layers = [sum(model.layer(moe, layout.tp, layout.ep, layout.expert_tp).values()) for moe in kinds]
-    return max(*layers, *model.outer(layout.tp).values())
+    return max(sum(model.layer(moe, layout.tp, layout.ep, layout.expert_tp).values()) for moe in kinds)
 
 
 def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:

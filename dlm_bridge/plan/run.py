@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, check_instances, check_instances_of_experts
 from dlm_bridge.train.config.options import check_option, options_of
 from dlm_bridge.train.config.sections import check_optimizer
 
@@ -97,8 +97,8 @@ OVERHEADS = Overheads()
 
 
 TRAINING_OPTIONS = (
-    "seq_length", "micro_batch_size", "global_batch_size", "cp", "precision", "optimizer", "fsdp", "recompute",
-    "recompute_layers", "moe_dispatcher",
+    "seq_length", "micro_batch_size", "global_batch_size", "cp", "precision", "optimizer",
+    "optimizer_instances", "fsdp", "recompute", "recompute_layers", "moe_dispatcher",
 )  # fmt: skip
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
@@ -123,6 +123,7 @@ class PlannedRun:
     optimizer: str = "adamw"
     distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False
+    optimizer_instances: int = 1
     fsdp: str | None = None
     sequence_parallel: bool | None = None
     recompute: str = "none"
@@ -150,6 +151,12 @@ class PlannedRun:
     def expert_dp(self) -> int:
         """Data parallel size of the experts."""
         return self.gpus // (self.layout.pp * self.layout.ep * self.layout.expert_tp)
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """Ranks that shard the optimizer's state, or what FSDP shards: of the dense part, and of experts."""
+        instances = self.optimizer_instances
+        return self.dp * self.cp // instances, self.expert_dp // instances
 
     @property
     def sharded_sequence(self) -> bool:
@@ -188,6 +195,9 @@ class PlannedRun:
         ):
             if self.gpus % ranks:
                 raise DlmBridgeError(f"--gpus {self.gpus} is no multiple of {what} = {ranks} ranks")
+        layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
+        if model.dims.experts:
+            check_instances_of_experts(self.optimizer_instances, self.fsdp)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
             raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
@@ -204,6 +214,7 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
+        check_instances(self.optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer)
         if self.optimizer == "muon" and self.distributed_optimizer:
             raise DlmBridgeError("--optimizer muon is not sharded: add --no-distributed-optimizer")
         for module in self.recompute_modules:
@@ -233,9 +244,9 @@ class PlannedRun:
         """Plain values for `--json`."""
         names = (
             "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
-            "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "fsdp", "sharded_sequence", "recompute",
-            "recompute_modules", "recompute_layers", "moe_dispatcher", "tp_overlap", "gradient_bytes", "streams",
-            "loss_share", "all_logits",
+            "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "optimizer_instances",
+            "fsdp", "sharded_sequence", "recompute", "recompute_modules", "recompute_layers", "moe_dispatcher",
+            "tp_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":
@@ -265,6 +276,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         optimizer=config.optimizer.name,
         distributed_optimizer=config.parallel.distributed_optimizer,
         optimizer_cpu_offload=config.optimizer.cpu_offload,
+        optimizer_instances=config.parallel.optimizer_instances,
         fsdp=config.parallel.fsdp,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=config.engine.recompute,

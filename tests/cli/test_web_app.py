@@ -62,7 +62,11 @@ def test_a_text_appears_token_by_token_with_its_probabilities(page_model: PageMo
     evil = "<script>alert(1)</script> & "
     frames = list(page_model.sample(CONTINUE, evil, "llada", {**shown, "logits_eos_inf": False, "cache": ""}))
     assert not any("<script" in frame for frame in frames)
-    assert text_of(frames[-1]).startswith(written(page_model, evil, **settings))
+    # Bytes that are no character are replaced token by token in the page, together in a text.
+    page, text = (
+        re.sub("\ufffd+", "\ufffd", one) for one in (text_of(frames[-1]), written(page_model, evil, **settings))
+    )
+    assert page.startswith(text)
     assert len(re.findall(r'title="[01]\.\d{3}"', frames[-1])) == 16
     assert "16 forwards" in frames[-1]
     masks = [text_of(frame).count(MASK) for frame in frames]

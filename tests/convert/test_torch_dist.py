@@ -188,7 +188,7 @@ def test_without_manifest(tmp_path: Path, llada: Path, path: str) -> None:
     Bridge.from_megatron(checkpoint, like=llada).to_hf(tmp_path / "like")
     assert tree(tmp_path / "like") == tree(llada)
     Bridge.from_megatron(checkpoint, hf_config=llada / "config.json").to_hf(tmp_path / "config")
-    assert set(tree(tmp_path / "config")) == {"config.json", "model.safetensors"}
+    assert set(tree(tmp_path / "config")) == {"README.md", "config.json", "model.safetensors"}
     assert verify_pair(llada, tmp_path / "config").equal
     assert verify_pair(llada, checkpoint).equal
     Bridge.from_megatron(checkpoint, like=llada).to_megatron(tmp_path / "again", Layout(tp=2))

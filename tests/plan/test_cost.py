@@ -107,6 +107,17 @@ def test_data_parallel_bytes_across_nodes() -> None:
     assert short.data_parallel == pytest.approx(seconds - short.compute, rel=1e-6)
 
 
+def test_an_instance_of_the_optimizer_on_each_node() -> None:
+    """Gradients and weights stay inside; a rank's eighth of the fp32 gradients is summed between the nodes, in two
+    passes. Each rank updates an eighth."""
+    parameters = 8_030_261_248 - 4096
+    run = {"gpus": 1024, "seq_length": 1024, "global_batch_size": 1024}
+    found, whole = timed(**run, optimizer_instances=128), timed(**run)
+    seconds = parameters * (6 * 7 / 8 / NVLINK + 2 * 4 / 8 * 127 / 128 / NETWORK)
+    assert found.data_parallel == pytest.approx(seconds - found.compute, rel=1e-6)
+    assert found.optimizer == pytest.approx(128 * whole.optimizer, rel=1e-6)
+
+
 def test_assumptions_name_the_rates() -> None:
     text = "\n".join(replace(Hardware(), flops=312e12, network=25e9, per_node=4).assumptions())
     for part in ("312 TFLOP/s", "66%", "60%", "3.35 TB/s", "91%", "450 GB/s among 4 GPUs", "network 25 GB/s", "75%"):

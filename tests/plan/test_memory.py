@@ -50,13 +50,44 @@ def test_states_follow_the_sharding_strategy() -> None:
     assert plan(optimizer="sgd", distributed_optimizer=False).peak.optimizer == 8 * n
 
 
+def test_each_instance_of_the_optimizer_holds_a_whole_state() -> None:
+    n, two = LLAMA.parameters, {"optimizer_instances": 2}
+    assert plan(**two).peak.optimizer == round(12 * n / 4)
+    assert plan(**two).peak.gradients == plan().peak.gradients
+    assert plan(**two, layout=Layout(tp=2)).peak.optimizer == 2 * plan(layout=Layout(tp=2)).peak.optimizer
+    sharded = plan(**two, gpus=16, fsdp="optim_grads_params").peak
+    assert sharded == plan(fsdp="optim_grads_params").peak
+    experts = memory_plan(MOE, PlannedRun(layout=Layout(ep=2), gpus=8, seq_length=1024, **two)).stages[0]
+    own = experts.parameters["experts"]
+    assert experts.optimizer == round(12 * ((experts.held - own) / 4 + own / 2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer_instances": 3},
+        {"distributed_optimizer": False},
+        {"optimizer": "sgd"},
+        {"fsdp": "optim"},
+        {"fsdp": "optim_grads", "optimizer_instances": 8},
+    ],
+)
+def test_instances_that_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(DlmBridgeError, match="--optimizer-instances"):
+        plan(**{"optimizer_instances": 2, **changes})
+
+
 def test_a_model_that_is_built_whole_needs_room_for_it() -> None:
-    """Megatron FSDP has the whole weights before it cuts them; the Accelerate engine never has."""
+    """Megatron FSDP has the whole weights, or where it cuts them too a layer; the Accelerate engine a parameter."""
     n, run = LLAMA.parameters, {"fsdp": "optim_grads_params", "gpus": 64, "recompute": "full"}
-    whole = plan(**run).peak
+    whole, cut = plan(**{**run, "fsdp": "optim_grads"}).peak, plan(**run).peak
     assert whole.building > 2 * n
-    assert whole.total == whole.building + whole.overhead > whole.allocated + whole.overhead
-    assert plan(**run, layout=Layout(tp=2)).peak.building < 0.6 * whole.building
+    assert plan(**{**run, "fsdp": "optim_grads"}, layout=Layout(tp=2)).peak.building < 0.6 * whole.building
+    outer = 2 * 128256 * 4096  # embedding and head, of which one is copied
+    assert cut.building == pytest.approx(2 * outer * 3 / 2, rel=1e-5)
+    layer = (n - outer) / 32
+    assert plan(**{**run, "gpus": 8}).peak.building == pytest.approx(4 * layer + 6 * n / 8, rel=1e-5)
+    assert cut.total == cut.allocated + cut.overhead > cut.building + cut.overhead
     parts = plan(**run, own_shards=True).peak
     assert parts.building == round(4 * (n + largest_parameter(LLAMA)) / 64)
     assert parts.total == parts.allocated + parts.overhead > parts.building + parts.overhead

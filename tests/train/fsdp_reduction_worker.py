@@ -1,5 +1,6 @@
-"""One of two processes that train a small network in megatron-core's own FSDP, on CPU: what the optimizer gets as
-gradients against one process's. CUDA's streams are stood in for by one that does everything at once."""
+"""One of two processes that train a small network in megatron-core's own FSDP, on CPU, or of four, two instances of
+two: what the optimizer gets as gradients against one process's. CUDA's streams are stood in for by one that does
+everything at once."""
 
 from __future__ import annotations
 
@@ -52,6 +53,11 @@ def stand_in() -> None:
 
 
 def checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    if dist.get_world_size() == 4:
+        for strategy in ("optim_grads", "optim_grads_params"):
+            yield f"{strategy}: two instances", partial(gradients, strategy, None, True, instances=2)
+        yield "optim: two instances, which is why it is refused", partial(gradients, "optim", None, False, instances=2)
+        return
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
     yield "optim: overlapped, which is why", partial(gradients, "optim", True, False)
@@ -64,37 +70,61 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def gradients(
-    strategy: str, overlapped: bool | None, equal: bool, experts: bool = False, patched: bool = True
+    strategy: str,
+    overlapped: bool | None,
+    equal: bool,
+    experts: bool = False,
+    patched: bool = True,
+    instances: int = 1,
 ) -> None:
     """`experts`: the last layer is each rank's own, of which no other has any."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
-    from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
+    from dlm_bridge.parallel.mcore_patches.fsdp import is_sharded, patch_unshared_gradients, whole
     from dlm_bridge.train.megatron.mcore_config import data_parallel_config
 
     rank = dist.get_rank()
     torch.manual_seed(0)
     last = nn.Sequential(OrderedDict(experts=nn.Sequential(nn.Linear(6, 4))))  # known by its name
     alone = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), last)
-    rows = torch.randn(2, MICRO, 5, 8)
+    rows = torch.randn(dist.get_world_size(), MICRO, 5, 8)
     config = data_parallel_config(
         TrainConfig.from_flags(
             task="pretrain", model="model", data=["data"], output="run", engine="megatron", steps=1, fsdp=strategy
         )
     )
+    config.num_distributed_optimizer_instances = instances
     if overlapped is not None:
         config.overlap_grad_reduce = overlapped
-    own = [dist.new_group([other]) for other in (0, 1)][rank]
-    mesh = DeviceMesh.from_group([dist.new_group([0, 1]), own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
-    own_mesh = DeviceMesh.from_group([own, own], "cpu", mesh=[[rank]], mesh_dim_names=("dp_cp", "tp"))
-    index = FSDPDistributedIndex(
-        mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=own_mesh if experts else None
-    )
+    own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    if instances == 1:
+        pair = dist.new_group([0, 1])
+        mesh = DeviceMesh.from_group([pair, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
+        own_mesh = DeviceMesh.from_group([own, own], "cpu", mesh=[[rank]], mesh_dim_names=("dp_cp", "tp"))
+        index = FSDPDistributedIndex(
+            mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=own_mesh if experts else None
+        )
+    else:
+        inside = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        between = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+        names = ("outer_fsdp_dp", "dp_cp", "tp")
+        mesh = DeviceMesh.from_group(
+            [between, inside, own], "cpu", mesh=[[[0], [1]], [[2], [3]]], mesh_dim_names=names
+        )
+        index = FSDPDistributedIndex(
+            mesh, dp_shard_dim="dp_cp", dp_outer_dim="outer_fsdp_dp", tp_dim="tp", hybrid_fsdp_group=dist.group.WORLD
+        )
     device = torch.device("cpu")
-    sharded = MegatronFSDP(deepcopy(alone), index, config, [], device=device, calculate_per_token_loss=True)
+    units = [nn.Linear] if strategy == "optim_grads_params" else []
+    sharded = MegatronFSDP(deepcopy(alone), index, config, units, device=device, calculate_per_token_loss=True)
     if patched:
         patch_unshared_gradients(sharded)
+    for (name, parameter), stored in zip(
+        sharded.param_and_grad_buffer.optimizer_named_parameters, alone.parameters(), strict=True
+    ):
+        assert is_sharded(parameter)
+        assert torch.equal(whole(parameter), stored), name
     farthest = 0.0
     for _ in range(2):
         sharded.zero_grad_buffer()
@@ -107,11 +137,11 @@ def gradients(
         if experts:
             wanted |= {name: one for name, one in _gradients(alone, rows[rank]).items() if name.startswith("2.")}
         for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:
-            whole = wanted[name.removeprefix("module.")]
-            mine = whole.flatten()[getattr(parameter, "megatron_fsdp_slice", slice(None))]
+            gradient = wanted[name.removeprefix("module.")]
+            mine = gradient.flatten()[getattr(parameter, "megatron_fsdp_slice", slice(None))]
             if len(mine):
                 apart = parameter.grad._local_tensor.flatten() - mine
-                farthest = max(farthest, float(apart.abs().max() / whole.abs().max()))
+                farthest = max(farthest, float(apart.abs().max() / gradient.abs().max()))
     assert (farthest < 1e-5) == equal, farthest
 
 

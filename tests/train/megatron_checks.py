@@ -363,7 +363,8 @@ def _fit_groups(options: dict[str, Any]) -> None:
     except DlmBridgeError:
         groups.destroy()
     else:
-        make_way(config.parallel.layout, ContextParallelConfig(config.parallel.cp))
+        instances = config.parallel.optimizer_instances
+        make_way(config.parallel.layout, ContextParallelConfig(config.parallel.cp), instances)
 
 
 def _assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:

@@ -29,6 +29,8 @@ CHANGES = LayoutChanges(
             ("masked-moe", "tp2-etp1-sp", "pp2"),
             ("shifted-moe", "dp2", "cp2"),
             ("causal", "cp2", "tp2"),
+            ("latent", "tp2-sp", "pp2"),
+            ("latent", "ep2", "tp2-sp"),
         ],
         4: [
             ("masked", "tp2-sp-pp2", "tp2-sp-cp2"),
@@ -46,6 +48,7 @@ DORA = LayoutChanges(
             ("shifted", "tp2-sp", "dp2"),
             ("block-moe", "ep2", "tp2-sp"),
             ("causal", "dp2", "cp2"),
+            ("latent", "tp2-sp", "dp2"),
         ]
     },
     lambda root, subject: {"adapter": str(adapter(root, subject, "dora")), "clip_grad": 0.0},

@@ -249,6 +249,7 @@ class LayoutChanges:
     stopped: dict[int, list[tuple[str, str, str]]]  # by the number of processes: subject, layout before, layout after
     options: Callable[[Path, str], dict[str, Any]]  # of the runs in a folder, of a subject
     more: Mapping[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # options by subject, layout before
+    resumed: Mapping[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # options that the resume changes
 
     @property
     def subjects(self) -> list[str]:
@@ -274,10 +275,11 @@ class LayoutChanges:
                 for subject in self.subjects
             }
         found: Plan = {}
-        for subject, before, after in self.stopped[processes]:
+        for subject, before, after in self.stopped.get(processes, ()):
             name = f"{self.name}-{subject}-{before}"
             run = self._options(root, subject) | self.more.get((subject, before), {})
             found[f"{subject}, {before}"] = ("trains", (name,), {**run, "layout": before, "steps": 2})
+            run |= self.resumed.get((subject, before), {})
             resumed = ("resumes_as_if_nothing_had_been", (name, self.whole(subject)), {**run, "layout": after})
             found[f"{subject}, {before} then {after}"] = resumed
         return found
@@ -287,9 +289,10 @@ class LayoutChanges:
         small = {"steps": 4, "save_interval": 2, "eval_interval": 2, "adam_eps": 1.0, "warmup_steps": 0}
         return {"subject": subject, "from_scratch": False, **small, **self.options(root, subject)}
 
-    def launch(self, worker: str, root: Path) -> Results:
-        """Run the module whose main program is `main(root, self.plan, self.name)`."""
-        launch(worker, root, processes=1, timeout_s=1100)
+    def launch(self, worker: str, root: Path, *arguments: str) -> Results:
+        """Run the module whose main program, given the folder and the `arguments`, is
+        `main(root, self.plan, self.name)`."""
+        launch(worker, root, processes=1, timeout_s=1100, arguments=arguments)
         return self.results(root)
 
     def results(self, root: Path) -> Results:

@@ -24,7 +24,7 @@ FLAGS = (
     "--engine megatron --from-scratch --global-batch-size 4 --seq-length 16 --lr 0.01 --eval-interval 0 "
     "--save-interval 4 --steps 8 --precision bf16"
 )
-LAYOUTS = {"data parallel": "", "pipeline": "--pp 2"}
+LAYOUTS = {"data parallel": "", "pipeline": "--pp 2", "instances": "--optimizer-instances 2"}
 FALLEN_BACK = "going on from the checkpoint of step 4: there is no newer local checkpoint"
 Launch = Callable[..., tuple[bool, str]]
 

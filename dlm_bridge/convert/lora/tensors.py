@@ -86,16 +86,19 @@ def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[Adapt
     name, template = param.hub_names[number], param.rule.hub[number]
     rows, columns = param.hub_shapes[number]
     dims = _with_sizes(param.dims, rank, rows, columns)
-    row_parallel = isinstance(param.rule, Direct) and param.rule.axis == 1
+    cut = param.rule.tp_axis
     module = _module(param.rule)
     a = Direct(
         f"{module}.adapter.{key}linear_in.weight",
         name=_factor_name(template, "A"),
         shape=f"{rank} {columns}",
-        axis=1 if row_parallel else 0,
+        axis=cut,
     )
     b = Direct(
-        f"{module}.adapter.{key}linear_out.weight", name=_factor_name(template, "B"), shape=f"{rows} {rank}", axis=0
+        f"{module}.adapter.{key}linear_out.weight",
+        name=_factor_name(template, "B"),
+        shape=f"{rows} {rank}",
+        axis=None if cut is None else 0,
     )
     return [
         AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", (name,)),

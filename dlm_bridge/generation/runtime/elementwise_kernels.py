@@ -111,6 +111,7 @@ def rotate_heads(
             NORMED=query_weight is not None,
             TOKENS=tile,
             num_warps=4,
+            enable_fp_fusion=False,  # a fused multiply-add would leave out the rounding of its product
         )
     return output
 

@@ -8,62 +8,24 @@ in `process_wide` (the CPU platform, torch's Adam), `modules`, `optimizers`, `fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from dlm_bridge.parallel import overrides
 from dlm_bridge.parallel.mcore_patches import process_wide as process
-from dlm_bridge.parallel.overrides import SUPPORTED, Overrides
-from dlm_bridge.parallel.platform import CPU, Platform
-
-
-@dataclass(frozen=True)
-class Condition:
-    """When a patch applies: in words, and whether a platform meets it."""
-
-    words: str
-    met: Callable[[Platform], bool]
-
-
-def _on_cpu(platform: Platform) -> bool:
-    return isinstance(platform, CPU)
-
-
-def _anywhere(words: str) -> Condition:
-    return Condition(words, lambda platform: True)
-
-
-def _on_accelerators(words: str) -> Condition:
-    return Condition(words, lambda platform: not _on_cpu(platform))
-
-
-def _with_te(words: str) -> Condition:
-    return Condition(words, lambda platform: platform.uses_transformer_engine())
-
-
-def _without_te(words: str) -> Condition:
-    return Condition(words, lambda platform: not platform.uses_transformer_engine())
-
-
-ON_CPU = Condition("the CPU platform", _on_cpu)
-TORCH_ADAM = Condition(
-    "neither Transformer Engine nor apex", lambda platform: _on_cpu(platform) or process.uses_torch_adam()
+from dlm_bridge.parallel.mcore_patches.patch import (
+    ON_CPU,
+    Condition,
+    Patch,
+    anywhere,
+    on_accelerators,
+    on_cpu,
+    with_te,
+    without_te,
 )
+from dlm_bridge.parallel.overrides import SUPPORTED, Overrides
+from dlm_bridge.parallel.platform import Platform
 
-
-@dataclass(frozen=True)
-class Patch:
-    """One row of the table."""
-
-    target: str  # name in megatron-core; of several, what they have in common
-    what: str  # it becomes, or is used for
-    why: str
-    source: str  # path:line in megatron-core 0.16.1
-    when: Condition
-    code: str = ""  # in this folder, where not in `replaces`
-    replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # full dotted name: make a replacement
-
+TORCH_ADAM = Condition(
+    "neither Transformer Engine nor apex", lambda platform: on_cpu(platform) or process.uses_torch_adam()
+)
 
 _TORCH_ON_CPU = process.TorchOnCPU("torch")
 _FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"
@@ -176,7 +138,7 @@ MODULE_PATCHES = (
         what="rotary embeddings of explicit positions; the output layer is called by `forward`",
         why="its rotary embeddings are those of 0, 1, 2, ..., and its loss is one of every position",
         source="models/gpt/gpt_model.py:284",
-        when=_anywhere("always"),
+        when=anywhere("always"),
         code="dlm_bridge.parallel.gpt:BridgeGPTModel",
     ),
     Patch(
@@ -184,7 +146,7 @@ MODULE_PATCHES = (
         what="loss positions in place of labels",
         why="its loss is one of every position",
         source="models/gpt/gpt_model.py:739",
-        when=_anywhere("--ep-overlap"),
+        when=anywhere("--ep-overlap"),
         code="dlm_bridge.parallel.gpt:PlannedLoss",
     ),
     Patch(
@@ -192,7 +154,7 @@ MODULE_PATCHES = (
         what="logits are minus infinity in padded columns; the loss of the loss positions without logits",
         why="padding enters its softmax, and logits of every position take the most memory of a step",
         source="tensor_parallel/layers.py:948",
-        when=_anywhere("always: the output layer"),
+        when=anywhere("always: the output layer"),
         code="modules:OutputLayer",
     ),
     Patch(
@@ -200,7 +162,7 @@ MODULE_PATCHES = (
         what="the last layer's feed-forward at the loss positions only",
         why="no later layer reads the other positions",
         source="transformer/transformer_layer.py:683",
-        when=_anywhere("the last layer, where it is dense, without sequence parallelism and full recomputation"),
+        when=anywhere("the last layer, where it is dense, without sequence parallelism and full recomputation"),
         code="modules:LossPositionsLayer",
     ),
     Patch(
@@ -209,7 +171,7 @@ MODULE_PATCHES = (
         why="an input is given back when its forward pass has been recorded, and becomes another layer's gradient "
         "before its own backward pass reads it",
         source="transformer/cuda_graphs.py:995",
-        when=_anywhere("--cuda-graphs"),
+        when=anywhere("--cuda-graphs"),
         replaces={
             "megatron.core.transformer.cuda_graphs.TensorReusePool.insert": process.replace_with(process.do_nothing)
         },
@@ -219,7 +181,7 @@ MODULE_PATCHES = (
         what="the buffers that CUDA graphs share are let go when a run ends",
         why="it keeps them, and `delete_cuda_graphs` leaves them",
         source="transformer/cuda_graphs.py:319",
-        when=_anywhere("--cuda-graphs"),
+        when=anywhere("--cuda-graphs"),
         code="process_wide:release_cuda_graphs",
     ),
     Patch(
@@ -227,7 +189,7 @@ MODULE_PATCHES = (
         what="token counts go to the CPU while tokens are gathered; one sum in the hidden states' dtype",
         why="it waits for the device twice a layer, and adds up in the router's dtype",
         source="transformer/moe/token_dispatcher.py:208",
-        when=_anywhere("--moe-dispatcher allgather"),
+        when=anywhere("--moe-dispatcher allgather"),
         code="modules:AllGatherDispatcher",
     ),
     Patch(
@@ -235,7 +197,7 @@ MODULE_PATCHES = (
         what="plain torch",
         why="without Transformer Engine `te_general_gemm` is undefined; compiling two lines takes seconds",
         source="transformer/moe/router.py:532",
-        when=_without_te("experts, without Transformer Engine"),
+        when=without_te("experts, without Transformer Engine"),
         code="modules:LocalRouter",
     ),
     Patch(
@@ -243,7 +205,7 @@ MODULE_PATCHES = (
         what="a block's experts first, then a token's among them; a hook shows a layer's mask to its router",
         why="megatron-core routes each token alone",
         source="transformer/moe/router.py:546",
-        when=_anywhere("LLaDA2.2 (expert_capacity)"),
+        when=anywhere("LLaDA2.2 (expert_capacity)"),
         code="modules:BlockRouter",
     ),
     Patch(
@@ -251,7 +213,7 @@ MODULE_PATCHES = (
         what="no reduction over the one rank of an expert with a bias; attributes of that bias",
         why="MLP adds the bias in place to what the reduction returns, which autograd refuses",
         source="transformer/mlp.py:247",
-        when=_anywhere("experts with biases (gpt-oss)"),
+        when=anywhere("experts with biases (gpt-oss)"),
         code="modules:patch_expert_biases",
     ),
     Patch(
@@ -259,7 +221,7 @@ MODULE_PATCHES = (
         what="the embeddings of given tokens",
         why="it would move each rank's part of a row, and across documents",
         source="transformer/multi_token_prediction.py:681",
-        when=_anywhere("multi-token prediction layers"),
+        when=anywhere("multi-token prediction layers"),
         code="modules:PredictionLayer",
     ),
     Patch(
@@ -267,7 +229,7 @@ MODULE_PATCHES = (
         what="a replicated linear layer in plain torch",
         why="without Transformer Engine the name is None",
         source="transformer/multi_latent_attention.py:64",
-        when=_without_te("latent attention, without Transformer Engine"),
+        when=without_te("latent attention, without Transformer Engine"),
         code="modules:patched_latent_linear",
     ),
     Patch(
@@ -275,7 +237,7 @@ MODULE_PATCHES = (
         what="true",
         why="its own linear layers need apex for gradient_accumulation_fusion; `OutputLayer` does without",
         source="tensor_parallel/layers.py:924",
-        when=_with_te("Transformer Engine, without apex"),
+        when=with_te("Transformer Engine, without apex"),
         code="modules:patched_gradient_accumulation",
     ),
     Patch(
@@ -283,7 +245,7 @@ MODULE_PATCHES = (
         what="no state in checkpoints",
         why="a feed-forward asks its modules for sharded_state_dict, which Transformer Engine's operations lack",
         source="extensions/transformer_engine.py:397",
-        when=_with_te("Transformer Engine, dense models"),
+        when=with_te("Transformer Engine, dense models"),
         code="modules:TransformerEngineActivation",
     ),
     Patch(
@@ -291,7 +253,7 @@ MODULE_PATCHES = (
         what="an empty FP8 state stays empty",
         why="it splits a state that Transformer Engine 2.20 leaves empty for recipes without history",
         source="extensions/transformer_engine.py:1697",
-        when=_with_te("--precision fp8, grouped experts"),
+        when=with_te("--precision fp8, grouped experts"),
         code="modules:patch_grouped_linear_state",
     ),
     Patch(
@@ -299,7 +261,7 @@ MODULE_PATCHES = (
         what="YaRN's factor in the fused QK-norm and RoPE kernel",
         why="it has no public name",
         source="models/common/embeddings/yarn_rotary_pos_embedding.py:274",
-        when=_with_te("Transformer Engine and Triton"),
+        when=with_te("Transformer Engine and Triton"),
         code="dlm_bridge.parallel.self_attention:rotary_table",
     ),
 )
@@ -310,7 +272,7 @@ OPTIMIZER_PATCHES = (
         what="fp32 params first in each group",
         why="it notes main params in the order of the buffers, and then puts fp32 params first: state is swapped",
         source="optimizer/distrib_optimizer.py:307",
-        when=_anywhere("the distributed optimizer"),
+        when=anywhere("the distributed optimizer"),
         code="optimizers:patch_param_order",
     ),
     Patch(
@@ -318,7 +280,7 @@ OPTIMIZER_PATCHES = (
         what="momentum buffers before they are loaded",
         why="it is None for SGD, and a resume calls it",
         source="optimizer/__init__.py:408",
-        when=_anywhere("--optimizer sgd"),
+        when=anywhere("--optimizer sgd"),
         code="optimizers:patch_sgd_resume",
     ),
     Patch(
@@ -326,7 +288,7 @@ OPTIMIZER_PATCHES = (
         what="main params of every parameter come from a checkpoint",
         why="a resume ends at the first parameter that is fp32 in the model, of which it has no second copy",
         source="optimizer/cpu_offloading/hybrid_optimizer.py:369",
-        when=_with_te("--optimizer-cpu-offload"),
+        when=with_te("--optimizer-cpu-offload"),
         code="optimizers:patch_offloading_resume",
     ),
     Patch(
@@ -334,7 +296,7 @@ OPTIMIZER_PATCHES = (
         what="places without the padding between buckets",
         why="state is gathered without padding, and cut at the places with it: parameters get a neighbour's state",
         source="optimizer/distrib_optimizer.py:1404",
-        when=_anywhere("the distributed optimizer"),
+        when=anywhere("the distributed optimizer"),
         code="optimizers:unpadded_param_index_map",
     ),
     Patch(
@@ -342,7 +304,7 @@ OPTIMIZER_PATCHES = (
         what="fp32 params are saved beside the main params of the others",
         why="it counts on there being none",
         source="optimizer/optimizer.py:797",
-        when=_anywhere("--no-distributed-optimizer"),
+        when=anywhere("--no-distributed-optimizer"),
         code="optimizers:fp32_params_included",
     ),
     Patch(
@@ -350,7 +312,7 @@ OPTIMIZER_PATCHES = (
         what="main params inside Adam are saved and loaded in fp32",
         why="it would save the 16 bits that Adam keeps instead, and assert on loading them",
         source="optimizer/distrib_optimizer.py:883",
-        when=_with_te("optimizer.use_precision_aware_optimizer"),
+        when=with_te("optimizer.use_precision_aware_optimizer"),
         code="optimizers:whole_main_params",
     ),
     Patch(
@@ -358,7 +320,7 @@ OPTIMIZER_PATCHES = (
         what="which elements of a parameter a rank's main param shard has",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:610",
-        when=_anywhere("the distributed optimizer"),
+        when=anywhere("the distributed optimizer"),
         code="optimizers:param_range",
     ),
     Patch(
@@ -366,7 +328,7 @@ OPTIMIZER_PATCHES = (
         what="nothing: the step's kernels clip gradients, update main params and round them in one pass",
         why="a pass each over all gradients and over all main params",
         source="optimizer/optimizer.py:585",
-        when=_with_te("Transformer Engine's AdamW and Triton"),
+        when=with_te("Transformer Engine's AdamW and Triton"),
         code="fused_step:FusedOptimizerStep",
     ),
 )
@@ -377,15 +339,23 @@ FSDP_PATCHES = (
         what="gradients that one data parallel rank alone has are left as they are",
         why="they would be added to themselves, doubling what earlier micro-batches left",
         source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3182",
-        when=_on_accelerators("--fsdp"),
+        when=on_accelerators("--fsdp"),
         code="fsdp:patch_unshared_gradients",
+    ),
+    Patch(
+        target="TransformerLayer.__init__; DataParallelBuffer.set_item",
+        what="layers are built without memory, which each gets with its weights just before it is cut",
+        why="megatron-core builds the whole model first; its meta device is for drawn values",
+        source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1116",
+        when=on_accelerators("--fsdp optim_grads_params"),
+        code="fsdp:filled_when_cut",
     ),
     Patch(
         target="_mcore_tp, _tp_partition_dim, _tp_duplicated of parameters",
         what="the axis along which tensor parallel ranks shard a parameter",
         why="it has no public name",
         source="distributed/fsdp/mcore_fsdp_adapter.py:176",
-        when=_on_accelerators("--fsdp"),
+        when=on_accelerators("--fsdp"),
         code="fsdp:fsdp_shards",
     ),
     Patch(
@@ -393,7 +363,7 @@ FSDP_PATCHES = (
         what="allocates the optimizer's state before a checkpoint is loaded",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:1137",
-        when=_on_accelerators("--fsdp --resume"),
+        when=on_accelerators("--fsdp --resume"),
         code="fsdp:init_optimizer_state",
     ),
 )
@@ -404,7 +374,7 @@ PROCESS_PATCHES = (
         what="process groups are destroyed where the layout changes",
         why="it only forgets them: their threads and sockets would pile up",
         source="parallel_state.py:147",
-        when=_anywhere("tests, and live models of several layouts"),
+        when=anywhere("tests, and live models of several layouts"),
         code="process_wide:destroy_process_groups",
     ),
     Patch(
@@ -412,7 +382,7 @@ PROCESS_PATCHES = (
         what="the process of the writers' results ends with the rank, and not by SIGINT and SIGTERM",
         why="it would outlive a rank that is killed, and a job's SIGTERM would end it before the last checkpoint",
         source="dist_checkpointing/strategies/filesystem_async.py:51",
-        when=_anywhere("every training checkpoint"),
+        when=anywhere("every training checkpoint"),
         code="process_wide:start_results_queue",
     ),
     Patch(
@@ -420,7 +390,7 @@ PROCESS_PATCHES = (
         what="a writer that is killed ends the save",
         why="it waits for the reports of all writers, for ever",
         source="dist_checkpointing/strategies/filesystem_async.py:308",
-        when=_anywhere("every training checkpoint"),
+        when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data_multiproc": process.collect_from_writers},
     ),
     Patch(
@@ -428,7 +398,7 @@ PROCESS_PATCHES = (
         what="a writer's process ends with the rank",
         why="it would go on writing after the rank is killed, and wait for the rank's queue",
         source="dist_checkpointing/strategies/filesystem_async.py:342",
-        when=_anywhere("every training checkpoint"),
+        when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data": process.end_writers_with_parent},
     ),
     Patch(
@@ -436,7 +406,7 @@ PROCESS_PATCHES = (
         what="the device that a local checkpoint's tensors return to",
         why="it has no public name",
         source="dist_checkpointing/tensor_aware_state_dict.py:208",
-        when=_anywhere("--local-folder"),
+        when=anywhere("--local-folder"),
         code="process_wide:original_device",
     ),
     Patch(

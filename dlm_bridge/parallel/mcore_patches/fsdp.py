@@ -1,9 +1,10 @@
-"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, and a patch of its
-gradients."""
+"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, layers without memory
+until it cuts them, and a patch of its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from dlm_bridge.parallel.core import parallel_state, unwrap_model
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.core import TransformerLayer, parallel_state, unwrap_model
+
+SHARDED = "dp_cp"  # megatron-core's name of the mesh's dimension over which FSDP shards
 
 
 def unwrapped(chunks: Sequence[Any]) -> list[Any]:
@@ -35,9 +39,11 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     ranks."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()
-    if not isinstance(parameter.placements[0], Shard):
+    # Several instances have a dimension of the mesh before it, in which shards are replicated.
+    dim = (parameter.device_mesh.mesh_dim_names or ()).index(SHARDED)
+    if not isinstance(parameter.placements[dim], Shard):
         return local
-    group = parameter.device_mesh.get_group(0)
+    group = parameter.device_mesh.get_group(dim)
     rows = local.new_zeros(group.size(), dtype=torch.int64)
     dist.all_gather_into_tensor(rows, rows.new_tensor([len(local)]), group=group)
     most = int(rows.max())
@@ -80,6 +86,53 @@ def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
+
+
+@contextmanager
+def unallocated_layers() -> Iterator[dict[torch.Tensor, int]]:
+    """Free the memory of each transformer layer's parameters as soon as it is built. What is yielded has the bytes
+    that the storage of each had, with which `allocate` gives it back."""
+    build, device = TransformerLayer.__init__, platform.current().device()
+    found: dict[torch.Tensor, int] = {}
+
+    def build_without(self: Any, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        own = [parameter for parameter in self.parameters() if parameter.device == device]
+        found.update({parameter: parameter.untyped_storage().nbytes() for parameter in own})
+        for parameter in own:
+            parameter.untyped_storage().resize_(0)
+
+    TransformerLayer.__init__ = build_without
+    try:
+        yield found
+    finally:
+        TransformerLayer.__init__ = build
+
+
+def allocate(parameter: torch.Tensor, nbytes: int) -> None:
+    """Give a parameter the memory that `unallocated_layers` has freed. Parameters may share a storage."""
+    storage = parameter.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(nbytes)
+
+
+@contextmanager
+def filled_when_cut(fill: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """Call `fill` with the parameters of a unit just before Megatron FSDP copies them to its buffers. It then frees
+    what it has copied."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
+
+    set_item = DataParallelBuffer.set_item
+
+    def set_filled(self: Any, item_id: int, item_data: torch.Tensor) -> None:
+        fill(self.params)
+        set_item(self, item_id, item_data)
+
+    DataParallelBuffer.set_item = set_filled
+    try:
+        yield
+    finally:
+        DataParallelBuffer.set_item = set_item
 
 
 def patch_unshared_gradients(wrapped: Any) -> None:

@@ -145,6 +145,7 @@ class ReplicatedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
+        self.config = config
         device = platform.current().device()
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, device=device, dtype=config.params_dtype)

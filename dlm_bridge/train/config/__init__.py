@@ -25,6 +25,8 @@ from dlm_bridge.train.config.sections import (
     check_optimizer,
 )
 
+INSTANCES = "--optimizer-instances"
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -168,6 +170,7 @@ class TrainConfig:
                 (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
                 remedy="leave one of them out",
             )
+        check_instances(parallel.optimizer_instances, parallel.fsdp, optimizer.name, parallel.distributed_optimizer)
         if parallel.tp_overlap:
             self._check_tp_overlap()
         if parallel.ep_overlap:
@@ -380,6 +383,33 @@ class RLConfig(TrainConfig):
             "--engine",
             "megatron",
             *((True, f"--megatron transformer.{name}", twice) for name in dropout),
+        )
+
+
+def check_instances(instances: int, fsdp: str | None, optimizer: str, distributed_optimizer: bool) -> None:
+    """Raise OptionError for several instances of an optimizer that is not sharded, or between which megatron-core's
+    FSDP sums no gradients."""
+    if instances > 1:
+        cut = "there is no sharded state to hold several times"
+        _exclude(
+            INSTANCES,
+            str(instances),
+            (not distributed_optimizer, "--no-distributed-optimizer", cut),
+            (optimizer != "adamw", f"--optimizer {optimizer}", cut),
+            remedy="leave it out",
+        )
+        unsummed = "megatron-core sums no gradients between them: leave --fsdp out, the optimizer is sharded without"
+        _exclude(INSTANCES, str(instances), (fsdp == "optim", "--fsdp optim", unsummed))
+
+
+def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
+    """`check_instances` of a model with experts."""
+    if instances > 1:
+        _exclude(
+            INSTANCES,
+            str(instances),
+            (fsdp is not None, f"--fsdp {fsdp}", "megatron-core's FSDP has no such instances of experts"),
+            remedy="leave one of them out",
         )
 
 

@@ -262,6 +262,10 @@ class ParallelOptions:
     distributed_optimizer: bool = megatron_option(
         True, "Shard AdamW's state over data parallel ranks (ZeRO-1).", fixed=True
     )
+    optimizer_instances: int = megatron_option(
+        1, "Groups of data parallel ranks that each hold a whole sharded state, such as nodes (HSDP with --fsdp).",
+        minimum=1, tasks=TRAINING,
+    )  # fmt: skip
     fsdp: str | None = megatron_option(
         None, "Megatron FSDP instead: optim, optim_grads, optim_grads_params.",
         choices=("optim", "optim_grads", "optim_grads_params"), tasks=TRAINING,

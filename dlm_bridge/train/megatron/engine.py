@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform, userbuffers
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
-from dlm_bridge.parallel.mcore_patches.fsdp import patch_unshared_gradients
+from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
@@ -157,7 +158,9 @@ def build_trained_model(
         # Layer spec, model and weights.
         load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
         weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
-        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, **overrides)
+        # Which FSDP cuts layer by layer: no GPU ever holds them all.
+        unallocated = config.parallel.fsdp == "optim_grads_params" and not config.precision.fp8_params
+        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, unallocated, **overrides)
         factors = None if adapter is None else adapter.add(chunks)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)
@@ -173,7 +176,9 @@ def initialize_parallel(config: TrainConfig) -> None:
     """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
     mcore_config.check_sequence(config)
     parallel, graphs = config.parallel, config.engine.cuda_graphs
-    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs)
+    instances = parallel.optimizer_instances
+    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs, instances)
+    parallel.layout.check_optimizer_instances(instances, dist.get_world_size(), parallel.fsdp is not None)
     config.check_batch(parallel_state.get_data_parallel_world_size())
 
 
@@ -198,7 +203,10 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     for number, chunk in enumerate(chunks):
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         ddp_config = mcore_config.data_parallel_config(config)
-        wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        with nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill):
+            wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        assert chunk.absent is None or not chunk.absent.tasks, "a layer that FSDP has not cut"
+        chunk.absent = None
         if config.parallel.fsdp is not None:
             patch_unshared_gradients(wrapped[-1].module)
     return wrapped

@@ -24,7 +24,7 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, check_instances_of_experts
 from dlm_bridge.train.megatron.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -206,6 +206,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": parallel.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
         "fp8_param_gather": config.precision.fp8_params,
+        "num_distributed_optimizer_instances": parallel.optimizer_instances,
         "use_megatron_fsdp": parallel.fsdp is not None,
         **({} if parallel.fsdp is None else {"data_parallel_sharding_strategy": parallel.fsdp}),
         **passed_on(config, "ddp"),
@@ -213,6 +214,11 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
     if settings.get("nccl_ub") and (backend := platform.current().backend) != "nccl":
         raise NotInstalledError(
             f"--megatron ddp.nccl_ub: its buffers are NCCL's, and messages are {backend}'s here: leave it out"
+        )
+    if settings["num_distributed_optimizer_instances"] > 1 and settings.get("reduce_scatter_with_fp32_accumulation"):
+        raise DlmBridgeError(
+            "--optimizer-instances with --megatron ddp.reduce_scatter_with_fp32_accumulation is not "
+            "in megatron-core: leave one of them out"
         )
     with named_refusals():
         return DistributedDataParallelConfig(**settings)
@@ -307,6 +313,7 @@ def check_experts(config: TrainConfig) -> None:
             f"--tp {parallel.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
             "--no-sequence-parallel"
         )
+    check_instances_of_experts(parallel.optimizer_instances, parallel.fsdp)
     if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 

@@ -69,7 +69,8 @@ class MegatronLayerNorms(LayerNorms):
         """The elements of a flat parameter that this rank counts; None where it has none."""
         for part in self.parts:
             if parameter in getattr(part, "model_param_gbuf_map", ()):
-                return param_range(part, parameter)
+                # Each instance of the distributed optimizer has a shard of every parameter.
+                return param_range(part, parameter) if part.distributed_optimizer_instance_id == 0 else None
         if any(hasattr(part, "model_param_gbuf_map") for part in self.parts):
             return None
         if _of_expert(parameter):

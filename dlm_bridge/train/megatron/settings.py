@@ -84,6 +84,7 @@ OURS: dict[str, dict[str, str]] = {
         "use_custom_fsdp": "--fsdp",
         "data_parallel_sharding_strategy": "--fsdp",
         "fp8_param_gather": "--fp8-params",
+        "num_distributed_optimizer_instances": "--optimizer-instances",
     },
     "optimizer": {
         "optimizer": "--optimizer",
@@ -149,7 +150,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "ddp": {
         "average_in_collective": "gradients are sums: the loss's weights carry the divisor",
         "delay_wgrad_compute": _DELAYED,
-        "num_distributed_optimizer_instances": "the engine makes the process groups of one instance alone",
+        "outer_dp_sharding_strategy": "each of --optimizer-instances holds all shards",
         "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
     },
     "optimizer": {

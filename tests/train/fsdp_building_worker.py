@@ -1,0 +1,107 @@
+"""One of two processes that build models on CPU and cut them by megatron-core's own FSDP, a layer at a time: each gets
+its rows of what the checkpoint holds, and never has the memory of all layers. CUDA is stood in for as in
+`fsdp_reduction_worker`.
+
+python -m tests.train.fsdp_building_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.layouts.host_transport import NAME, register
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.train.config import TrainConfig
+from tests.processes import work
+from tests.train.fsdp_reduction_worker import stand_in
+from tests.train.megatron_cases import Files
+
+SUBJECTS = ("masked", "masked-moe", "latent")
+
+
+def checks(files: Files) -> Iterator[tuple[str, Callable[[], None]]]:
+    for subject in SUBJECTS:
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"{subject} {dtype}", partial(builds_layer_by_layer, files.hub(subject), dtype)
+
+
+def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
+
+    from dlm_bridge.parallel.core import TransformerLayer
+    from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, whole
+    from dlm_bridge.parallel.parallelize import build_megatron_model
+    from dlm_bridge.train.megatron.mcore_config import data_parallel_config
+
+    source = Bridge.from_hf(folder).checkpoint
+    (plain,) = build_megatron_model(source, Layout(), dtype)
+    (model,) = build_megatron_model(source, Layout(), dtype, unallocated=True)
+    assert model.absent is not None
+    layers = [parameter for layer in model.decoder.layers for parameter in layer.parameters()]
+    routers = [layer.mlp.router.weight for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    whole_size, small = sum(map(_size, layers)), _nbytes(routers)  # which are loaded at once, in a dtype of their own
+    assert _nbytes(layers) == small < whole_size / 4
+    largest = max(sum(map(_size, layer.parameters())) for layer in model.decoder.layers)
+
+    held = []
+    absent = model.absent
+
+    def fill(parameters: Sequence[torch.Tensor]) -> None:
+        absent.fill(parameters)
+        held.append(_nbytes(layers))
+
+    config = data_parallel_config(
+        TrainConfig.from_flags(
+            task="pretrain",
+            model="model",
+            data=["data"],
+            output="run",
+            engine="megatron",
+            steps=1,
+            fsdp="optim_grads_params",
+        )
+    )
+    own = [dist.new_group([other]) for other in (0, 1)][dist.get_rank()]
+    mesh = DeviceMesh.from_group([dist.group.WORLD, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
+    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+    with filled_when_cut(fill), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's
+        sharded = MegatronFSDP(
+            model, index, config, [TransformerLayer], device=torch.device("cpu"), calculate_per_token_loss=True
+        )
+    assert not absent.tasks
+    assert max(held) <= 2 * largest + small < whole_size, (held, largest)
+    wanted = dict(plain.named_parameters())
+    for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:
+        value = wanted.pop(name.removeprefix("module."))
+        assert torch.equal(whole(parameter).to(value.dtype), value), name
+    assert not wanted
+
+
+def _size(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _nbytes(parameters: Sequence[torch.Tensor]) -> int:
+    """The memory that these parameters have, FSDP's buffers included, each storage once."""
+    storages: dict[int, Any] = {each._cdata: each for each in (one.untyped_storage() for one in parameters)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+if __name__ == "__main__":
+    os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
+    stand_in()
+    register()
+    dist.init_process_group(NAME)
+    work(Path(sys.argv[1]), checks(Files(Path(sys.argv[1]))))
