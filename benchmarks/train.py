@@ -415,9 +415,9 @@ def release(trainer: Any) -> None:
 
 
 def free() -> None:
-    from dlm_bridge.parallel import groups, userbuffers
+    from dlm_bridge.parallel import groups
 
-    userbuffers.destroy()
+    groups.destroy_userbuffers()
     groups.destroy()
     if "transformer_engine.pytorch" in sys.modules:  # it keeps the process groups of FP8's scales
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

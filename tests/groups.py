@@ -7,8 +7,8 @@ import contextlib
 import torch.distributed as dist
 
 from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.parallel import groups
-from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 
 

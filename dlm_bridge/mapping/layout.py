@@ -1,4 +1,5 @@
-"""Parallel layout of a model: tensor, pipeline, virtual pipeline and expert parallel sizes, validated eagerly.
+"""Parallel layout of a model's weights (tensor, pipeline, virtual pipeline and expert parallel sizes) and of its
+sequences (context parallelism), validated eagerly.
 
 Pipeline layout strings are megatron-core's: "Et*3|(tt|)*2t*2L" cuts 9 layers into four stages of 3, 2, 2 and 2. E is
 the embedding, t a transformer layer, L the loss (with the final norm and the output layer); "|" ends a stage, "x*n"
@@ -16,6 +17,8 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims
 
+# Of context parallelism, our names: megatron-core's.
+CP_COMMUNICATION = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "a2a+p2p": "a2a+p2p"}
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _LETTER = re.compile(r"([EtmL|])\*(\d+)")
 _LONGEST = 100_000  # letters, after the repeats are written out
@@ -164,6 +167,52 @@ class Layout:
         if self.vp > 1:
             return f"{layers} layers do not divide over --pp {self.pp} x --vp {self.vp} chunks: {remedy}"
         return f"{layers} layers do not divide over --pp {self.pp} stages: {remedy}"
+
+
+@dataclass(frozen=True)
+class ContextParallelConfig:
+    """Context parallelism: it shards sequences and not weights, so that no checkpoint depends on it.
+
+    Raises DlmBridgeError for invalid sizes; `check` for those that do not fit a model.
+    """
+
+    cp: int = 1
+    cp_comm_type: str = "p2p"  # of Transformer Engine; with mask descriptors keys and values are gathered
+    hierarchical_cp_sizes: tuple[int, ...] | None = None  # (inner, outer) of a2a+p2p
+
+    def __post_init__(self) -> None:
+        if type(self.cp) is not int or self.cp < 1:
+            raise DlmBridgeError(f"--cp must be a positive whole number, not {self.cp!r}")
+        if self.cp_comm_type not in CP_COMMUNICATION:
+            known = ", ".join(CP_COMMUNICATION)
+            raise DlmBridgeError(f"--cp-comm-type {self.cp_comm_type!r} is unknown: known are {known}")
+        sizes = self.hierarchical_cp_sizes
+        if (self.cp_comm_type == "a2a+p2p") != (sizes is not None):
+            raise DlmBridgeError(
+                "--cp-comm-type a2a+p2p and --hierarchical-cp-sizes go together: give both or neither"
+            )
+        if sizes is not None and (len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != self.cp):
+            written = ",".join(map(str, sizes))
+            raise DlmBridgeError(
+                f"--hierarchical-cp-sizes {written}: two sizes are needed, inner and outer, whose product is --cp "
+                f"{self.cp}"
+            )
+
+    def check(self, dims: Dims, layout: Layout) -> None:
+        """Raise DlmBridgeError where the sizes do not fit a model."""
+        if self.cp == 1 or self.cp_comm_type not in ("a2a", "a2a+p2p"):
+            return
+        ranks = self.hierarchical_cp_sizes[0] if self.hierarchical_cp_sizes else self.cp
+        for what, heads in (("attention heads", dims.heads), ("query groups (key/value heads)", dims.groups)):
+            if heads // layout.tp % ranks:
+                raise DlmBridgeError(
+                    f"--cp-comm-type {self.cp_comm_type} deals {heads // layout.tp} {what} of a tensor parallel rank "
+                    f"to {ranks} ranks, which do not divide them: use p2p or allgather, or another --cp"
+                )
+
+    def world_size(self, layout: Layout) -> int:
+        """The fewest ranks for both, with one data parallel replica."""
+        return layout.pp * math.lcm(layout.tp * self.cp, layout.ep * layout.expert_tp)
 
 
 def parse_pipeline_split(text: str, pp: int, vp: int = 1) -> dict[str, Any]:

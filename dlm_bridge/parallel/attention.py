@@ -12,7 +12,7 @@ import torch
 from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, can_attend, can_attend_by_columns, document_ids
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.context_parallel import rank_positions
+from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.core import AttnMaskType
 
 # Of the layer spec: the attention pattern of a call without a mask.

@@ -12,7 +12,6 @@ import torch
 from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.losses import Certainty, NoisePositions
-from dlm_bridge.parallel.context_parallel import rank_positions
 
 if TYPE_CHECKING:
     from dlm_bridge.objectives.batches import NoisyBatch
@@ -287,3 +286,23 @@ def _bucket_padding(positions_M: torch.Tensor, most: int) -> Callable[[torch.Ten
     """What pads a tensor [M] of so many loss positions to a bucket."""
     more = loss_bucket(len(positions_M), most) - len(positions_M)
     return lambda tensor: torch.nn.functional.pad(tensor, (0, more))
+
+
+def rank_positions(length: int, cp_size: int, streams: int = 1) -> torch.Tensor:
+    """[cp, S] the positions of a row of `length` that each context parallel rank holds, in the order in which it holds
+    them, which is Transformer Engine's: of 2 cp equal chunks rank r has chunks r and 2 cp - 1 - r, so that causal
+    attention is as much work on every rank. Each of several streams, one after the other, is dealt on its own.
+
+    Raises DlmBridgeError where the chunks would not be equal.
+    """
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    if length % (streams * chunks):
+        raise DlmBridgeError(
+            f"--seq-length {length // streams} is not a multiple of {chunks}, which --cp {cp_size} deals it out in: "
+            "change one of them"
+        )
+    if cp_size == 1:
+        return torch.arange(length)[None]
+    dealt = torch.arange(length).view(streams, chunks, -1)
+    first = torch.arange(cp_size)
+    return torch.stack((dealt[:, first], dealt[:, chunks - 1 - first]), dim=2).transpose(0, 1).reshape(cp_size, -1)

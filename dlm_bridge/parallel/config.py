@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.layout import CP_COMMUNICATION, ContextParallelConfig, Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
 from dlm_bridge.parallel import self_attention
-from dlm_bridge.parallel.context_parallel import CP_COMMUNICATION, ContextParallelConfig
 from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals, quick_gelu
 
 # Keys of `Mapping.transformer` that are arguments of GPTModel, not fields of TransformerConfig.

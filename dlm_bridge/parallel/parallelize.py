@@ -10,10 +10,9 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.mapping.dtypes import parse_dtype
-from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.mapping.layout import ContextParallelConfig, Layout
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.config import model_config
-from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.layer_spec import block_spec, prediction_spec

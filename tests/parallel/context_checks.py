@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.attention import block_size
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
-from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
 from dlm_bridge.parallel.core_attention import MASKS
 from dlm_bridge.parallel.handover import stream_hf_weights

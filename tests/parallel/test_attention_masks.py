@@ -17,7 +17,7 @@ from dlm_bridge.parallel.attention import (
     mask_mod,
     plain_mask,
 )
-from dlm_bridge.parallel.context_parallel import rank_positions
+from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.core_attention import kept_by_sinks, masked_attention, tile_options
 
 LENGTH = 24

@@ -49,8 +49,8 @@ def test_a_mask_tells_the_blocks_that_the_hub_model_counts(packed: tuple[torch.T
     ],
 )
 def test_what_a_router_of_blocks_cannot_do(cp: int, overrides: dict[str, Any], message: str) -> None:
+    from dlm_bridge.mapping.layout import ContextParallelConfig
     from dlm_bridge.parallel.config import model_config
-    from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 
     mapping, config = CASE.spec.mapping, CASE.config
     parallel = ContextParallelConfig(cp=cp)

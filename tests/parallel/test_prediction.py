@@ -177,7 +177,7 @@ def test_ranks_of_a_context_have_the_whole_rows_predictions(documents: bool) -> 
     if documents:
         ids = torch.arange(LENGTH)[None].expand(ROWS, -1) // 5
         noisy = dataclasses.replace(noisy, mask_descriptor=MaskDescriptor.causal(ids), attention_mask=None)
-    from dlm_bridge.parallel.context_parallel import rank_positions
+    from dlm_bridge.parallel.batch import rank_positions
 
     order = rank_positions(LENGTH, 2, 1)
     whole = micro_batch(noisy, "causal", depths=2).predictions

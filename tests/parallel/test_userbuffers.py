@@ -53,15 +53,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_buffers_of_a_micro_batch(made: list[dict[str, Any]]) -> None:
-    from dlm_bridge.parallel import userbuffers
+    from dlm_bridge.parallel import groups
 
-    userbuffers.initialize(8192, 4096, 2, fp8=False, mixed=False, backend="gloo")
+    groups.make_userbuffers(8192, 4096, 2, fp8=False, mixed=False, backend="gloo")
     wanted = {"shape": [8192, 4096], "tp_size": 2, "bootstrap_backend": "gloo", "multicast": None}
     assert made == [wanted | {"quantization_modes": [Mode.NONE]}]
-    userbuffers.initialize(8192, 4096, 2, fp8=True, mixed=True, backend="gloo")  # in place of the first
+    groups.make_userbuffers(8192, 4096, 2, fp8=True, mixed=True, backend="gloo")  # in place of the first
     assert made[1:] == [None, wanted | {"quantization_modes": [Mode.FP8, Mode.NONE]}]
-    userbuffers.destroy()
-    userbuffers.destroy()
+    groups.destroy_userbuffers()
+    groups.destroy_userbuffers()
     assert made[3:] == [None]
 
 
@@ -69,27 +69,27 @@ def test_buffers_of_a_micro_batch(made: list[dict[str, Any]]) -> None:
 def test_no_multicast_where_nccl_has_none(
     own: str | None, wanted: str, made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.parallel import userbuffers
+    from dlm_bridge.parallel import groups
 
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     if own is not None:
         monkeypatch.setenv("UB_SKIPMC", own)
-    userbuffers.initialize(64, 32, 2, fp8=False, mixed=False, backend="gloo")
+    groups.make_userbuffers(64, 32, 2, fp8=False, mixed=False, backend="gloo")
     assert made[0]["multicast"] == wanted
 
 
 def test_a_machine_that_cannot(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_bridge.parallel import userbuffers
+    from dlm_bridge.parallel import groups
     from dlm_bridge.parallel.core import NotInstalledError
     from dlm_bridge.parallel.platform import CPU
 
     with pytest.raises(NotInstalledError, match="--tp-overlap"):
-        userbuffers.check_machine(2)
+        groups.check_userbuffers(2)
     monkeypatch.setattr(CPU, "uses_transformer_engine", lambda self: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    userbuffers.check_machine(2)
+    groups.check_userbuffers(2)
     with pytest.raises(DlmBridgeError, match="--tp 8") as raised:
-        userbuffers.check_machine(8)
+        groups.check_userbuffers(8)
     assert not isinstance(raised.value, NotInstalledError)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -97,5 +97,5 @@ def test_a_machine_that_cannot(made: list[dict[str, Any]], monkeypatch: pytest.M
 
     monkeypatch.setattr(sys.modules[MODULE], "initialize_ub", fail)
     with pytest.raises(DlmBridgeError, match="UB_SKIPMC=1") as raised:
-        userbuffers.initialize(64, 32, 2, fp8=False, mixed=False, backend="gloo")
+        groups.make_userbuffers(64, 32, 2, fp8=False, mixed=False, backend="gloo")
     assert "\n" not in str(raised.value)

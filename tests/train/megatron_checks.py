@@ -22,8 +22,8 @@ from rich.console import Console
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.parallel import groups
-from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.parallelize import build_megatron_model

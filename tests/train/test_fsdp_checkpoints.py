@@ -66,7 +66,7 @@ class Key:
 )
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     from dlm_bridge.train.megatron import fsdp_checkpoints
-    from dlm_bridge.train.megatron.mtp import read_mtp_shard
+    from dlm_bridge.train.megatron.loaded_state import read_mtp_shard
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)

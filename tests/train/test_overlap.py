@@ -61,11 +61,11 @@ def test_userbuffers_have_a_micro_batchs_tokens(
     subject: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which Transformer Engine's products take their sizes from, in evaluations as in steps."""
-    from dlm_bridge.parallel import userbuffers
+    from dlm_bridge.parallel import groups
     from dlm_bridge.train.megatron.engine import assemble, initialize_userbuffers
 
     made: list[int] = []
-    monkeypatch.setattr(userbuffers, "initialize", lambda tokens, *_, **__: made.append(tokens))
+    monkeypatch.setattr(groups, "make_userbuffers", lambda tokens, *_, **__: made.append(tokens))
     files = Files(tmp_path).write_some(subject)
     config = TrainConfig.from_flags(**files.options(Cell(subject, False, "one"), micro_batch_size=2))
     trainer = assemble(config, Console(quiet=True))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
 from dlm_bridge.train.config.options import (
     TRAINING,
     OptionError,
@@ -18,10 +19,6 @@ from dlm_bridge.train.config.options import (
     option,
     whole_numbers,
 )
-
-if TYPE_CHECKING:
-    from dlm_bridge.mapping.layout import Layout
-    from dlm_bridge.parallel.context_parallel import ContextParallelConfig
 
 ENGINES = ("accelerate", "megatron")
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
@@ -298,16 +295,12 @@ class ParallelOptions:
     @property
     def layout(self) -> Layout:
         """The layout of the weights. Raises DlmBridgeError."""
-        from dlm_bridge.mapping.layout import Layout, parse_pipeline_split  # which import torch
-
         split = {} if self.pipeline_split is None else parse_pipeline_split(self.pipeline_split, self.pp, self.vp)
         return Layout(tp=self.tp, pp=self.pp, vp=self.vp, ep=self.ep, etp=self.etp, **split)
 
     @property
     def context(self) -> ContextParallelConfig:
         """The layout of the sequences. Raises DlmBridgeError."""
-        from dlm_bridge.parallel.context_parallel import ContextParallelConfig  # which imports torch
-
         return ContextParallelConfig(self.cp, self.cp_comm_type, self.hierarchy)
 
     @property

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, printable
-from dlm_bridge.parallel import groups, platform, userbuffers
+from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, patch_unshared_gradients
@@ -187,7 +187,7 @@ def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: i
     DlmBridgeError."""
     parallel = config.parallel
     micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
-    userbuffers.initialize(
+    groups.make_userbuffers(
         micro * tokens_read * config.data.seq_length // parallel.cp,
         hidden_size,
         parallel.tp,

@@ -1,9 +1,13 @@
-"""What a checkpoint holds beside the weights, loaded: the optimizer's state on any layout, the scaling of FP8.
+"""What a checkpoint holds beside the weights that are trained, loaded: the optimizer's state on any layout, layers of
+multi-token prediction (MTP), the scaling of FP8.
 
 megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count
 (steps, settings) as many times as there are of them. The tensors are global ones under names that no layout changes.
 What is counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether
 they are of sharded experts.
+
+MTP layers that a run does not train are in every checkpoint as they were. Each rank holds a part of
+them on the CPU, from the start, because the source of the run may be gone when it saves.
 
 Transformer Engine saves what it keeps for delayed scaling (scales and histories of maxima) as a pickle in a byte
 tensor, the `_extra_state` of a module, and since 2.20 refuses to load one. Here an unpickler that knows fp32 tensors
@@ -23,11 +27,14 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase
+from dlm_bridge.mapping.rules import ParamMapping
+from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
@@ -39,6 +46,13 @@ _VARIABLES = "extra_fp8_variables"
 _GEMMS = "num_gemms"  # of the variables
 _RECIPES = re.compile(r"(transformer_engine|megatron)(\.\w+)+|builtins\.getattr|copyreg\._reconstructor")
 _LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's format within the pickle of a tensor
+UNTRAINED_MTP = (
+    "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
+    "start from that"
+)
+
+# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
+MTPShard = dict[ParamMapping, torch.Tensor]
 
 
 def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
@@ -111,6 +125,35 @@ def _at(found: Any, key: Any) -> Any:
     if isinstance(found, Mapping):
         return found.get(key)
     return found[key] if isinstance(found, list) and isinstance(key, int) and key < len(found) else None
+
+
+def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
+    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
+    params = [param for param in checkpoint.params if param.is_mtp]
+    mine = params[dist.get_rank() :: dist.get_world_size()]
+    return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
+
+
+def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
+    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
+    return {
+        param.megatron_name: ShardedTensor.from_rank_offsets(
+            param.megatron_key,
+            tensor,
+            *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
+            prepend_axis_num=len(param.stack),
+        )
+        for param, tensor in shard.items()
+    }
+
+
+def describe_mtp(layers: int, factor: float) -> str:
+    """The line for the console about so many multi-token prediction layers."""
+    many = "s are" if layers > 1 else " is"
+    what = (
+        f"trained, with {factor:g} of the loss" if factor else "not trained: every checkpoint keeps what it came with"
+    )
+    return f"{layers} multi-token prediction layer{many} {what}"
 
 
 @dataclass(frozen=True)

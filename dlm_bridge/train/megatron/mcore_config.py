@@ -11,9 +11,9 @@ import torch
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.parallel import platform, userbuffers
+from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES
-from dlm_bridge.parallel.context_parallel import rank_positions
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallelConfig,
@@ -188,7 +188,7 @@ def check_mcore_config(config: TrainConfig) -> None:
     if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
         raise NotInstalledError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
     if config.parallel.tp_overlap:
-        userbuffers.check_machine(config.parallel.tp)
+        groups.check_userbuffers(config.parallel.tp)
     if config.engine.cuda_graphs and not platform.current().records_graphs():
         raise NotInstalledError("--cuda-graphs needs an NVIDIA GPU: leave it out")
     data_parallel_config(config)

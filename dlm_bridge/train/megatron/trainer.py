@@ -19,7 +19,7 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.parallel import platform, userbuffers
+from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.core_attention import has_sinks
@@ -42,10 +42,10 @@ from dlm_bridge.train.megatron.checkpoints import (
     write_hub_files,
 )
 from dlm_bridge.train.megatron.ema import MegatronAverages
+from dlm_bridge.train.megatron.loaded_state import describe_mtp
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
-from dlm_bridge.train.megatron.mtp import describe_mtp
 from dlm_bridge.train.megatron.norms import MegatronLayerNorms
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
@@ -112,7 +112,7 @@ class MegatronTrainer(Trainer):
     def close(self) -> None:
         self.gc_schedule.close()
         super().close()
-        userbuffers.destroy()
+        groups.destroy_userbuffers()
         if self.config.engine.cuda_graphs:
             release_cuda_graphs()
 

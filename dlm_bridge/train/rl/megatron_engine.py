@@ -24,8 +24,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_targets
-from dlm_bridge.parallel.context_parallel import rank_positions
+from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_positions, rank_targets
 from dlm_bridge.parallel.core import named_refusals, parallel_state
 from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.handover import InPlaceWriter, write_hf_weights
