@@ -68,8 +68,12 @@ def initialize(
             num_distributed_optimizer_instances=instances or 1,
         )
     tracker = get_cuda_rng_tracker()
-    if not tracker.is_initialized() or (graphs and not tracker.use_cudagraphable_rng):
-        model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphs, force_reset_rng=True)
+    # Of Transformer Engine's attention in a graph the tracker must be Transformer Engine's own, which has no such field.
+    if not tracker.is_initialized() or (graphs and not getattr(tracker, "use_cudagraphable_rng", True)):
+        engines = graphs and current.uses_transformer_engine()
+        model_parallel_cuda_manual_seed(
+            seed, te_rng_tracker=engines, use_cudagraphable_rng=graphs and not engines, force_reset_rng=True
+        )
 
 
 def destroy() -> None:
