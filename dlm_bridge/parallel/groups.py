@@ -68,7 +68,7 @@ def initialize(
             num_distributed_optimizer_instances=instances or 1,
         )
     tracker = get_cuda_rng_tracker()
-    # Of Transformer Engine's attention in a graph the tracker must be Transformer Engine's own, which has no such field.
+    # In a graph Transformer Engine's attention takes its own tracker alone, which has no such field.
     if not tracker.is_initialized() or (graphs and not getattr(tracker, "use_cudagraphable_rng", True)):
         engines = graphs and current.uses_transformer_engine()
         model_parallel_cuda_manual_seed(

@@ -428,7 +428,9 @@ class EngineOptions:
         None, "Grouped matrix product of experts; on with Transformer Engine."
     )
     cuda_graphs: bool = megatron_option(
-        False, "Record dense layers in CUDA graphs; for rows without attention masks. Experimental.", tasks=("pretrain",)
+        False,
+        "Record dense layers in CUDA graphs; for rows without attention masks. Experimental.",
+        tasks=("pretrain",),
     )
     megatron: list[str] = option(
         [], "megatron-core's other settings: transformer.KEY=VALUE, ddp.KEY=VALUE, optimizer.KEY=VALUE.",
