@@ -50,7 +50,9 @@ class RLOptions:
         None, "Completions that a process samples at once (as many as free memory holds).", minimum=1
     )
     rollout_tp: int = option(
-        1, "Processes that hold the model to sample from together, tensor parallel; of sharded training.", minimum=1
+        1,
+        "Processes that share one tensor-parallel copy for rollouts; of --sharding fsdp or --engine megatron.",
+        minimum=1,
     )
     advantages: str = option(
         "centred", "Rewards minus their group's mean (centred), or divided by its deviation too (scaled).",
