@@ -230,6 +230,22 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in sorted(names) if not exists(name)] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT / "docs"], ids=lambda page: page.name)
+def test_headings_that_a_page_links_to_exist(page: Path) -> None:
+    """Of pages that GitHub shows; `mkdocs build --strict` checks those of the site."""
+    slugify = pytest.importorskip("markdown.extensions.toc").slugify
+    missing = []
+    for path, anchor in re.findall(r"\]\(([\w/.-]+\.md)#([\w-]+)\)", page.read_text()):
+        linked = (page.parent / path).read_text()
+        headings = {
+            slugify(re.sub(r"[`*]|\[|\]\(.*?\)", "", heading), "-")
+            for heading in re.findall(r"^#+ (.*)$", linked, re.MULTILINE)
+        }
+        if anchor not in headings:
+            missing.append(f"{path}#{anchor}")
+    assert missing == []
+
+
 def sources() -> list[Path]:
     return sorted([*(ROOT / "dlm_bridge").rglob("*.py"), *(ROOT / "cli").rglob("*.py")])
 
