@@ -219,7 +219,7 @@ def continues_alone(files: Files, sharding: str) -> None:
 
 
 def _trainer(files: Files, model: str, setup: Setup) -> Trainer:
-    make_way(setup.layout)
+    make_way(setup.layout, instances=setup.ddp.get("num_distributed_optimizer_instances", 1))
     return Trainer(Bridge.from_hf(files.hub(model)), setup)
 
 

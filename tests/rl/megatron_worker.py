@@ -43,7 +43,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "traced blocks": {"method": "tracerl", **METHODS["tracerl"], "trace_steps": 1},
     "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
     "blocks of experts": {"method": "block-grpo", **METHODS["block-grpo"]},
-    "traced experts": {"method": "tracerl", **METHODS["tracerl"]},
+    "traced experts": {"method": "tracerl", **METHODS["tracerl"], "seed": 7},  # at which the rewards of groups differ
     "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
     # Continued, from folders of PEFT's; and one that begins, whose initial values are an engine's own.
     "adapter": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "adapter": "lora"},
