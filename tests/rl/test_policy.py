@@ -35,6 +35,14 @@ def sequences_of(completions: list[tuple[int, ...]], prompt: list[int] = PROMPT)
     return Sequences(tokens, is_prompt, ~is_prompt, ~is_prompt, torch.full_like(tokens, NEVER_COMMITTED))
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.7, 16777.1])
+def test_equal_rewards_have_no_advantage(reward: float) -> None:
+    for scaled in (False, True):
+        found = group_advantages(torch.tensor([reward] * 7 + [1.0] * 6 + [0.0]), 7, scaled)
+        assert torch.equal(found[:7], torch.zeros(7))
+        assert found[7:].ne(0).all()
+
+
 def token_logps(model: Any, *queries: LikelihoodQuery) -> torch.Tensor:
     return torch.stack([query.per_token(target_logps(model, query.noisy)) for query in queries]).sum(dim=0)
 

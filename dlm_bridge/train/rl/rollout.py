@@ -213,6 +213,8 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> to
     the group's standard deviation, which weighs prompts that are nearly always or nearly never answered more."""
     groups = rewards.reshape(-1, group_size)
     centred = groups - groups.mean(dim=1, keepdim=True)
+    # Of equal rewards exactly zero: what rounding leaves, Adam would make a step of full size of.
+    centred = centred.masked_fill(groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True), 0.0)
     if scaled:
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
     return centred.reshape(-1)
