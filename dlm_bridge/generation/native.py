@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList, StopStringCriteria
 
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.rows import check_stop_strings
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
@@ -56,6 +57,11 @@ def sample(
         return _canvases(model, input_ids, prompts, given, seed, streamer)
     if own_seeds is not None:
         given["custom_generate"] = _drawing_from(own_seeds)
+        stored = getattr(model.generation_config, "stop_strings", None)
+        if strings := check_stop_strings(given.get("stop_strings", stored)):
+            # With a function of one's own `generate` forgets the tokenizer that they need.
+            given["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(strings))])
+            given["stop_strings"] = None
     elif isinstance(seed, list):
         if len(seed) != 1 or len(prompts) != 1:
             raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")

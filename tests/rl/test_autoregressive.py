@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.rl.likelihood import causal as causal_query
@@ -83,6 +83,47 @@ def test_rows_are_sampled_by_themselves_and_their_likelihoods_are_the_models(cau
     # The end of the text is the last that counts.
     ends = (sequences.tokens == 0) & sequences.scored
     assert (ends.cumsum(dim=1)[sequences.scored & ~ends] == 0).all()
+
+
+def test_rollouts_are_of_the_models_own_distribution(tmp_path: Path) -> None:
+    """Not of transformers' 50 most probable tokens, nor of a generation_config.json's settings for chats."""
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        eos_token_id=0, pad_token_id=0, initializer_range=0.02,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)  # all tokens about equally probable
+    tokenizer = letters()
+    problems = [Problem("ab", "ab", [2, 3], {}, "")]
+
+    def drawn(**sampler: Any) -> set[int]:
+        rollouts = Rollouts(
+            tokenizer, _NoRewards(), seed=3, group_size=16, gen_length=32, temperature=1.0, sampler=sampler,
+            autoregressive=True,
+        )  # fmt: skip
+        sequences = rollouts.sample(model, problems, step=1, first=0).sequences
+        return set(sequences.tokens[sequences.scored].tolist())
+
+    assert len(drawn()) > 200
+    stored = model.generation_config
+    stored.top_k, stored.repetition_penalty, stored.num_beams, stored.do_sample = 3, 1.5, 2, True
+    assert len(drawn()) > 200
+    assert model.generation_config is stored
+    assert len(drawn(suppress_tokens=list(range(5, 400)))) <= 5  # what the run asks for
+
+
+def test_stop_strings_end_completions(causal: Path, policy: Any) -> None:
+    autoregressive = AutoModelForCausalLM.from_pretrained(causal, dtype=torch.float32)
+    problems = [Problem("ab", "ab", [2, 3], {}, "")]
+    given = {"reward_workers": _NoRewards(), "seed": 3, "group_size": 16, "gen_length": 8, "temperature": 1.0}
+    for model in (autoregressive, policy):
+        rollouts = Rollouts(
+            letters(), sampler={"stop_strings": ["c"]}, autoregressive=model is autoregressive, **given
+        )
+        found = rollouts.sample(model, problems, step=1, first=0)
+        stopped = [text for text in found.completions if "c" in text]
+        assert len(stopped) > 2
+        assert all(text.index("c") == len(text) - 1 for text in stopped)
+        assert found.sequences.scored.sum(dim=1).max() <= 8
 
 
 def test_dpo_is_trls(run: Run, causal: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ BETAS = {"grpo": 0.04, "diffu-grpo": 0.04, "block-grpo": 0.04, "tracerl": 0.01, 
 # Arguments of `generate` that a rollout sets, or that would return other rows than one completion per prompt.
 ROLLOUT_ARGUMENTS = (
     "attention_mask", "commit_rule", "generation_config", "generator", "infill", "input_ids", "inputs",
-    "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
+    "num_beams", "num_return_sequences", "output_history", "return_dict_in_generate", "span_lengths", "streamer",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
@@ -146,6 +147,7 @@ class Rollouts:
     ) -> list[_Completed]:
         """By the family's own sampler, of (prompt, seed), so many at once."""
         settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
+        settings["tokenizer"] = self.tokenizer  # for stop_strings
         batch = ContinuousBatch(
             model,
             settings,
@@ -173,13 +175,29 @@ class Rollouts:
             ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
             seeds = [seed for _, seed in part] if temperature else None
-            new = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds).sequences[:, width:].tolist()
+            with _only_ends(model):
+                new = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds).sequences[:, width:].tolist()
             for (prompt, _), tokens in zip(part, new, strict=True):
                 length = stop.end_of(tokens) or len(tokens)
                 row = _Completed(prompt, length=length)
                 row.tokens, row.order = torch.tensor(tokens[:length]), torch.arange(1, length + 1)
                 found.append(row)
         return found
+
+
+@contextlib.contextmanager
+def _only_ends(model: Any) -> Iterator[None]:
+    """In which `generate` draws from the distribution that the loss is of. Left out are settings for chats that a
+    checkpoint's generation_config.json has (top_k, repetition_penalty, ...), and transformers' own top_k of 50."""
+    stored = model.generation_config
+    ends = {
+        name: getattr(stored, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "stop_strings")
+    }
+    model.generation_config = GenerationConfig(**ends, do_sample=True, top_k=0)
+    try:
+        yield
+    finally:
+        model.generation_config = stored
 
 
 def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
