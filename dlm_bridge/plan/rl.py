@@ -27,12 +27,12 @@ from dlm_bridge.plan.run import PlannedRun, run_of
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
-from dlm_bridge.train.data.conversations import check_sources
-from dlm_bridge.train.data.sources import find_data
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings
+from dlm_bridge.train.rl.replica import check_split
 from dlm_bridge.train.rl.rewards import REWARDS
+from dlm_bridge.train.rl.rows import find_rows
 
 VALUE = "the value model is not counted: it takes what the policy takes, once more"
 UNCOUNTED = "rewards run on the CPU; the memory plan is that of updates, whose reference is counted with the rollouts"
@@ -42,10 +42,8 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
     """As `dry_run`, of a run of reinforcement learning: rewards are not started, and rows not read."""
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
-    found = find_data(config.data.paths, load=False)
-    held_out = find_data(config.rl.eval_data, load=False, flag="--eval-data") if config.rl.eval_data else None
-    for part in (*found.all_parts, *(() if held_out is None else held_out.all_parts)):
-        check_sources(part)
+    found = find_rows(config.data.paths, load=False)
+    held_out = find_rows(config.rl.eval_data, "--eval-data", load=False) if config.rl.eval_data else None
     _check_rewards(config)
     model = model_of(config, point.folder)
     if on_hub := not Path(config.model.path).is_dir():
@@ -56,8 +54,8 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
     groups = parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
     config.check_batch(replicas)
-    if gpus % config.rl.rollout_tp:
-        raise OptionError("--rollout-tp", f"{config.rl.rollout_tp} does not divide {gpus} devices: take a divisor")
+    if config.rl.method in SAMPLED:
+        _check_rollout_tp(config, model, gpus)
     each = config.data.global_batch_size // replicas
     micro_batch_size = min(config.data.micro_batch_size or each, each)
     run = _planned(config, model, gpus, replicas, micro_batch_size)
@@ -90,6 +88,15 @@ def _check_rewards(config: RLConfig) -> None:
         path, found, _ = name.rpartition("*")[2].partition(".py:")
         if found and name not in REWARDS and not Path(f"{path}.py").is_file():
             raise OptionError("--reward", f"{name}: no file {path}.py")
+
+
+def _check_rollout_tp(config: RLConfig, model: Any, gpus: int) -> None:
+    """Raise DlmBridgeError where the processes, or the model, cannot be shared as `--rollout-tp` says."""
+    size = config.rl.rollout_tp
+    if gpus % size:
+        raise OptionError("--rollout-tp", f"{size} does not divide {gpus} devices: take a divisor")
+    if size > 1:
+        check_split(model, size)
 
 
 def _planned(config: RLConfig, model: Any, gpus: int, replicas: int, rows: int) -> PlannedRun:

@@ -16,6 +16,8 @@ from dlm_bridge.plan.rl import rl_dry_run
 from dlm_bridge.train.config import RLConfig
 from tests.rl.conftest import write_llama
 
+DATA = "the rows of the run"
+
 
 @pytest.fixture
 def given(policy_folder: Path, problems: Path, reward: str, tmp_path: Path) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def test_autoregressive_models(given: dict[str, Any], tmp_path: Path) -> None:
         run = plan(given, model=model, method=method, reward=reward, sharding="fsdp", rollout_tp=2)
         assert run.memory is not None
         assert (run.rollouts is None) == (method == "dpo")
+    # Without rollouts the number has no effect, as in the run.
+    assert plan(given, model=model, method="dpo", reward=[], sharding="fsdp", rollout_tp=3).rollouts is None
 
 
 @pytest.mark.parametrize(
@@ -71,9 +75,16 @@ def test_autoregressive_models(given: dict[str, Any], tmp_path: Path) -> None:
     [
         ({"data": ["missing.jsonl"]}, "missing.jsonl"),
         ({"eval_data": ["missing.jsonl"]}, "missing.jsonl"),
+        ({"data": ["0.5", DATA, "0.5", DATA]}, "--data"),
+        ({"eval_data": ["1", DATA]}, "--eval-data"),
         ({"method": "grpo"}, "--method grpo"),
+        ({"method": "vrpo", "reward": [], "beta": 0.0}, "--beta"),
+        ({"lora_rank": 2, "lora_mask_only": True}, "--lora-mask-only is not an option of"),
+        ({"lora_rank": 2, "lora_dropout": 0.1, "updates": 2}, "--lora-dropout"),
         ({"reward": ["missing.py:name"]}, "--reward"),
         ({"sharding": "fsdp", "rollout_tp": 3}, "--rollout-tp"),
+        ({"sharding": "fsdp", "rollout_tp": 4}, "--rollout-tp"),  # of two heads
+        ({"generation": ["num_beams=2"]}, "--generation"),
         ({"sharding": "fsdp", "fsdp_replicas": 3}, "--fsdp-replicas"),
         ({"global_batch_size": 16}, "--global-batch-size"),
         ({"generation": ["stepz=3"]}, "stepz"),
@@ -82,6 +93,8 @@ def test_autoregressive_models(given: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(given: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    for paths in (changes.get("data", []), changes.get("eval_data", [])):
+        paths[:] = [given["data"][0] if path == DATA else path for path in paths]
     with pytest.raises(DlmBridgeError, match=named):
         plan(given, **changes)
     assert not Path(given["output"]).exists()

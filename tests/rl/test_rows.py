@@ -69,6 +69,12 @@ def test_no_rows(tmp_path: Path) -> None:
         load_problems([str(write(tmp_path / "rows.jsonl"))], letters(), 8, 1)
 
 
+def test_errors_name_the_option_that_gave_the_rows(tmp_path: Path) -> None:
+    for items in ([str(write(tmp_path / "rows.jsonl"))], ["1", str(write(tmp_path / "rows.jsonl"))]):
+        with pytest.raises(DlmBridgeError, match=r"^--eval-data"):
+            load_problems(items, letters(), 8, 1, "--eval-data")
+
+
 def test_every_epoch_has_its_order() -> None:
     shuffled = Shuffled(list(range(7)), seed=3)
     epochs = [[shuffled[7 * epoch + place] for place in range(7)] for epoch in (0, 1)]

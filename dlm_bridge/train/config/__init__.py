@@ -345,10 +345,19 @@ class RLConfig(TrainConfig):
             )
         if options.value_model:
             self._check_value_model()
+        if options.updates > 1 and self.model.lora_dropout:
+            raise OptionError(
+                "--lora-dropout",
+                f"with --updates {options.updates}: ratios would compare two of its draws: leave it out",
+            )
         _ = options.sampler  # made to be checked
         if options.method in PREFERRED:
             if options.reward:
                 raise OptionError("--reward", f": --method {options.method} has preferred rows instead, leave it out")
+            if not options.kl_weight:
+                raise OptionError(
+                    "--beta", f"0: {options.method} compares with the model as it began, give a positive number"
+                )
             return
         if not options.reward:
             raise OptionError("--reward", f"is missing: --method {options.method} needs one")

@@ -65,7 +65,7 @@ class ModelOptions:
     )
     lora_mask_only: bool = accelerate_option(
         False, "The adapter acts at mask tokens alone, of objective idlm: all others are the base's.",
-        needs=("--lora-rank", None), fixed=True,
+        needs=("--lora-rank", None), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     lora_quantize: str | None = accelerate_option(
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),

@@ -48,7 +48,8 @@ def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenize
     """The rows to train on and those held out. Raises DlmBridgeError."""
     token = _mask_token(model)
     rows = kind.load(config, config.data.paths, tokenizer, token)
-    return rows, kind.load(config, config.rl.eval_data, tokenizer, token) if config.rl.eval_data else []
+    held_out = config.rl.eval_data
+    return rows, kind.load(config, held_out, tokenizer, token, "--eval-data") if held_out else []
 
 
 def check_method(config: RLConfig, family: FamilySpec | None) -> None:

@@ -52,8 +52,10 @@ class PolicyTrainer(RLTrainer[Problem]):
     """Trainer on sampled completions and their rewards."""
 
     @staticmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[Problem]:
-        return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token)
+    def load(
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+    ) -> list[Problem]:
+        return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token, flag)
 
     def set_up(self) -> None:
         config = self.config

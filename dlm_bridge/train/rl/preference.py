@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.metrics import StepMetrics
@@ -21,15 +20,13 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
     """Trainer on pairs of a chosen and a rejected answer."""
 
     @staticmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[PreferencePair]:
-        return load_pairs(items, tokenizer, config.data.seq_length, mask_token)
+    def load(
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+    ) -> list[PreferencePair]:
+        return load_pairs(items, tokenizer, config.data.seq_length, mask_token, flag)
 
     def set_up(self) -> None:
         options = self.config.rl
-        if not options.kl_weight:
-            raise DlmBridgeError(
-                f"--beta 0: {options.method} compares with the model as it began, give a positive number"
-            )
         # An autoregressive model's likelihood has no noise to draw.
         levels, masks = (1, 1) if options.method == "dpo" else (options.elbo_levels, options.elbo_masks)
         self.draws = BoundDraws(levels, masks, self.config.data.seed)

@@ -54,10 +54,7 @@ class RolloutModel:
         self._places: dict[str, tuple[str, HubRange]] = {}  # of each Hub tensor
         self._shapes: dict[str, tuple[int, ...]] = {}
         if group is not None:
-            size = dist.get_world_size(group)
-            check_tensor_parallel_split(
-                model.config, size, f"--rollout-tp {size}: {type(model).__name__}", "--rollout-tp", "leave it out"
-            )
+            check_split(model, dist.get_world_size(group))
             self._find_places()
             self.shards |= cut_model(self.model, group)
 
@@ -140,6 +137,12 @@ def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
         if dist.get_rank() in ranks:
             own = groups
     return RankGroup.of(own[0]), own[1]
+
+
+def check_split(model: Any, size: int) -> None:
+    """Raise DlmBridgeError for a model that so many processes cannot share."""
+    name = f"--rollout-tp {size}: {type(model).__name__}"
+    check_tensor_parallel_split(model.config, size, name, "--rollout-tp", "leave it out")
 
 
 def room_makers(config: RLConfig) -> str:

@@ -20,7 +20,7 @@ from dlm_bridge.train.data.conversations import (
     encode_conversations,
     read_data_rows,
 )
-from dlm_bridge.train.data.sources import find_data
+from dlm_bridge.train.data.sources import DataSources, find_data
 
 T = TypeVar("T")
 
@@ -64,8 +64,10 @@ class Shuffled(Generic[T]):
         return self.items[int(self._order[position])]
 
 
-def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[Problem]:
-    """The prompts of `items` (paths and names as --data takes them), each row {"prompt": a text, or a list of
+def load_problems(
+    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, flag: str = "--data"
+) -> list[Problem]:
+    """The prompts of `items` (paths and names as `flag` takes them), each row {"prompt": a text, or a list of
     messages} or {"messages": [...]}, of which a last one of the assistant is left out.
 
     Raises:
@@ -73,7 +75,7 @@ def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token
             token, a template that refuses it, each with its file and line; no rows at all.
     """
     problems = []
-    for record in read_rows(items):
+    for record in read_rows(items, flag):
         prompt = _prompt(record)
         text = prompt if isinstance(prompt, str) else _rendered(prompt, record, tokenizer)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -82,15 +84,17 @@ def load_problems(items: Sequence[str], tokenizer: Any, longest: int, mask_token
         _check_tokens(ids, longest, "the prompt", record.where, mask_token_id)
         problems.append(Problem(prompt, text, ids, record.fields, record.where))
     if not problems:
-        raise DlmBridgeError(f"--data {', '.join(items)}: no rows")
+        raise DlmBridgeError(f"{flag} {', '.join(items)}: no rows")
     return problems
 
 
-def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None) -> list[PreferencePair]:
+def load_pairs(
+    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, flag: str = "--data"
+) -> list[PreferencePair]:
     """The pairs of `items`: rows {"prompt", "chosen", "rejected"}, three texts or three lists of messages. Raises
     DlmBridgeError as `load_problems` does."""
     pairs = []
-    records = read_rows(items)
+    records = read_rows(items, flag)
     while chunk := list(itertools.islice(records, CHUNK)):
         for record in chunk:
             if missing := [name for name in ("prompt", "chosen", "rejected") if record.fields.get(name) is None]:
@@ -105,18 +109,24 @@ def load_pairs(items: Sequence[str], tokenizer: Any, longest: int, mask_token_id
                 _check_tokens(example.input_ids, longest, f"{name} with its prompt", record.where, mask_token_id)
             pairs.append(PreferencePair(chosen, rejected, record.where))
     if not pairs:
-        raise DlmBridgeError(f"--data {', '.join(items)}: no rows")
+        raise DlmBridgeError(f"{flag} {', '.join(items)}: no rows")
     return pairs
 
 
-def read_rows(items: Sequence[str]) -> Iterator[DataRow]:
+def read_rows(items: Sequence[str], flag: str = "--data") -> Iterator[DataRow]:
     """The rows that some paths and names mean, in order. Raises DlmBridgeError for what cannot be read as rows."""
-    found = find_data(items)
-    if found.weights:
-        raise DlmBridgeError(f"--data {' '.join(items)}: rows are not blended: leave the weights out")
-    (sources,) = found.parts
-    check_sources(sources)
+    (sources,) = find_rows(items, flag).parts
     return itertools.chain.from_iterable(map(read_data_rows, sources))  # type: ignore[arg-type]  # as checked
+
+
+def find_rows(items: Sequence[str], flag: str = "--data", load: bool = True) -> DataSources:
+    """The one list of sources that some paths and names mean; `load` as of `find_data`. Raises DlmBridgeError for what
+    is not rows, or a blend of them."""
+    found = find_data(items, load, flag)
+    if found.weights:
+        raise DlmBridgeError(f"{flag} {' '.join(items)}: rows are not blended: leave the weights out")
+    check_sources(found.parts[0])
+    return found
 
 
 def _prompt(record: DataRow) -> Any:

@@ -238,8 +238,10 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     @staticmethod
     @abc.abstractmethod
-    def load(config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None) -> list[Any]:
-        """The rows of some paths. Raises DlmBridgeError."""
+    def load(
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+    ) -> list[Any]:
+        """The rows of some paths, which `flag` has given. Raises DlmBridgeError."""
 
     @abc.abstractmethod
     def set_up(self) -> None:
