@@ -197,7 +197,8 @@ class BlockKVCache(_StoringKVCache):
     def shift(self, by: int) -> None:
         if by and self.buffers is not None:
             self.buffers.shift(by)
-        self.length += by
+        if self.length:  # else nothing is cached: the columns that are new on the left are not, either
+            self.length += by
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
