@@ -246,8 +246,10 @@ class ContinuousBatch:
         return self._plans[cache_key]
 
     def _begin_run(self) -> None:
-        """Prepare the model for rows like the first one that waits."""
+        """Prepare the model for rows like the first one that waits, which are the first to run: where the model cannot
+        be prepared, these fail."""
         plan = self._waiting[0].plan
+        entering = self._entering(plan.key)
         layout, settings = plan.spec.layout, plan.settings
         cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
         width = cache_columns(layout, self.max_length)
@@ -262,7 +264,7 @@ class ContinuousBatch:
         kind = SharedBlocksCanvas if cache.stores and layout.block_length is not None else OwnBlocksCanvas
         self._canvas = kind(layout, settings.limits.masked_token_id, stop, self._device, width)
         reporter = RowReporter(self._running, self._events, stop, stream=self._stream, record=self._record)
-        self._steps = self._denoise(plan, cache, self._canvas, self._runner, reporter)
+        self._steps = self._denoise(plan, entering, cache, self._canvas, self._runner, reporter)
 
     def _end_run(self) -> None:
         if self._steps is not None:
@@ -275,12 +277,18 @@ class ContinuousBatch:
         _leave_turn(self._model, self)
 
     def _denoise(
-        self, plan: RowPlan, cache: KVCache, canvas: RollingCanvas, runner: ModelRunner, reporter: RowReporter
+        self,
+        plan: RowPlan,
+        entering: list[RunningRow],
+        cache: KVCache,
+        canvas: RollingCanvas,
+        runner: ModelRunner,
+        reporter: RowReporter,
     ) -> Iterator[None]:
-        """Denoise until no row is left. Yields at boundaries."""
+        """Denoise these rows, and those that enter meanwhile, until none is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
         noise = Noise([], self._device)
-        self._admit(self._entering(plan.key), canvas, noise, None)
+        self._admit(entering, canvas, noise, None)
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
         context = SamplerContext(
