@@ -256,10 +256,11 @@ class Canvas:
         """[A, S], False at padding on either side."""
         return self._real if rows is None else self._real[self.index(rows)]
 
-    def lengths(self, rows: list[int] | None, end: int, begin: int = 0) -> tuple[int, ...]:
-        """The number of real columns of each row, of the canvas' columns from `begin` up to `end`."""
+    def lengths(self, rows: list[int] | None, end: int, begin: int = 0, without: int = 0) -> tuple[int, ...]:
+        """The number of real columns of each row, of the canvas' columns from `begin` up to `end`; `without` so many
+        of the row's last."""
         chosen = self.rows if rows is None else rows
-        return tuple(max(0, min(self.ends[row], end) - max(self.origins[row], begin)) for row in chosen)
+        return tuple(max(0, min(self.ends[row] - without, end) - max(self.origins[row], begin)) for row in chosen)
 
     def resize(self, rows: list[int], columns: slice, copies_AN: torch.Tensor, growth: Sequence[int]) -> torch.Tensor:
         """Insert and delete tokens of these rows, which get longer and shorter: what follows moves.

@@ -171,9 +171,11 @@ class Predictor:
         source_AQ = own_AQ.clamp(max=canvas.width - 1)
         place_AQ = own_AQ - origin_A1
         length_A1 = canvas.real(rows)[:, :end].sum(dim=1, keepdim=True)
-        real_AQ = (place_AQ >= 0) & (place_AQ < length_A1)
-        packing = Packing(real_AQ, lengths if whole else canvas.lengths(rows, min(run.stop, end), run.start))
-        packing = packing if whole else replace(packing, attended=lengths)
+        # Of a cache "dual" a row's closing token stays as it was, also where another row's block goes on behind it.
+        closing = 0 if whole or run.stop > self._block.stop else canvas.ends[chosen[0]] - canvas.stops[chosen[0]]
+        real_AQ = (place_AQ >= 0) & (place_AQ < length_A1 - closing)
+        run_lengths = canvas.lengths(rows, min(run.stop, end), run.start, closing)
+        packing = Packing(real_AQ, run_lengths, attended=None if whole else lengths)
         attended_AK = torch.arange(length, device=own_AQ.device) < length_A1
         cached_AQ = None
         if self.cache.stores:  # padding where nothing attends to it
@@ -342,13 +344,13 @@ class BlockCachePredictor(Predictor):
         super().open_block(block, rows)
 
     def select_rows(self, rows: list[int]) -> None:
+        if self._speculative is not None:
+            self._speculative = self._speculative[rows]
         if self._last_cached is not None:
             if self.cfg_scale:  # the unconditional rows follow the others
                 rows = rows + [len(self._last_cached) // 2 + row for row in rows]
             self._last_cached = self._last_cached[rows]
-            self.cache.select_rows(rows)
-        if self._speculative is not None:
-            self._speculative = self._speculative[rows]
+        self.cache.select_rows(rows)  # a speculative forward pass may have written the first columns
 
     def admit(self, count: int) -> None:
         """Cache of the entering rows' prompts what is cached of the other rows."""

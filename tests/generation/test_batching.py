@@ -225,6 +225,7 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         ("dream", {"alg": "entropy", "steps": 8, "cache": "prefix"}),
         ("dream", {"alg": "origin", "steps": 8, "cache": "dual"}),
         ("rnd1", {"num_diffusion_steps": 6, "cache": "prefix", "eos_token_id": 5}),
+        ("rnd1", {"num_diffusion_steps": 6, "cache": "dual", "eos_token_id": 5}),
         ("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
         ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
         ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
@@ -338,6 +339,17 @@ def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
     while not batch.idle:
         ends |= {event.name: type(event) for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
     assert ends == {"row 0": RowFailed, "row 1": RowFailed, "row 2": RowEnded}
+
+
+@pytest.mark.parametrize(("setting", "value"), [("cache", "prefix"), ("execution", "graph")])
+def test_rows_that_the_model_cannot_be_prepared_for_fail(setting: str, value: str) -> None:
+    batch = ContinuousBatch(build("llada2")[0], {setting: value}, max_rows=2, max_length=40)
+    for row in (rows := requests(3, [8])):
+        batch.submit(row)
+    events = [event for _ in rows for event in batch.advance()]
+    assert [event.name for event in events] == [row.name for row in rows]
+    assert all(isinstance(event, RowFailed) and f"{setting} '{value}'" in str(event.error) for event in events)
+    assert batch.idle
 
 
 def test_what_a_batch_cannot_run_is_refused() -> None:

@@ -13,10 +13,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import commit_rules, loop, predictors
+from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest, RowTokens
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime import attention, graphs
 from tests.families.case import FamilyCase, some_slow
 from tests.generation.conftest import MASK, prompts
+from tests.generation.recorded import read as read_with_overlap
 from tests.generation.test_families import DIFFUSION
 
 WITH_BLOCK_CACHE = [
@@ -233,6 +235,51 @@ def test_a_speculative_forward_pass_is_the_next(
         # One that nobody asks for where every row ends before the last block.
         assert output.forwards <= after <= output.forwards + 1
     assert any(early)
+
+
+def test_rows_leave_with_a_first_block_that_was_run_speculatively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts shorter than a block: that forward pass is the first that caches anything."""
+    model, mask = load_case(SDAR, tmp_path)
+    block = model.config.block_size
+    tokens = prompts(4, block // 2) % 60
+    settings = {"gen_length": 3 * block, "temperature": 0.0, "mask_token_id": mask, "pad_token_id": 0}
+    text = model.generate(tokens, **settings, eos_token_id=None)
+    settings["eos_token_id"] = [int(text[0, block - 1])]
+    expected = model.generate(tokens, **settings)
+    going = (expected[:, block:] != 0).any(dim=1)
+    assert not going[0]
+    assert going.any()
+    for module in (commit_rules, loop):
+        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    assert torch.equal(model.generate(tokens, **settings), expected)
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_a_longer_prompt_enters_before_anything_is_cached(
+    speculative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a continuous batch, whose columns move to the right."""
+    model, mask = load_case(SDAR, tmp_path)
+    block = model.config.block_size
+    settings = {"mask_token_id": mask, "eos_token_id": None, "temperature": 0.0}
+    rows = [RowRequest("short", [5], 2 * block), RowRequest("long", list(range(6, 7 + 2 * block)), block)]
+    expected: dict[Any, tuple[int, ...]] = {}
+    for row in rows:
+        output = model.generate(torch.tensor([row.prompt]), gen_length=row.gen_length, **settings)
+        expected[row.name] = tuple(output[0, len(row.prompt) :].tolist())
+    for module in (commit_rules, loop) if speculative else ():
+        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    batch = ContinuousBatch(model, settings, max_rows=2, max_length=4 * block)
+    batch.submit(rows[0])
+    while not any(isinstance(event, RowTokens) for event in batch.advance()):
+        pass
+    batch.submit(rows[1])
+    events: list[Any] = []
+    while not batch.idle:
+        events += batch.advance()
+    assert {event.name: event.tokens for event in events if isinstance(event, RowEnded)} == expected
 
 
 @pytest.mark.parametrize("threshold", [None, 3.0])
