@@ -464,7 +464,7 @@ class Canvas:
 
     def _measure_rows(self) -> None:
         """The tensors that follow from the rows' ends."""
-        self._ends = torch.tensor(self.ends, dtype=torch.long, device=self.tokens.device)
+        self._ends = to_device(self.ends, self.tokens.device)
         self._some_end_early = any(end != self.width for end in self.ends)
         self._real = self._places >= 0
         if self._some_end_early:
