@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.processes import end_with_parent
+from dlm_bridge.processes import end_with_parent, signals_blocked
 from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
 from dlm_bridge.train.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
 from dlm_bridge.train.data.sources import find_sources
@@ -144,7 +144,8 @@ def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> I
     under_way: deque[Any] = deque()
     try:
         for chunk in chunks:
-            under_way.append(pool.submit(_do, chunk))
+            with signals_blocked():  # the first call starts the processes, which have no handlers of their own yet
+                under_way.append(pool.submit(_do, chunk))
             if len(under_way) >= AHEAD * workers:
                 yield under_way.popleft().result()
         while under_way:
@@ -164,6 +165,7 @@ def _begin(work: _TokenizerWork, parent: int) -> None:
     _of_this_process.append(work)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def _do(chunk: Chunk) -> TokenizedChunk:
