@@ -59,6 +59,27 @@ class SamplerContext:
         """None, which means all, where these are all rows of the canvas."""
         return None if len(rows) == len(self.canvas.rows) else rows
 
+    def propose(self, rows: list[int], columns: Columns, logits: torch.Tensor, num_transfer_tokens: list[int]) -> Step:
+        """Proposed tokens of these columns out of their logits [A, N, V], as of `predict`."""
+        canvas, selected = self.canvas, self.selected(rows)
+        shaped, tokens = propose_tokens(logits, canvas, rows, columns, self.sampling, self.noise)
+        before, new = canvas.take(selected, columns), canvas.behind_prompt(selected, columns)
+        return Step(
+            rows=rows,
+            index=[canvas.steps[row] for row in rows],
+            num_transfer_tokens=num_transfer_tokens,
+            logits=logits,
+            shaped=shaped,
+            tokens=tokens,
+            before=before,
+            masked=(before == canvas.mask_token_id) & new,
+            new=new,
+            columns=columns,
+            places=canvas.places(selected, columns),
+            noise=self.noise,
+            mask_token_id=canvas.mask_token_id,
+        )
+
 
 class DenoisingRule(ABC):
     """Denoises blocks, which rows begin and complete at different steps: what a rule keeps of a row within its block
@@ -190,28 +211,10 @@ class CommitRule(DenoisingRule):
         if context.window is not None:
             columns = _window_columns(canvas, selected, block, context.window)
         logits = context.predict(rows, columns)
-        shaped, tokens = propose_tokens(logits, canvas, rows, columns, context.sampling, context.noise)
-        before = canvas.take(selected, columns)
-        new = canvas.behind_prompt(selected, columns)
-        index = [canvas.steps[row] for row in rows]
-        step = Step(
-            rows=rows,
-            index=index,
-            num_transfer_tokens=[planned[row][done] for row, done in zip(rows, index, strict=True)],
-            logits=logits,
-            shaped=shaped,
-            tokens=tokens,
-            before=before,
-            masked=(before == canvas.mask_token_id) & new,
-            new=new,
-            columns=columns,
-            places=canvas.places(selected, columns),
-            noise=context.noise,
-            mask_token_id=canvas.mask_token_id,
-        )
+        step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
         canvas.put(selected, columns, self.write(step))
         context.callbacks.step(canvas, rows, columns, logits, predictor.forwards, final=not self.edits)
-        more = [done + 1 < len(planned[row]) for row, done in zip(rows, index, strict=True)]
+        more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
             read = partial(read_flags, overlap_with=predictor.launch_speculatively)
             unfinished = canvas.read_unfinished(selected, block, read, partial(self.continues, step))

@@ -31,7 +31,7 @@ from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.dream import margin, negative_entropy
-from dlm_bridge.generation.token_sampling import TokenSampling, propose_tokens
+from dlm_bridge.generation.token_sampling import TokenSampling
 
 SCORES = {"entropy": negative_entropy, "maskgit_plus": probability, "topk_margin": margin}
 
@@ -116,7 +116,8 @@ class ExpandDeleteRule(DenoisingRule):
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas, budgets = context.canvas, context.canvas.memory.values("budget")
         room = [min(budgets[row], canvas.stops[row] - canvas.ends[row]) for row in rows]
-        step, logits = self._propose(context, rows, block, room)
+        step = self._propose(context, rows, block, room)
+        logits = step.logits
         picked_AN = self._best.select(step)
         deleted_AN, expanded_AN = self._edits(step, picked_AN, room)
         committed_AN = picked_AN & (step.tokens != self._sampler.expand_token_id)
@@ -141,34 +142,15 @@ class ExpandDeleteRule(DenoisingRule):
             if token >= vocabulary:
                 raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary}: pass another")
 
-    def _propose(
-        self, context: SamplerContext, active: list[int], block: slice, room: list[int]
-    ) -> tuple[Step, torch.Tensor]:
-        """The step's proposals, and its logits, without <|expand|> in rows without room."""
-        canvas, rows = context.canvas, context.selected(active)
+    def _propose(self, context: SamplerContext, active: list[int], block: slice, room: list[int]) -> Step:
+        """The step's proposals, without <|expand|> in rows without room."""
         logits = context.predict(active, block)
         full_A = to_device(room, logits.device) == 0
         if not all(room):
             logits = logits.clone()
             logits[..., self._sampler.expand_token_id].masked_fill_(full_A[:, None], -torch.inf)
-        shaped, tokens = propose_tokens(logits, canvas, active, block, context.sampling, context.noise)
-        before, new = canvas.take(rows, block), canvas.behind_prompt(rows, block)
-        step = Step(
-            rows=active,
-            index=[canvas.steps[row] for row in active],
-            num_transfer_tokens=[self._sampler.number_transfer_tokens] * len(active),
-            logits=logits,
-            shaped=shaped,
-            tokens=tokens,
-            before=before,
-            masked=(before == canvas.mask_token_id) & new,
-            new=new,
-            columns=block,
-            places=canvas.places(rows, block),
-            noise=context.noise,
-            mask_token_id=canvas.mask_token_id,
-        )
-        return step, logits
+        transfers = [self._sampler.number_transfer_tokens] * len(active)
+        return context.propose(active, block, logits, transfers)
 
     def _edits(self, step: Step, picked_AN: torch.Tensor, room: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """[A, N] twice: True at what is deleted, and at what becomes two masks."""
