@@ -30,7 +30,7 @@ from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings
-from dlm_bridge.train.rl.replica import check_split
+from dlm_bridge.train.rl.replica import check_divides, check_split
 from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
 
@@ -93,8 +93,7 @@ def _check_rewards(config: RLConfig) -> None:
 def _check_rollout_tp(config: RLConfig, model: Any, gpus: int) -> None:
     """Raise DlmBridgeError where the processes, or the model, cannot be shared as `--rollout-tp` says."""
     size = config.rl.rollout_tp
-    if gpus % size:
-        raise OptionError("--rollout-tp", f"{size} does not divide {gpus} devices: take a divisor")
+    check_divides(size, gpus)
     if size > 1:
         check_split(model, size)
 

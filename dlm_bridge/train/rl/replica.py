@@ -128,8 +128,7 @@ def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
     if size == 1:
         return RankGroup(), None
     processes = dist.get_world_size()
-    if processes % size:
-        raise OptionError("--rollout-tp", f"{size} does not divide {processes} processes: take a divisor")
+    check_divides(size, processes)
     own: Any = None
     for first in range(0, processes, size):
         ranks = list(range(first, first + size))
@@ -137,6 +136,12 @@ def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
         if dist.get_rank() in ranks:
             own = groups
     return RankGroup.of(own[0]), own[1]
+
+
+def check_divides(size: int, processes: int) -> None:
+    """Raise OptionError where `--rollout-tp` does not divide the run's processes, a GPU each."""
+    if processes % size:
+        raise OptionError("--rollout-tp", f"{size} does not divide {processes} processes: take a divisor")
 
 
 def check_split(model: Any, size: int) -> None:
