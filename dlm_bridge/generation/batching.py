@@ -285,7 +285,7 @@ class ContinuousBatch:
         runner: ModelRunner,
         reporter: RowReporter,
     ) -> Iterator[None]:
-        """Denoise these rows, and those that enter meanwhile, until none is left. Yields at boundaries."""
+        """Denoise these rows, and those that enter later, until none is left. Yields at boundaries."""
         spec, settings = plan.spec, plan.settings
         noise = Noise([], self._device)
         self._admit(entering, canvas, noise, None)

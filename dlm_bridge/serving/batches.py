@@ -60,7 +60,7 @@ class RowBatch(Protocol):
 
 
 def run_continuously(batch: RowBatch, rows: Sequence[Row], scheduler: Scheduler) -> None:
-    """Sample the rows, and those of their group that come meanwhile, until none is left."""
+    """Sample the rows, and those of their group that arrive later, until none is left."""
     group, names, running = rows[0].group, count(), dict[int, Row]()
     entering = list(rows)
     try:

@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit_beside_the_shards(monkeypatch: pytest.MonkeyPat
 def test_a_row_that_does_not_fit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], named: tuple[str, ...]
 ) -> None:
-    """Of plain data parallelism, too: one line that says what is missing and what the run does not offload yet."""
+    """One line that says how much is missing and what the run can still offload; plain data parallelism included."""
     if changes.get("method") == "grpo":
         changes = {**changes, "model": str(write_llama(tmp_path / "causal"))}
     monkeypatch.setattr(batch_size, "free_memory", lambda device: 100)

@@ -173,9 +173,10 @@ def check_settings(config: TrainConfig) -> list[str]:
     megatron-core, and CUDA graphs. Raises OptionError for one that megatron-core does not know, or that is refused."""
     for group in PASSED_THROUGH:
         passed_on(config, group)
-    graphs = ["--cuda-graphs: experimental, losses were 2e-3 apart from those without on two H100s"]
-    untested = [f"--megatron {setting}: passed to megatron-core, untested here" for setting in config.engine.megatron]
-    return graphs * config.engine.cuda_graphs + untested
+    lines = [f"--megatron {setting}: passed to megatron-core, untested here" for setting in config.engine.megatron]
+    if config.engine.cuda_graphs:
+        lines.append("--cuda-graphs: experimental, losses were 2e-3 apart from those without on two H100s")
+    return lines
 
 
 def passed_on(config: TrainConfig, group: str) -> dict[str, Any]:
