@@ -169,8 +169,11 @@ class Runs:
             self.as_without, {"ep_overlap": True}, 1e-4, EXPERTS, ep=2
         )
         if not self.bench.on_cpu:
-            found["cuda graphs: as without"] = self._bound(self.as_without, {"cuda_graphs": True}, 1e-5)
-            found["cuda graphs, tp2: as without"] = self._bound(self.as_without, {"cuda_graphs": True}, 1e-5, tp=2)
+            for tp in (1, 2):
+                for precision, tolerance in (("fp32", 1e-5), ("bf16", 5e-3)):
+                    found[f"cuda graphs, tp{tp}, {precision}: as without"] = self._bound(
+                        self.as_without, {"cuda_graphs": True}, tolerance, precision=precision, tp=tp
+                    )
             found["userbuffers, tp2: as without"] = self._bound(self.as_without, {"tp_overlap": True}, 5e-3, tp=2)
         found["straggler report"] = self.stragglers
         found["NaN guard"] = self.nan
@@ -329,12 +332,12 @@ class Runs:
         return apart <= 1e-3, f"{STEPS} steps: losses {apart:.0e} from those of the optimizer on the GPU"
 
     def as_without(
-        self, options: dict[str, Any], tolerance: float, task: Task = DENSE, **flags: Any
+        self, options: dict[str, Any], tolerance: float, task: Task = DENSE, precision: str = "bf16", **flags: Any
     ) -> tuple[bool, str]:
         """A run with some options more against the run without: losses, validations among them, and weights."""
         found = []
         for name, more in (("without", {}), ("with", options)):
-            with self.run(name, task, "bf16", eval_interval=SAVED, **flags, **more) as trainer:
+            with self.run(name, task, precision, eval_interval=SAVED, **flags, **more) as trainer:
                 found.append((losses_of(trainer.output, validations=True), weights_of(trainer)))
         (wanted, weights), (losses, others) = found
         apart = largest_difference(wanted, losses)

@@ -22,6 +22,7 @@ from dlm_bridge.plan.run import GIB, OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
 _STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments a parameter, but for the matrices of Muon
+_REDUCED_TOGETHER = 10**9  # elements of gradients that Megatron FSDP lets wait for their sum before it frees them
 _MATRICES = ("attention", "mlp", "shared experts")  # of which Muon keeps one; of experts it depends on the family
 
 _GATHERED, _REDUCED = 8, 4  # userbuffers of Transformer Engine, of a micro-batch's hidden states each
@@ -243,7 +244,9 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
     if run.fsdp == "optim_grads_params":
         weights += 2 * (2 if low else 4) * _largest_unit(model, run)  # gathered: the layer at work and the next one
     if run.fsdp in ("optim_grads", "optim_grads_params"):
-        gradients += run.gradient_bytes * _largest_unit(model, run)
+        unit = _largest_unit(model, run)  # whole while it is at work
+        waiting = min(_REDUCED_TOGETHER, dense + experts) if run.fsdp == "optim_grads" else 0
+        gradients += run.gradient_bytes * max(unit, waiting)
     return weights, gradients, optimizer
 
 

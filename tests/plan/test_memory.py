@@ -43,7 +43,8 @@ def test_states_follow_the_sharding_strategy() -> None:
     assert plan(fsdp="optim").peak.gradients == 4 * n
     grads = plan(fsdp="optim_grads").peak
     assert grads.weights == 2 * n
-    assert n / 2 < grads.gradients < n  # an eighth, and the layer at work whole
+    waiting = min(n, 10**9)  # whole until they are summed
+    assert grads.gradients == round(4 * n / 8 + 4 * waiting)
     everything = plan(fsdp="optim_grads_params").peak
     assert everything.weights < 0.5 * n * 2
     assert plan(precision="fp32", distributed_optimizer=False).peak.optimizer == 8 * n

@@ -61,6 +61,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
     yield "optim: overlapped, which is why", partial(gradients, "optim", True, False)
+    yield "optim_grads: several buckets", partial(gradients, "optim_grads", None, True, bucket_size=16)
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: experts of one rank each", partial(gradients, strategy, None, True, experts=True)
     yield (
@@ -76,8 +77,10 @@ def gradients(
     experts: bool = False,
     patched: bool = True,
     instances: int = 1,
+    bucket_size: int | None = None,
 ) -> None:
-    """`experts`: the last layer is each rank's own, of which no other has any."""
+    """`experts`: the last layer is each rank's own, of which no other has any. `bucket_size`: elements, not the
+    engine's."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
@@ -95,6 +98,7 @@ def gradients(
         )
     )
     config.num_distributed_optimizer_instances = instances
+    config.bucket_size = bucket_size or config.bucket_size
     if overlapped is not None:
         config.overlap_grad_reduce = overlapped
     own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
@@ -118,6 +122,7 @@ def gradients(
     device = torch.device("cpu")
     units = [nn.Linear] if strategy == "optim_grads_params" else []
     sharded = MegatronFSDP(deepcopy(alone), index, config, units, device=device, calculate_per_token_loss=True)
+    assert len(sharded.param_and_grad_buffer.parameter_groups) >= (4 if bucket_size else 1)  # buckets
     if patched:
         patch_unshared_gradients(sharded)
     for (name, parameter), stored in zip(

@@ -20,11 +20,12 @@ def test_whole_gradients_are_summed_at_the_end(fsdp: str | None, tmp_path: Path)
     found = data_parallel_config(config)
     assert found.overlap_grad_reduce == (fsdp != "optim")
     assert found.overlap_param_gather
+    assert (found.bucket_size is not None) == (fsdp is not None)  # else all gradients are in one bucket, whole
 
 
 def test_the_optimizer_gets_one_process_s_gradients(tmp_path: Path) -> None:
     report = launch("tests.train.fsdp_reduction_worker", tmp_path, timeout_s=120)
-    assert len(report) == 6
+    assert len(report) == 7
     assert {name: said for name, said in report.items() if said != [OK] * 2} == {}
 
 

@@ -195,6 +195,11 @@ def check_mcore_config(config: TrainConfig) -> None:
     optimizer_config(config)
 
 
+# Elements, Megatron-LM's default. Without a size Megatron FSDP puts all parameters outside its units into one bucket,
+# whose gradients it holds whole in fp32: under `optim_grads`, which has no units, those of the model.
+_FSDP_BUCKET = 40_000_000
+
+
 def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
     """megatron-core's configuration of data parallelism. Raises DlmBridgeError."""
     parallel, sharded = config.parallel, _is_sharded(config)
@@ -208,7 +213,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         "fp8_param_gather": config.precision.fp8_params,
         "num_distributed_optimizer_instances": parallel.optimizer_instances,
         "use_megatron_fsdp": parallel.fsdp is not None,
-        **({} if parallel.fsdp is None else {"data_parallel_sharding_strategy": parallel.fsdp}),
+        **({"data_parallel_sharding_strategy": parallel.fsdp, "bucket_size": _FSDP_BUCKET} if parallel.fsdp else {}),
         **passed_on(config, "ddp"),
     }
     if settings.get("nccl_ub") and (backend := platform.current().backend) != "nccl":
