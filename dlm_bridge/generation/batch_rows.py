@@ -12,11 +12,11 @@ import torch
 from torch.nn.functional import pad
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
+from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy
 from dlm_bridge.generation.commit_rules import DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
-from dlm_bridge.generation.rows import StopCondition
+from dlm_bridge.generation.rows import StopCondition, to_device
 from dlm_bridge.generation.samplers import SamplerSpec
 from dlm_bridge.generation.settings import GenerationSettings
 

@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_bridge.generation.rows import PromptBatch, PromptLimits, Read, RowMemory, StopCondition
-
-
-def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The numbers, on the host, as an integer tensor on the device, without a device sync."""
-    tensor = torch.as_tensor(numbers, dtype=torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+from dlm_bridge.generation.rows import PromptBatch, PromptLimits, Read, RowMemory, StopCondition, to_device
 
 
 def read_flags(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[Any]:

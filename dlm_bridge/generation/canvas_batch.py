@@ -28,6 +28,7 @@ import torch
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
 from dlm_bridge.generation.replicas import tensor_parallel_group
+from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.token_sampling import Noise, draw_token
 from dlm_bridge.objectives.noise import random_tokens
 
@@ -319,8 +320,9 @@ class _Canvases:
         """Some of the rows; None of none."""
         if not places:
             return None
-        parts = {name: getattr(self, name)[places] for name in _PER_ROW}
-        return _Canvases(**parts, logits=None if self.logits is None else self.logits[places], dtype=self.dtype)
+        places_A = to_device(places, self.tokens.device)
+        parts = {name: getattr(self, name)[places_A] for name in _PER_ROW}
+        return _Canvases(**parts, logits=None if self.logits is None else self.logits[places_A], dtype=self.dtype)
 
     def denoise(
         self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings

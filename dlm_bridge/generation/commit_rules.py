@@ -12,10 +12,10 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.canvas import Canvas, Columns, read_flags, to_device
+from dlm_bridge.generation.canvas import Canvas, Columns, read_flags
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.rows import RowMemory
+from dlm_bridge.generation.rows import RowMemory, to_device
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf

@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 )
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.rows import to_device
 
 # Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
 # the published samplers read none of them there.

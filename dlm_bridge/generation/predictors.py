@@ -14,7 +14,7 @@ import torch
 from dlm_bridge.attention_mask import block_causal_mask, causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
-from dlm_bridge.generation.rows import order_behind
+from dlm_bridge.generation.rows import order_behind, to_device
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
@@ -345,11 +345,11 @@ class BlockCachePredictor(Predictor):
 
     def select_rows(self, rows: list[int]) -> None:
         if self._speculative is not None:
-            self._speculative = self._speculative[rows]
+            self._speculative = self._speculative[to_device(rows, self._speculative.device)]
         if self._last_cached is not None:
             if self.cfg_scale:  # the unconditional rows follow the others
                 rows = rows + [len(self._last_cached) // 2 + row for row in rows]
-            self._last_cached = self._last_cached[rows]
+            self._last_cached = self._last_cached[to_device(rows, self._last_cached.device)]
         self.cache.select_rows(rows)  # a speculative forward pass may have written the first columns
 
     def admit(self, count: int) -> None:
@@ -361,13 +361,13 @@ class BlockCachePredictor(Predictor):
             return
         others = len(self.canvas.rows) - count
         self.cache.select_rows(self._room_in_front(count, others))
-        order = order_behind(count, others)
+        order_B = to_device(order_behind(count, others), self._last_cached.device)
         halves = self._last_cached.split(others)  # with guidance there are two
-        self._last_cached = torch.cat([self._prefill(count), *(half[order] for half in halves)])
+        self._last_cached = torch.cat([self._prefill(count), *(half[order_B] for half in halves)])
         if self.cfg_scale:
             order = self._copies_behind(count, others)
             self.cache.select_rows(order)
-            self._last_cached = self._last_cached[order]
+            self._last_cached = self._last_cached[to_device(order, self._last_cached.device)]
 
     def _prefill(self, count: int) -> torch.Tensor:
         """[A, 1, H], the hidden state of the last cached column, by a forward pass of the first `count` rows over

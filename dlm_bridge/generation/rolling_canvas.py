@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
-from dlm_bridge.generation.rows import Read, RowMemory, StopCondition, order_behind, order_without
+from dlm_bridge.generation.canvas import BlockLayout, Canvas
+from dlm_bridge.generation.rows import Read, RowMemory, StopCondition, order_behind, order_without, to_device
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class RollingCanvas(Canvas):
         return length // block * block if self._layout.aligned and block is not None else length
 
     def _select_rows(self, rows: list[int]) -> None:
-        self.tokens = self.tokens[rows]
+        self.tokens = self.tokens[to_device(rows, self.tokens.device)]
         for name in self._row_lists:
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])

@@ -22,6 +22,12 @@ Read = Callable[[torch.Tensor], list[Any]]  # gives a tensor's values on the hos
 KNOWN_TEXTS = 1024  # texts of which is known whether they hold a stop string: of more rows than run at once
 
 
+def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The numbers, on the host, as an integer tensor on the device, without a device sync."""
+    tensor = torch.as_tensor(numbers, dtype=torch.long)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class PromptLimits:
     """What a prompt may hold.
@@ -304,8 +310,10 @@ class RowMemory:
         if len(rows) == self._rows:
             self._tensors.clear()
             self._values.clear()
-        for stored in self._tensors.values():
-            stored[rows] = 0
+        if self._tensors:
+            rows_A = to_device(rows, self._device)
+            for stored in self._tensors.values():
+                stored.index_fill_(0, rows_A, 0)
         for values in self._values.values():
             for row in rows:
                 values[row] = None
@@ -313,7 +321,9 @@ class RowMemory:
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
         self._rows = len(rows)
-        self._tensors = {name: stored[rows] for name, stored in self._tensors.items()}
+        if self._tensors:
+            rows_A = to_device(rows, self._device)
+            self._tensors = {name: stored[rows_A] for name, stored in self._tensors.items()}
         self._values = {name: [values[row] for row in rows] for name, values in self._values.items()}
 
     def admit(self, count: int) -> None:

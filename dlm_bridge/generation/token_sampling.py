@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.replicas import tensor_parallel_group
+from dlm_bridge.generation.rows import to_device
 from dlm_bridge.objectives.noise import philox_uniform
 
 

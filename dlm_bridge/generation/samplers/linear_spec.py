@@ -25,10 +25,11 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
+from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter

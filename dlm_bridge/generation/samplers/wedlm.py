@@ -21,9 +21,10 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
-from dlm_bridge.generation.canvas import BlockLayout, Columns, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
 from dlm_bridge.generation.predictors import RowCachePredictor
+from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
