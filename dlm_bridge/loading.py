@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
+from dlm_bridge.convert.formats.unpickler import check_whole_archive
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
@@ -354,9 +355,11 @@ def other_class(model: Any) -> FamilySpec | None:
 
 
 def check_whole(file: Path) -> None:
-    """Raise DlmBridgeError for a safetensors file that is truncated or damaged, by its header and its length, and for
-    a pipe or a device in its place, which must not be opened."""
+    """Raise DlmBridgeError for a file of weights, safetensors or torch's, that is truncated or damaged, by its header
+    and its length, and for a pipe or a device in its place, which must not be opened."""
     check_plain_file(file)
+    if file.suffix == ".bin":
+        return check_whole_archive(file)
     try:
         with safe_open(file, framework="pt"):
             pass

@@ -21,7 +21,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
-from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, SINGLE_FILE
+from dlm_bridge.convert.formats.hub_weights import BIN_FILE, BIN_INDEX, SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
 from dlm_bridge.models.families import FamilySpec, families, family_by_name, find_family
@@ -156,18 +156,21 @@ def check_weights(model: str) -> None:
     check_exists("--model", model)
     if (Path(model) / "adapter_config.json").is_file():
         raise DlmBridgeError(f"--model {model}: is an adapter: give its base as --model and it as --adapter")
-    files = sorted(Path(model).glob("*.safetensors"))
+    folder, single, index_file = Path(model), SINGLE_FILE, SAFETENSORS_INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and any(folder.glob("*.bin")):
+        files, single, index_file = sorted(folder.glob("pytorch_model*.bin")), BIN_FILE, BIN_INDEX
+    elif not files and folder.is_dir():
+        raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
     for file in files:
         loading.check_whole(file)
-    if Path(model).is_dir() and not files and not any(Path(model).glob("*.bin")):
-        raise DlmBridgeError(f"--model {model}: no weights there (*.safetensors): add --from-scratch to start anew")
-    index = Path(model) / SAFETENSORS_INDEX
-    if not index.is_file() or (index.parent / SINGLE_FILE).is_file():
+    index = folder / index_file
+    if not index.is_file() or (folder / single).is_file():
         return
     shards = read_config(index).get("weight_map")
     names = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
     for name in sorted(names):
-        if not (index.parent / name).is_file():
+        if not (folder / name).is_file():
             raise DlmBridgeError(f"--model {model}: {name}, which {index.name} names, is missing: fetch it again")
 
 

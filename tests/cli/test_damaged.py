@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.errors import reading
 from dlm_bridge.generation.texts import read_prompts
 from dlm_bridge.loading import load_model, load_tokenizer
+from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.data.documents import parse_object
@@ -90,6 +92,31 @@ def test_a_damaged_model_is_named_by_every_loader(copy: Path, name: str) -> None
     for load in loaders:
         with pytest.raises(DlmBridgeError, match=file):
             load(copy)
+
+
+@pytest.mark.parametrize("damage", [halve, pipe, Path.unlink], ids=lambda damage: damage.__name__)
+def test_a_dry_run_names_damaged_pickled_weights(copy: Path, damage: Damage) -> None:
+    pickle_weights(copy)
+    config = TrainConfig.from_flags(model=str(copy), data=["mock"], output="y", seq_length=32)
+    dry_run(config)
+    damage(copy / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(DlmBridgeError, match="pytorch_model-00002-of-00002"):
+        dry_run(config)
+
+
+def test_pickled_weights_of_torch_before_1_6_have_no_archive(copy: Path) -> None:
+    pickle_weights(copy, _use_new_zipfile_serialization=False)
+    dry_run(TrainConfig.from_flags(model=str(copy), data=["mock"], output="y", seq_length=32))
+
+
+def pickle_weights(folder: Path, **options: Any) -> None:
+    """Put the weights into two of torch's files."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"pytorch_model-0000{place % 2 + 1}-of-00002.bin" for place, name in enumerate(tensors)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    for file in set(names.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if names[name] == file}, folder / file, **options)
 
 
 def test_sizes_that_do_not_fit_name_the_tensor(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:

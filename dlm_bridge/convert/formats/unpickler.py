@@ -28,6 +28,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
 _TORCH_MAGIC = b"PK\x03\x04"
+_PICKLE_START = b"\x80"  # of a file of torch before 1.6
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -188,6 +189,19 @@ def read_torch_item(path: Path, offset: int, length: int, where: object | None =
     places are those in `path`. Raises DlmBridgeError, with `where` (else the path) before it."""
     with path.open("rb") as stream:
         return _read_archive(FileWindow(stream, offset, length), path, where or path, offset)
+
+
+def check_whole_archive(path: Path) -> None:
+    """Raise DlmBridgeError for a `torch.save` file that is truncated or damaged, by its archive's directory. A file of
+    torch before 1.6, which has none, passes."""
+    with path.open("rb") as stream:
+        try:
+            if stream.read(1) == _PICKLE_START:
+                return
+            for _ in read_records(stream):
+                pass
+        except Exception as error:  # as of `_read_archive`
+            raise DlmBridgeError(f"{path}: not a whole torch.save file: {one_line(error)[:200]}") from None
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
