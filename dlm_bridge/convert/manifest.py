@@ -109,7 +109,7 @@ class Manifest:
         """Write it as `folder`/dlm_bridge.json."""
         self.tool = self.tool or tool_version()
         values = asdict(self) | {"tensors": {name: record.as_dict() for name, record in self.tensors.items()}}
-        text = json.dumps(values, indent=1, ensure_ascii=False).removesuffix("\n}").encode()
+        text = json.dumps(values, indent=1).removesuffix("\n}").encode()  # ASCII: a path may be no UTF-8
         tail = _DIGEST + bytes_digest(text).encode() + _END
         (folder / MANIFEST).write_bytes(text + tail)
 
@@ -173,7 +173,10 @@ def tool_version() -> str:
 
 def is_intact(folder: Path) -> bool:
     """Whether every byte of `folder`/dlm_bridge.json is as it was written."""
-    text, found, tail = (folder / MANIFEST).read_bytes().rpartition(_DIGEST)
+    try:
+        text, found, tail = (folder / MANIFEST).read_bytes().rpartition(_DIGEST)
+    except OSError:  # it cannot be read
+        return False
     return bool(found) and tail == bytes_digest(text).encode() + _END
 
 

@@ -73,7 +73,7 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
                 for row in rows:
                     stream.write(json.dumps({"task": task, **row}, default=str, ensure_ascii=False) + "\n")
     with atomic_file(folder / RESULTS, overwrite) as stream:
-        stream.write(json.dumps(facts, indent=2, default=str, ensure_ascii=False) + "\n")
+        stream.write(json.dumps(facts, indent=2, default=str) + "\n")
 
 
 def _likelihood(opened: LoadedModel) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,21 @@ def test_the_whole_way(tmp_path: Path, llada: Path, capsys: Capture) -> None:
     for a, b in ((llada, m), (m, m2), (m2, out), (out, llada)):
         assert run_cli(capsys, "verify", a, b)[0] == 0
     assert run_cli(capsys, "verify", m2)[0] == 0
+
+
+def test_a_path_that_is_no_utf_8(tmp_path: Path, llada: Path, capsys: Capture) -> None:
+    folder = tmp_path / os.fsdecode(b"it\xff")
+    shutil.copytree(llada, folder)
+    for command in (
+        ("import", folder, tmp_path / "megatron", "--tp", 2),
+        ("verify", tmp_path / "megatron", folder),
+        ("export", tmp_path / "megatron", folder / "hub"),
+        ("verify", folder / "hub"),
+        ("inspect", folder / "hub"),
+    ):
+        code, out, err = run_cli(capsys, *command)
+        assert code == 0, err
+        (out + err).encode()  # what is printed is
 
 
 def test_json_is_one_object_and_nothing_else(tmp_path: Path, llada: Path, capsys: Capture) -> None:

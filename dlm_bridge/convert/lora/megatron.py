@@ -126,7 +126,7 @@ def write_megatron_adapter(
             "layout": layout.as_dict(),
             "tensors": digests,
         }
-        (folder / ADAPTER_MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (folder / ADAPTER_MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
         (folder / TRACKER).write_text("0")
     return AdapterReport(
         source=facts.where,

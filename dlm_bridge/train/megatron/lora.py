@@ -95,7 +95,7 @@ class LoraRun:
         with disk_errors(root, how_to_go_on(None)):
             root.mkdir(parents=True, exist_ok=True)
             with atomic_file(root / ADAPTER_MANIFEST, overwrite=True) as stream:
-                stream.write(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+                stream.write(json.dumps(manifest, indent=1) + "\n")
 
     def described(self) -> str:
         """One line about what is trained."""
