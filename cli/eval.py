@@ -163,6 +163,8 @@ def evaluate(
         replicas = join_replicas(placement)
         context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
         max_length, window = min(max_length, context), min(window, context)
+        if context < 2:
+            raise DlmBridgeError(f"{model}: has {context} position, and a text needs two: its config.json is damaged")
         if rows is None:
             plan = plan_shared_batch(
                 replicas, opened.model, [max_length], sampler, diffusion=opened.diffusion, scored=True

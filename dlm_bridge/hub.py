@@ -32,6 +32,8 @@ _OBJECTS = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
 _MAX_NESTING = 100  # of a JSON file's lists and objects: copies of more exhaust Python's stack
+_LAYERS = ("num_hidden_layers", "n_layers")
+_MOST_LAYERS = 10_000  # transformers makes a module for each before it looks at the weights
 _AGAIN = "copy or download it again"
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     if not root.is_dir() or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG, TRACKER)):
         return folder
     if (root / TRACKER).is_file():
-        newest = (root / TRACKER).read_text("utf-8", "replace").strip()
+        with reading(f"{root / TRACKER}: cannot be read"):
+            newest = (root / TRACKER).read_text("utf-8", "replace").strip()
         _log_taken(folder, root, f"its iteration {ascii(newest[:16])[1:-1]}")
         return root
     steps = {int(match[1]): path for path in root.iterdir() if (match := STEP_NAME.fullmatch(path.name))}
@@ -207,6 +210,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
     check_characters(config, f"{path}")
+    for key in _LAYERS:
+        if type(layers := config.get(key)) is int and layers > _MOST_LAYERS:
+            raise DlmBridgeError(f"{path}: {key} is {layers}, more than any model has: it is damaged")
     return config
 
 

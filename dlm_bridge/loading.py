@@ -22,9 +22,17 @@ from dlm_bridge.convert.formats.unpickler import check_whole_archive
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
-from dlm_bridge.hub import ADAPTER_CONFIG, check_plain_file, checkpoint_folder, opening, read_config, resolve
+from dlm_bridge.hub import (
+    ADAPTER_CONFIG,
+    CONFIG_FILE,
+    check_plain_file,
+    checkpoint_folder,
+    opening,
+    read_config,
+    resolve,
+)
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
-from dlm_bridge.models.families import FamilySpec, families, find_family
+from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
 from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -180,7 +188,7 @@ def load_model(
     if like is not None:
         raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
     folder = resolve(path, revision)
-    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
         return _load_adapter(folder, placement, dtype, family, tokenizer)
     return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
 
@@ -218,7 +226,7 @@ def _load_folder(
 ) -> LoadedModel:
     remedy = "" if tokenizer else ": name one with --tokenizer"
     loaded = load_tokenizer(tokenizer or folder, f"--tokenizer {tokenizer}" if tokenizer else name, remedy)
-    raw = read_config(folder / "config.json")
+    raw = read_config(folder / CONFIG_FILE)
     spec = _family(raw, family, folder)
     if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
@@ -275,12 +283,11 @@ def _family(raw: dict[str, Any], family: str | None, folder: Path) -> FamilySpec
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
-        return find_family(raw, family, where=str(folder / "config.json"))
+        return find_family(raw, family, where=str(folder / CONFIG_FILE))
     except DlmBridgeError:
-        architectures = raw.get("architectures")
         stock = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         # A stock class name beside remote code may stand for what is not autoregressive at all.
-        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        named = next(iter(class_names(raw, str(folder / CONFIG_FILE))), None)
         if family is None and not raw.get("auto_map") and named in stock:
             return None
         raise

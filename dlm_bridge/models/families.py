@@ -253,9 +253,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     if family is not None:
         return family_by_name(family)
     known = _by_architecture()
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+    architectures = class_names(config, where)
     # A stock class name may hide remote code with another attention pattern: the names in auto_map count, too.
     remote = _remote_classes(config, where)
     for architecture in [*architectures, *remote]:
@@ -274,6 +272,14 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
         named = f"unknown architecture {architectures[0]}"
         near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or published
     raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
+
+
+def class_names(config: MappingABC[str, Any], where: str) -> list[str]:
+    """The `architectures` of a Hub config. Raises DlmBridgeError where they are no list of names."""
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+    return architectures
 
 
 def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:

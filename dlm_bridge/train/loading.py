@@ -24,7 +24,7 @@ from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tens
 from dlm_bridge.convert.formats.hub_weights import BIN_FILE, BIN_INDEX, SAFETENSORS_INDEX, SINGLE_FILE
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
-from dlm_bridge.models.families import FamilySpec, families, family_by_name, find_family
+from dlm_bridge.models.families import FamilySpec, class_names, families, family_by_name, find_family
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 
@@ -336,6 +336,7 @@ def _hub_config(model: str, family: FamilySpec | None) -> Any:
 
     config_class = AutoConfig if family is None else family.load("config_class")
     place = model if Path(model).is_dir() else str(_config_from_hub(model).parent)
+    class_names(read_config(Path(place) / CONFIG_FILE), f"--model {model}: {CONFIG_FILE}")
     with opening(model, f"--model {model}: its config does not load"):
         try:
             config = config_class.from_pretrained(place, trust_remote_code=False)

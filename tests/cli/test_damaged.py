@@ -27,6 +27,7 @@ from dlm_bridge.train.loading import empty_model, load_hub_model
 from dlm_bridge.train.lora import add_adapter
 from dlm_bridge.train.metrics import plot_loss, read_rows
 from tests.cli.conftest import Cli
+from tests.convert.helpers import run_cli
 
 Damage = Callable[[Path], Any]
 
@@ -158,6 +159,24 @@ def test_a_damaged_adapter_is_named(qwen3: Path, adapter: Path, damage: Damage) 
     for load in (load_model, lambda folder: add_adapter(config, model, folder)):
         with pytest.raises(DlmBridgeError, match=r"adapter_model\.safetensors"):
             load(adapter)
+
+
+@pytest.mark.parametrize("values", [{"num_hidden_layers": 2**31}, {"architectures": 5}, {"architectures": [[]]}])
+def test_a_config_of_impossible_values_is_named_by_every_loader(copy: Path, values: dict[str, Any]) -> None:
+    change(copy / "config.json", **values)
+    config = TrainConfig.from_flags(model=str(copy), data=["x"], output="y")
+    for load in (load_model, lambda folder: load_hub_model(str(folder)), lambda _: empty_model(config)):
+        with pytest.raises(DlmBridgeError, match=r"config\.json|num_hidden_layers"):
+            load(copy)
+
+
+def test_a_model_of_one_position_is_not_evaluated(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(copy / "config.json", max_position_embeddings=1)
+    (tmp_path / "text").write_text("some words")
+    code, _, err = run_cli(capsys, "eval", copy, "--perplexity", tmp_path / "text")
+    assert (code, "config.json" in err) == (2, True), err
 
 
 def test_a_manifest_of_other_types(qwen3: Path, tmp_path: Path) -> None:

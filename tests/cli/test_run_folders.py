@@ -12,6 +12,7 @@ from dlm_bridge import DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import load_model
 from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.megatron.checkpoints import find_iteration
 from tests.convert.helpers import run_cli
 
 DATA = Path(__file__).parent.parent / "compatibility/data"
@@ -97,6 +98,20 @@ def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:
     assert config.model.path == str(runs["accelerate"] / "checkpoints/step-0000004")
     assert config.model.adapter == str(runs["adapter"] / "checkpoints/step-0000004")
     assert load_config({**flags, "model": "./nowhere"}).model.path == "./nowhere"
+
+
+@pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "dlm_bridge.json"])
+def test_a_run_whose_files_give_an_error_when_read_is_refused(runs: dict[str, Path], file: str) -> None:
+    damaged = runs["megatron"] / "checkpoints" / file
+    damaged.unlink()
+    damaged.symlink_to("/proc/self/mem")
+    with pytest.raises(DlmBridgeError, match=file):
+        load_model(runs["megatron"])
+    if file == "dlm_bridge.json":
+        with pytest.raises(DlmBridgeError, match=file):
+            find_iteration(runs["megatron"])
+    else:  # what the tracker names is looked for in the folder, as where it is damaged
+        assert find_iteration(runs["megatron"]).step == 2
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(runs: dict[str, Path]) -> None:

@@ -122,7 +122,10 @@ def _tracked_step(root: Path) -> int | None:
     tracker = root / TRACKER
     if not tracker.is_file():
         return -1 if tracker.exists() else None  # a pipe or a device, whose end would be waited for
-    text = tracker.read_bytes().strip()
+    try:
+        text = tracker.read_bytes().strip()
+    except OSError:
+        return -1
     return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else -1
 
 
