@@ -9,8 +9,9 @@ process goes on with, FP8, and LoRA adapters: replicated, sharded and over quant
 from the first step on. `apart` is the largest difference between a step's loss and that of the run that it is compared
 with, as a share of how far training has moved the latter's loss from that of untrained weights; `norm` is the relative
 difference of the first step's gradient norms. A base in 4 bits is compared with the same weights rounded to 4 bits and
-kept in bf16: rounding alone changes what is learned, so that the unrounded base is no measure of it. The exit code is
-1 where a row is off, failed or was not run. Processes that outnumber the GPUs share them and communicate through the
+kept in bf16: rounding alone changes what is learned, so that the unrounded base is no measure of it. A run whose loss rises
+above that of untrained weights is off, too: where training diverges, rounding decides what comes of it, and nothing can
+be compared. The exit code is 1 where a row is off, failed or was not run. Processes that outnumber the GPUs share them and communicate through the
 host (layouts/host_transport.py).
 """
 
@@ -52,6 +53,7 @@ from tests.processes import free_port  # noqa: E402
 STEPS = 8
 LIMIT_S = 150  # of one row
 LEARNED = 0.05  # how far training must move a loss at least, as a share of it
+DIVERGED = 1.1  # what a loss may be of the untrained weights' in the same step
 TOKENS = 12  # that occur
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -59,6 +61,7 @@ SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 RATES = {"tiny": 1e-2, "small": 1e-3, "8b": 1e-4}
+ADAPTER_RATES = {"tiny": 3e-2, "small": 1e-3, "8b": 3e-4}
 SEQUENCES = {"tiny": 64, "small": 512, "8b": 4096}
 VOCABULARIES = {"tiny": 256, "small": 8192, "8b": 126_464}
 ILLADA = {
@@ -296,7 +299,7 @@ class Bench:
             "micro_batch_size": 1,
             "length_variation": 0.0,
             "lr_schedule": "constant",
-            "lr": RATES[self.arguments.model] * (3 if "lora_rank" in run.options else 1),
+            "lr": (ADAPTER_RATES if "lora_rank" in run.options else RATES)[self.arguments.model],
             "save_interval": 0,
             "eval_interval": 0,
             "precision": precision,
@@ -452,6 +455,9 @@ def compared(
         for step, (row, other) in enumerate(zip(rows, wanted[: len(rows)], strict=True), 1)
     )
     norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
+    for number, (loss_then, other_then) in enumerate(pairs, 1):
+        if learns and loss_then > DIVERGED * other_then:
+            return f"off: step {number} of the reference diverges, from {other_then:.4f} to {loss_then:.4f}", apart, norm
     if learns and learned < LEARNED * untrained[0]["loss"]:
         return f"off: training moved the loss by {learned:.1e} only", apart, norm
     if apart > limit.loss:

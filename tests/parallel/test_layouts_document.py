@@ -88,3 +88,5 @@ def test_a_run_is_equal_within_its_tolerance(losses: list[float], norm: float, r
     found = compared(rows, wanted, untrained, Tolerance(0.05, 1e-3))
     assert found == (result, pytest.approx(apart), pytest.approx(norm - 1))
     assert compared(rows, untrained, untrained, Tolerance(9.0, 9.0))[0].startswith("off: training moved")
+    diverging = [{"loss": loss, "grad_norm": 1.0} for loss in (6.0, 9.0)]
+    assert compared(diverging, diverging, untrained, Tolerance(9.0, 9.0))[0].startswith("off: step 2 of the reference")
