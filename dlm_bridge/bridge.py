@@ -172,6 +172,12 @@ class Bridge:
         )
         return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
 
+    @property
+    def code_place(self) -> str:
+        """The `name_or_path` of a model of these weights: the folder with the code that its config's auto_map names,
+        which `save_pretrained` copies from there; "" where there is none."""
+        return str(self.checkpoint.hub.folder or "")
+
     def build_hf_model(
         self, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
     ) -> PreTrainedModel:
@@ -194,6 +200,7 @@ class Bridge:
                 raise DlmBridgeError(
                     f"{self.checkpoint.where}: {problem.replace('_', ' ')}: {sorted(info[problem])[0]}"
                 )
+        model.config.name_or_path = self.code_place
         return model if device is None else model.to(device)
 
     def build_megatron_model(

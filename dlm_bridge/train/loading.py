@@ -327,7 +327,9 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
     model_class = spec.load("model_class")
     # Through transformers' own loading, so that names are converted as for a checkpoint and coverage is checked.
     with reading(f"--model {folder}: its config makes no model"):
-        return model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+        model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    model.config.name_or_path = str(folder)
+    return model
 
 
 def _hub_config(model: str, family: FamilySpec | None) -> Any:
@@ -420,6 +422,7 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
 
 def _megatron_class_and_config(config: TrainConfig, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
     hub_config = bridge.family.load("config_class").from_dict(bridge.config)
+    hub_config.name_or_path = bridge.code_place
     if config.model.mask_token_id is not None:
         hub_config.mask_token_id = config.model.mask_token_id  # saved with every checkpoint
     return bridge.family.load("model_class"), hub_config

@@ -13,6 +13,8 @@ import torch
 
 import dlm_bridge
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import load_model
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, same, tree
 
@@ -47,6 +49,19 @@ def test_a_live_model_goes_in_and_comes_out(tmp_path: Path, tied: bool) -> None:
         logits = model.eval()(tokens).logits
         assert torch.equal(load(tmp_path / "out")(tokens).logits, logits)
         assert torch.equal(again.build_hf_model()(tokens).logits, logits)
+
+
+def test_the_code_that_a_config_names_is_saved_with_a_megatron_checkpoint_s_model(tmp_path: Path) -> None:
+    source = write_llada(tmp_path / "hub")
+    Bridge.from_hf(source).to_megatron(tmp_path / "m")
+    Bridge.from_megatron(tmp_path / "m").build_hf_model().save_pretrained(tmp_path / "out")
+    config = TrainConfig.from_flags(model=str(source), data=["x"], output="y", from_scratch=True)
+    load_model(config).save_pretrained(tmp_path / "new")
+    code = {path.name: path.read_bytes() for path in source.glob("*.py")}
+    assert code
+    for folder in (tmp_path / "out", tmp_path / "new"):
+        assert {path.name: path.read_bytes() for path in folder.glob("*.py")} == code
+        assert "name_or_path" not in json.loads((folder / "config.json").read_text())
 
 
 def test_a_live_model_is_shared(llada: Path) -> None:
