@@ -8,11 +8,11 @@ process goes on with, FP8, and LoRA adapters: replicated, sharded and over quant
 `dlm-bridge pretrain` does, from the same weights on the same tokens, of which there are so few that they are learned
 from the first step on. `apart` is the largest difference between a step's loss and that of the run that it is compared
 with, as a share of how far training has moved the latter's loss from that of untrained weights; `norm` is the relative
-difference of the first step's gradient norms. A base in 4 bits is compared with the same weights rounded to 4 bits and
-kept in bf16: rounding alone changes what is learned, so that the unrounded base is no measure of it. A run whose loss rises
-above that of untrained weights is off, too: where training diverges, rounding decides what comes of it, and nothing can
-be compared. The exit code is 1 where a row is off, failed or was not run. Processes that outnumber the GPUs share them and communicate through the
-host (layouts/host_transport.py).
+difference of the first step's gradient norms. A base in 4 bits is compared with the same weights rounded to 4 bits
+and kept in bf16: rounding alone changes what is learned, so that the unrounded base is no measure of it. A run whose
+loss rises above that of untrained weights is off, too: where training diverges, rounding decides what comes of it,
+and nothing can be compared. The exit code is 1 where a row is off, failed or was not run. Processes that outnumber
+the GPUs share them and communicate through the host (layouts/host_transport.py).
 """
 
 from __future__ import annotations
@@ -455,9 +455,9 @@ def compared(
         for step, (row, other) in enumerate(zip(rows, wanted[: len(rows)], strict=True), 1)
     )
     norm = abs(rows[0]["grad_norm"] / wanted[0]["grad_norm"] - 1)
-    for number, (loss_then, other_then) in enumerate(pairs, 1):
-        if learns and loss_then > DIVERGED * other_then:
-            return f"off: step {number} of the reference diverges, from {other_then:.4f} to {loss_then:.4f}", apart, norm
+    for number, (reached, before) in enumerate(pairs, 1):
+        if learns and reached > DIVERGED * before:
+            return f"off: step {number} of the reference diverges, from {before:.4f} to {reached:.4f}", apart, norm
     if learns and learned < LEARNED * untrained[0]["loss"]:
         return f"off: training moved the loss by {learned:.1e} only", apart, norm
     if apart > limit.loss:
