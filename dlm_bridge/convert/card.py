@@ -192,7 +192,7 @@ def _trained(run: dict[str, Any]) -> str:
 
 
 def _usage(place: str, family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
-    own = family is not None and family.kind == "diffusion"
+    own = family is not None and not family.native
     lines = ["import dlm_bridge  # registers the model with transformers"] if own else []
     if adapter is not None:
         lines += [
@@ -202,10 +202,12 @@ def _usage(place: str, family: FamilySpec | None, base: str | None, adapter: dic
         ]
     else:
         imported, name = ["from transformers import AutoModelForCausalLM, AutoTokenizer"], "AutoModelForCausalLM"
-        if family is not None and family.sampled_here and not family.auto_classes:
-            # The Auto classes take it for another model.
+        if family is not None and family.kind == "diffusion" and not family.auto_classes:
+            # The Auto classes take it for another model, or know no causal model for it.
             module, _, name = family.model_class.partition(":")
             imported = ["from transformers import AutoTokenizer", "", f"from {module} import {name}"]
+            if family.native:
+                imported = [f"from transformers import AutoTokenizer, {name}"]
         lines += [
             *imported,
             "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.card import front_matter
+from dlm_bridge.convert.card import folder_card, front_matter
 from dlm_bridge.convert.push import push, without_tokens
 from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.models.families import FamilySpec, families
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 from tests.families import stable_diffcoder
@@ -179,6 +182,22 @@ def test_the_card_of_a_model_that_the_auto_classes_take_for_another(hub: Hub, tm
     card = hub.files["README.md"].decode()
     assert "from dlm_bridge.models.modeling_stable_diffcoder import StableDiffcoderForCausalLM" in card
     assert "AutoModelForCausalLM" not in card
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_the_code_of_a_card_loads_the_family_s_class(family: FamilySpec) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", folder_card(family, None), re.DOTALL)
+    imports, _, rest = code.partition("\nmodel = ")
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    assert family.native or "dlm_bridge" in imports
+    loader = names[rest.partition(".")[0]]
+    if loader is AutoModelForCausalLM and not family.native:
+        assert "AutoModelForCausalLM" in family.auto_classes
+    else:
+        if loader is AutoModelForCausalLM:
+            loader = AutoModelForCausalLM._model_mapping[family.load("config_class")]
+        assert loader is family.load("model_class")
 
 
 def test_card_of_a_training_run(hub: Hub, folder: Path, tmp_path: Path) -> None:
