@@ -193,6 +193,9 @@ def test_the_script_takes_every_family_that_has_code_of_its_own(
     without_code = {"a2d_qwen2", "a2d_qwen3", "a2d_llama", "diffullama", "difflm", "diffusion_gemma"}
     own = {spec.name for spec in families() if spec.kind == "diffusion" and not spec.derived_from} - without_code
     assert own == set(verify_published.SMALLEST)
+    for name, checkpoint in verify_published.SMALLEST.items():
+        card = (Path(__file__).parents[2] / "model_cards" / f"{name}.md").read_text()
+        assert f"verify {checkpoint} --against-original" in card, name
     logits = {"difference": 2e-6, "allowed": 1e-5}
     sample = {"name": "greedy sample", "kind": "values", "detail": "step 3"}
     whole = {"b": "M (torch 2)", "tensors": 9, "logits": logits, "equal": True, "differences": []}
