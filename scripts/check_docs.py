@@ -1,8 +1,9 @@
 """Run every command block of the README and the documentation as a reader would, after `make demo`.
 
-A block is bash or Python code between fences. Each page runs from top to bottom in an empty folder that has what the
-repository's root has. A comment above a block changes that: `<!-- not run: REASON -->` leaves it out (at the top of a
-page: all of the page's), `<!-- file: NAME -->` writes it to a file for a later block.
+A block is bash or Python code between fences, or the commands of a row in a table of tasks and commands. Each page
+runs from top to bottom in an empty folder that has what the repository's root has. A comment above a block changes
+that: `<!-- not run: REASON -->` leaves it out (at the top of a page: all of the page's), `<!-- file: NAME -->` writes
+it to a file for a later block. Rows with placeholders, and servers, are left out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "configs/README.md")
 SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples", "scripts")  # of the root
 FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
+TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
+TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
+PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|serve) ")
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
 SECONDS = 600  # for one block
 
@@ -42,11 +46,30 @@ def blocks(page: Path) -> Iterator[Block]:
     """The page's blocks, in order."""
     text = page.read_text()
     whole = WHOLE_PAGE.match(text)
-    for found in FENCE.finditer(text):
-        code = text[found.end() : text.index("\n```", found.end()) + 1]
-        mark, words = ("not run", whole[1]) if whole else (found["mark"], found["words"] or "")
-        line = text[: found.end()].count("\n") + 1
-        yield Block(str(page.relative_to(ROOT)), line, found["language"], code, mark, words)
+    tasks = [row for table in TASKS.finditer(text) for row in TASK.finditer(text, table.start(), table.end())]
+    for found in sorted((*FENCE.finditer(text), *tasks), key=re.Match.start):
+        if found in tasks:
+            begin, language = found.start(), "bash"
+            code, mark, words = task(found["commands"])
+        else:
+            begin, language = found.end(), found["language"]
+            code = text[begin : text.index("\n```", begin) + 1]
+            mark, words = found["mark"], found["words"] or ""
+        if whole:
+            mark, words = "not run", whole[1]
+        yield Block(str(page.relative_to(ROOT)), text[:begin].count("\n") + 1, language, code, mark, words)
+
+
+def task(cell: str) -> tuple[str, str | None, str]:
+    """The commands in a table's cell, one a line, their mark and its words."""
+    spans = [code.replace("\\|", "|") for code in re.findall(r"`([^`]+)`", cell)]
+    commands = [code for code in spans if code.startswith(("dlm-bridge ", "torchrun "))]  # others are extras' names
+    code = "".join(f"{command}\n" for command in commands)
+    if PLACEHOLDER.search(code):
+        return code, "not run", "has a placeholder"
+    if SERVER.match(code):
+        return code, "not run", "serves until it is interrupted"
+    return code, None, ""
 
 
 def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
