@@ -13,6 +13,7 @@ optimizer settings are the same, all else is each program's default. Then each m
 
     nats      a token of the held-out answers: exact for the twin, for a diffusion model a bound by Monte Carlo
     correct   greedy answers to held-out problems whose number after #### is right
+    ended     those that end before they are cut
 
 A row is printed as soon as it is known. What is finished is in --output and is not done again, and a training that was
 cut off goes on from its last checkpoint; dLLM's begins anew. Without --dllm its row is left out.
@@ -104,6 +105,7 @@ def main() -> int:
         likelihood, answers = adaptation.likelihood(), adaptation.answers()
         found["models"][kind] = {"training": training, "likelihood": likelihood, "answers": answers}
         show(console, found)
+    show_texts(console, found)
     (root / "figures.json").write_text(json.dumps(found, indent=2) + "\n")
     draw(found, root / "curves.png")
     console.print(
@@ -298,10 +300,11 @@ class Adaptation:
         files = ("--jsonl", asked, "--output", written, "--overwrite")
         dlm_bridge(self.console, "generate", self.trained, *files, *options)
         seconds = time.monotonic() - began
-        texts = [json.loads(line)["text"] for line in written.read_text(encoding="utf-8").splitlines()]
+        found = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+        texts, ended = [row["text"] for row in found], sum(row["tokens"] < preset.new_tokens for row in found)
         right = [number(text) == number(row[-1]["content"]) for text, row in zip(texts, rows, strict=True)]
         samples = [{"question": row[0]["content"], "text": text} for row, text in zip(rows[:3], texts, strict=False)]
-        return {"problems": len(rows), "correct": sum(right), "seconds": seconds, "samples": samples}
+        return {"problems": len(rows), "correct": sum(right), "ended": ended, "seconds": seconds, "samples": samples}
 
 
 def conversations(file: Path) -> list[list[dict[str, str]]]:
@@ -315,7 +318,7 @@ def number(text: str) -> float | None:
 
 
 def show(console: Console, found: dict[str, Any]) -> None:
-    table = Table("model", "training", "tokens/s", "held-out nats a token", "correct")
+    table = Table("model", "training", "tokens/s", "held-out nats a token", "correct", "ended")
     for kind, model in found["models"].items():
         training, likelihood, answers = model["training"], model["likelihood"], model["answers"]
         table.add_row(
@@ -324,8 +327,20 @@ def show(console: Console, found: dict[str, Any]) -> None:
             f"{training['tokens_per_s']:,.0f}",
             f"{'' if kind == 'autoregressive' else '≤ '}{likelihood['nats']:.3f} ± {likelihood['error']:.3f}",
             f"{answers['correct']} of {answers['problems']} ({answers['correct'] / answers['problems']:.1%})",
+            f"{answers['ended']} of {answers['problems']}",
         )
     console.print(table)
+
+
+def show_texts(console: Console, found: dict[str, Any]) -> None:
+    """What each model answers to the same problems."""
+    models = found["models"]
+    for answers in zip(*(model["answers"]["samples"] for model in models.values()), strict=True):
+        console.rule("[bold]a held-out problem")
+        console.print(answers[0]["question"], markup=False)
+        for kind, answer in zip(models, answers, strict=True):
+            console.print(f"[bold]{TITLES[kind]}")
+            console.print(answer["text"], markup=False)
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
