@@ -18,6 +18,14 @@ CARDS = "model_cards"
 SHOWN = {"configs/README.md": "recipes.md", "CONTRIBUTING.md": "contributing.md"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the cards below the families' page in the navigation."""
+    assert config.nav is not None
+    (section,) = (entry for entry in config.nav if "Families" in entry)
+    section["Families"] = [section["Families"], *(f"families/{card.name}" for card in cards())]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
@@ -27,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for source, place in SHOWN.items():
         pages[place] = relinked((ROOT / source).read_text())
-    for card in sorted((ROOT / CARDS).glob("*.md")):
+    for card in cards():
         pages[f"families/{card.name}"] = relinked(card.read_text(), up="../")
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
@@ -40,6 +48,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for source, place in SHOWN.items():
         markdown = markdown.replace(f"](../{source}", f"]({place}")
     return markdown
+
+
+def cards() -> list[Path]:
+    return sorted((ROOT / CARDS).glob("*.md"))
 
 
 def relinked(text: str, up: str = "") -> str:
@@ -127,13 +139,13 @@ def families() -> str:
     """The table of supported families, and what is known not to be supported."""
     from dlm_bridge.models import families as registry
 
-    cards = {card.stem for card in (ROOT / CARDS).glob("*.md")}
+    names = {card.stem for card in cards()}
     rows = ["| family | Hub `architectures` | attention | sampler | checked against |", "|---|---|---|---|---|"]
     for spec in registry.families():
         if spec.derived_from:  # their card has them all
             continue
         card = "autoregressive" if spec.kind == "autoregressive" else spec.name
-        card = card if card in cards else next((known for known in cards if spec.name.startswith(known)), "")
+        card = card if card in names else next((known for known in names if spec.name.startswith(known)), "")
         name = f"[{spec.title}]({card}.md)" if card else spec.title
         attention = spec.attention_pattern.replace("_", "-") + (
             ", shifted" if spec.shift and spec.kind == "diffusion" else ""
