@@ -16,7 +16,9 @@ optimizer settings are the same, all else is each program's default. Then each m
     ended     those that end before they are cut
 
 A row is printed as soon as it is known. What is finished is in --output and is not done again, and a training that was
-cut off goes on from its last checkpoint; dLLM's begins anew. Without --dllm its row is left out.
+cut off goes on from its last checkpoint; dLLM's begins anew. Without --dllm its row is left out. On two GPUs `--only`
+divides the models over two calls with one --output, after one with `--only` alone, which writes what both begin with;
+a last call without it gathers the figures.
 """
 
 from __future__ import annotations
@@ -80,6 +82,9 @@ def main() -> int:
     parser.add_argument("--epochs", type=float, help="over the conversations; the preset's by default")
     parser.add_argument("--dllm", type=Path, help="a checkout of ZHZisZZ/dllm")
     parser.add_argument("--dllm-python", type=Path, help="a Python with dLLM's requirements")
+    parser.add_argument(
+        "--only", nargs="*", choices=KINDS, default=None, help="the models of this call; none: prepare"
+    )
     given = parser.parse_args()
     if (given.dllm is None) != (given.dllm_python is None):
         parser.error("--dllm and --dllm-python belong together")
@@ -98,6 +103,8 @@ def main() -> int:
         "models": {},
     }
     for kind in KINDS if given.dllm else KINDS[:2]:
+        if given.only is not None and kind not in given.only:
+            continue
         console.rule(f"[bold]{TITLES[kind]}")
         adaptation = Adaptation(console, kind, started[kind], root, preset, steps)
         training = adaptation.train_with_dllm(given.dllm, given.dllm_python) if kind == "dLLM" else adaptation.train()
@@ -105,6 +112,8 @@ def main() -> int:
         likelihood, answers = adaptation.likelihood(), adaptation.answers()
         found["models"][kind] = {"training": training, "likelihood": likelihood, "answers": answers}
         show(console, found)
+    if not found["models"]:
+        return 0
     show_texts(console, found)
     (root / "figures.json").write_text(json.dumps(found, indent=2) + "\n")
     draw(found, root / "curves.png")
