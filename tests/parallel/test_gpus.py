@@ -16,11 +16,13 @@ from tests.compatibility.test_old_files import DATA, EXPECTED, STEPS
 ROOT = Path(__file__).parents[2]
 
 
-def pretrain(output: Path, flags: str, processes: int) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl of a run on `processes` GPUs."""
+def pretrain(output: Path, flags: str, processes: int, cpu: bool = False) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl of a run on `processes` GPUs, or as many processes on the CPU."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = f"-m dlm_bridge.cli pretrain --model {DATA / 'llada'} --output {output} {STEPS} {flags}".split()
     environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if cpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "DLM_BRIDGE_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, *launcher, *words], env=environment, check=False, capture_output=True, text=True
     )
@@ -56,6 +58,31 @@ def test_two_gpus_train_as_the_cpu_does(run: str, flags: str, tmp_path: Path) ->
     if run != "accelerate":
         pytest.importorskip("megatron.core")
     assert_as_on_the_cpu(pretrain(tmp_path / "run", flags, 2), run, 1e-3 if "fp32" in flags else 3e-2)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--engine accelerate --sharding fsdp",
+        "--engine megatron --tp 2 --optimizer muon --no-distributed-optimizer",
+        "--engine megatron --tp 2 --z-loss-coeff 1e-2",
+        "--engine megatron --tp 2 --lora-rank 4",
+        "--engine megatron --tp 2 --lora-rank 4 --lora-dora",
+        "--engine megatron --lora-rank 4",
+    ],
+)
+def test_settings_on_two_gpus_train_as_on_the_cpu(flags: str, tmp_path: Path) -> None:
+    """Four steps in fp32 on two GPUs against two processes on the CPU."""
+    if "megatron" in flags:
+        pytest.importorskip("megatron.core")
+    rows, expected = (
+        pretrain(tmp_path / name, f"{flags} --precision fp32", 2, cpu=name == "cpu") for name in ("gpu", "cpu")
+    )
+    assert len(rows) == 4
+    for row, wanted in zip(rows, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-3)
 
 
 def whole_runs(folder: Path, only: str) -> dict[str, str]:
