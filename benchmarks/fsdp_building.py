@@ -1,59 +1,104 @@
 r"""Memory of a GPU while Megatron FSDP builds a model, with random weights, and in two steps, beside the plan's.
 
-    torchrun --nproc-per-node 2 benchmarks/fsdp_building.py --model configs/llada-8b
-    torchrun --nproc-per-node 4 benchmarks/fsdp_building.py --model configs/llada-8b --instances 2
+    python benchmarks/fsdp_building.py --model configs/llada-8b --layers 24
+    python benchmarks/fsdp_building.py --model configs/llada-8b --instances 2 --gpus 4
 
-Each process draws the weights of its tensor parallel share on its CPU, which takes minutes for billions of parameters.
-The lines are of each strategy: GiB allocated at the peak of building, as planned, and at the peak of two steps.
+Each strategy is a run of its own under torchrun, with lines for it as soon as they are known: GiB allocated at the
+peak of building, as planned, and at the peak of two steps. One that runs out of memory, or takes longer than --limit,
+says so, and the next one runs. Weights are a block of random numbers over and over, which a CPU has made in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import end_after, launch
 from rich.console import Console
 
-from dlm_bridge.parallel import groups
+from dlm_bridge.convert.checkpoints import in_memory
+from dlm_bridge.models.initialisation import Constant
 from dlm_bridge.plan.memory import memory_plan
 from dlm_bridge.plan.model import open_model
 from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.loader import Prefetcher
-from dlm_bridge.train.megatron.engine import assemble, initialize_parallel
 
 GIB = 2**30
+STRATEGIES = ("optim_grads_params", "optim_grads")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a folder with a config.json")
+    parser.add_argument("--layers", type=int, help="fewer layers than it has")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--instances", type=int, default=1)
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--strategies", nargs="+", default=["optim_grads", "optim_grads_params"])
+    parser.add_argument("--strategies", nargs="+", choices=("optim", *STRATEGIES), default=STRATEGIES)
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a strategy (%(default)s)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of torchrun's processes
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    if options.worker:
+        end_after(options.limit)
+        measure(options)
+        return
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_config(options.model, options.layers, folder / "model")
         for strategy in options.strategies:
-            measure(options, strategy, Path(folder) / strategy)
-    dist.destroy_process_group()
+            words = ["--worker", "--model", str(model), "--strategies", strategy, "--limit", str(options.limit)]
+            for option in ("tp", "instances", "seq-length"):
+                words += [f"--{option}", str(getattr(options, option.replace("-", "_")))]
+            log = folder / f"{strategy}.log"
+            error = launch(__file__, options.gpus, words, options.limit, log, shows_output=True)
+            if error is not None:
+                failed = True
+                print(f"{strategy}: {error}", flush=True)
+    sys.exit(failed)
 
 
-def measure(options: argparse.Namespace, strategy: str, output: Path) -> None:
+def write_config(model: Path, layers: int | None, folder: Path) -> Path:
+    config = json.loads((model / "config.json").read_text())
+    if layers is not None:
+        config["n_layers" if "n_layers" in config else "num_hidden_layers"] = layers
+        if "moe_layer_freq" in config:
+            config["moe_layer_freq"] = config["moe_layer_freq"][:layers]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One process of a strategy's run."""
+    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.train.megatron.engine import assemble, initialize_parallel
+
+    (strategy,) = options.strategies
     config = TrainConfig.from_flags(
-        model=str(options.model), data=["mock"], output=str(output), engine="megatron", from_scratch=True,
-        precision="bf16", tp=options.tp, fsdp=strategy, optimizer_instances=options.instances, steps=2,
-        seq_length=options.seq_length, micro_batch_size=1, global_batch_size=64,
+        model=str(options.model), data=["mock"], output=str(options.model.parent / strategy), engine="megatron",
+        from_scratch=True, precision="bf16", tp=options.tp, fsdp=strategy, optimizer_instances=options.instances,
+        steps=2, seq_length=options.seq_length, micro_batch_size=1, global_batch_size=64,
     )  # fmt: skip
+    in_memory.initialise = repeated
     initialize_parallel(config)
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"{strategy}: {text}", flush=True)
+
     torch.cuda.reset_peak_memory_stats()
     trainer = assemble(config, Console(quiet=True))
-    built = _peak()
+    objective = str(trainer.config.objective.name)
+    plan = memory_plan(open_model(str(options.model)), run_of(config, objective, dist.get_world_size())).peak
+    say(f"building {_peak():.2f} GiB (plan {plan.building / GIB:.2f}), steps planned {plan.allocated / GIB:.2f} GiB")
     torch.cuda.reset_peak_memory_stats()
     trainer.prefetcher = Prefetcher(trainer.produce, 1)
     try:
@@ -61,18 +106,16 @@ def measure(options: argparse.Namespace, strategy: str, output: Path) -> None:
             trainer.step(step, False)
     finally:
         trainer.close()
-    stepped, objective = _peak(), str(trainer.config.objective.name)
-    if dist.get_rank() == 0:
-        plan = memory_plan(open_model(str(options.model)), run_of(config, objective, dist.get_world_size())).peak
-        print(
-            f"{strategy}: building {built:.2f} GiB (plan {plan.building / GIB:.2f}), steps {stepped:.2f} GiB "
-            f"(plan {plan.allocated / GIB:.2f})",
-            flush=True,
-        )
-    del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
-    groups.destroy()
+    say(f"steps {_peak():.2f} GiB (plan {plan.allocated / GIB:.2f})")
+    dist.destroy_process_group()
+
+
+def repeated(name: str, shape: tuple[int, ...], distribution: Any, seed: int) -> torch.Tensor:
+    if isinstance(distribution, Constant):
+        return torch.full(shape, distribution.value)
+    count = torch.Size(shape).numel()
+    block = torch.randn(min(count, 2**20), generator=torch.Generator().manual_seed(seed)) * distribution.std
+    return block.repeat(-(-count // len(block)))[:count].view(shape)
 
 
 def _peak() -> float:

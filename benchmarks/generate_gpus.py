@@ -1,20 +1,27 @@
 """Sampling of models that are spread over GPUs: the same tokens as one GPU's, and how long a forward takes.
 
     python benchmarks/generate_gpus.py                       on all GPUs
-    python benchmarks/generate_gpus.py --no-device-map       without the second way below
+    python benchmarks/generate_gpus.py --parts timing --executions graph --length 32      the figures alone, quickly
+    python benchmarks/generate_gpus.py --parts equality --families llada sdar
     python benchmarks/generate_gpus.py --size tiny           also on a CPU, there by two processes and gloo
 
 Two ways: tensor parallelism, for which this command starts torchrun, with transformers' layers and with the plain
 ones that `generate --tp-plan auto` puts in their place, eagerly, in CUDA graphs and compiled; and a device map, whose
-GPUs run one after the other. Small models of several families in fp32, dense and with experts, and LLaDA-8B's shape,
-with the family's own cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and
-without a seed all processes must draw the same. Then that shape with random weights in bf16: milliseconds a forward,
-beside one GPU's, of one row and of --rows. `of_linear` is the time of one GPU, in its fastest execution, over that of
-N GPUs and over N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order
-round otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run eagerly.
+GPUs run one after the other. The parts, in this order:
 
-Prints a line for each, and one that says which execution `--tp-plan auto` should have by default: the fastest whose
-tokens in fp32 were all right. Exits with 1 if something is wrong.
+timing      LLaDA-8B's shape with random weights in bf16: milliseconds a forward, beside one GPU's, of one row and of
+            --rows. `of_linear` is the time of one GPU, in its fastest execution so far, over that of N GPUs and over
+            N; `equal_tokens` the share of greedy tokens that are one GPU's (in bf16, where sums in another order round
+            otherwise, a token that differs changes those after it) and `equal_to_eager` those of the same GPUs run
+            eagerly.
+equality    small models of several families in fp32, dense and with experts, and that shape, with the family's own
+            cache and without: logits to 1e-4 of the largest and greedy tokens must be those of one GPU, and without a
+            seed all processes must draw the same.
+device-map  both over a device map.
+
+Prints a line for each as soon as it is known, and after timing and equality one that says which execution `--tp-plan
+auto` should have by default: the fastest whose tokens in fp32 were all right. Exits with 1 if something is wrong, or
+if a line takes longer than --limit: the processes then print where they are.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import end_after
 
 import dlm_bridge  # noqa: F401
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
@@ -82,6 +90,8 @@ LARGE: dict[str, dict[str, Any]] = {
 PROMPT = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXECUTIONS = ("eager", "graph", "compiled") if DEVICE == "cuda" else ("eager",)
+PARTS = ("timing", "equality", "device-map")
+LONG_S = 5  # a call of that length is timed once
 
 
 def main() -> None:
@@ -90,7 +100,12 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(LARGE), default="8b", help="of the model that is timed")
     parser.add_argument("--length", type=int, default=64, help="new tokens of the model that is timed")
     parser.add_argument("--rows", type=int, default=64, help="of the larger batch that is timed")
-    parser.add_argument("--no-device-map", action="store_true", help="measure tensor parallelism alone")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "--families", nargs="*", choices=tuple(SMALL), default=tuple(SMALL), help="of the small models"
+    )
+    parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, default=EXECUTIONS, help="default: all")
+    parser.add_argument("--limit", type=float, default=150, help="seconds until the next line (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where there is room for a checkpoint of 16 GB")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of torchrun's processes
     options = parser.parse_args()
@@ -102,11 +117,13 @@ def main() -> None:
         began = time.perf_counter()
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
         words = ["--folder", str(options.folder), "--size", options.size, "--length", str(options.length)]
-        words += ["--rows", str(options.rows)]
+        words += ["--rows", str(options.rows), "--limit", str(options.limit)]
+        for option in ("parts", "families", "executions"):
+            words += [f"--{option}", *getattr(options, option)]
         workers = subprocess.Popen([*launch, __file__, "--worker", *words])
         try:
-            for name, sizes in SMALL.items():
-                write(name, sizes, options.folder / name, torch.float32)
+            for name in options.families:
+                write(name, SMALL[name], options.folder / name, torch.float32)
             write("llada", LARGE[options.size], options.folder / "large", torch.bfloat16)
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()  # the other processes use this GPU, too
@@ -115,7 +132,7 @@ def main() -> None:
             wrong = 0 if (options.folder / "right").exists() else 1
         finally:
             workers.kill()
-        if not options.no_device_map:
+        if "device-map" in options.parts:
             wrong |= device_map(options)
         print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
     sys.exit(1 if wrong else 0)
@@ -135,58 +152,44 @@ def tensor_parallel(options: argparse.Namespace) -> None:
     from transformers.distributed import DistributedConfig
 
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    end_after(options.limit)
     while not (options.folder / "ready").exists():  # written while this process imported
         time.sleep(0.1)
     own = torch.device(DEVICE, int(os.environ["LOCAL_RANK"]) if DEVICE == "cuda" else None)
 
     def say(text: str) -> None:
+        end_after(options.limit)
         if rank == 0:
             print(f"tp {processes}: {text}", flush=True)
 
     def spread(folder: Path, **more: Any) -> Any:
         return load(folder, distributed_config=DistributedConfig(tp_plan="auto"), **more)
 
-    wrong, right = 0, dict.fromkeys(EXECUTIONS, True)
-    for name in (*SMALL, "large"):  # the last one, written in bf16, in fp32 too
-        model, whole = (make(options.folder / name, dtype=torch.float32) for make in (spread, load))
-        whole.to(own)
-        wrong |= compare(name, model, whole, own, say)
-        wrong |= draws_the_same(name, model, own, say)
-        if not use_plain_shards(model):
-            say(f"{name}: no plain layers  WRONG")
-            wrong = 1
-        for execution in EXECUTIONS:
-            bad = compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
-            right[execution] &= not bad
-            wrong |= bad
-        del model, whole
-        gc.collect()
-    sizes = (1, options.rows)
-    alone: dict[tuple[int, str], Timed] = {}
-    if rank == 0:
-        whole = load(options.folder / "large", device_map={"": own})
-        for rows in sizes:
-            for execution in EXECUTIONS:
-                one_gpu = partial(print, "one GPU:", flush=True)
-                alone[rows, execution] = figures(whole, own, options.length, one_gpu, rows, execution)
-        del whole
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-    dist.barrier()
-    model = spread(options.folder / "large")
-    figures(model, own, options.length, lambda text: say(f"transformers' layers: {text}"))
-    use_plain_shards(model)
-    together: dict[tuple[int, str], Timed] = {}
-    for rows in sizes:
-        for execution in EXECUTIONS:
-            beside = (processes, [alone[rows, each] for each in EXECUTIONS]) if rank == 0 else None
-            eager = together.get((rows, "eager"))
-            together[rows, execution] = figures(model, own, options.length, say, rows, execution, beside, eager)
-    good = [execution for execution in EXECUTIONS if right[execution]]
-    for rows in sizes:
-        fastest = min(good, key=lambda execution: together[rows, execution].ms, default=None)
-        say(f"--tp-plan auto, batch {rows}: {fastest} is the fastest execution whose tokens in fp32 are all one GPU's")
+    taken, wrong = {}, 0
+    right = dict.fromkeys(options.executions, True)
+    if "timing" in options.parts:
+        taken = time_large(options, spread, own, say)
+    if "equality" in options.parts:
+        for name in (*options.families, "large"):  # the last one, written in bf16, in fp32 too
+            model, whole = (make(options.folder / name, dtype=torch.float32) for make in (spread, load))
+            whole.to(own)
+            wrong |= compare(name, model, whole, own, say)
+            wrong |= draws_the_same(name, model, own, say)
+            if not use_plain_shards(model):
+                say(f"{name}: no plain layers  WRONG")
+                wrong = 1
+            for execution in options.executions:
+                bad = compare(f"{name}, plain layers, {execution}", model, whole, own, say, execution=execution)
+                right[execution] &= not bad
+                wrong |= bad
+            del model, whole
+            gc.collect()
+        good = [execution for execution in options.executions if right[execution]]
+        for rows, times in taken.items():
+            fastest = min(good, key=lambda execution: times[execution].ms, default=None)
+            say(
+                f"--tp-plan auto, batch {rows}: {fastest} is the fastest execution whose tokens in fp32 were all right"
+            )
     verdict = torch.tensor([wrong], device=own)
     dist.all_reduce(verdict, dist.ReduceOp.MAX)
     if rank == 0 and not verdict.item():
@@ -194,15 +197,50 @@ def tensor_parallel(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def time_large(
+    options: argparse.Namespace, spread: Callable[[Path], Any], own: torch.device, say: Callable[[str], None]
+) -> dict[int, dict[str, Timed]]:
+    """The large model on one GPU and on all, side by side in memory, and at the end with transformers' layers. Returns
+    what the plain layers took, by number of rows and execution."""
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = spread(options.folder / "large")
+    use_plain_shards(model)
+    whole = load(options.folder / "large", device_map={"": own}) if rank == 0 else None
+    found: dict[int, dict[str, Timed]] = {}
+    for rows in (1, options.rows):
+        alone: list[Timed] = []
+        together = found[rows] = {}
+        for execution in options.executions:
+            if whole is not None:
+                alone.append(
+                    figures(whole, own, options.length, partial(print, "one GPU:", flush=True), rows, execution)
+                )
+            end_after(options.limit)
+            dist.barrier()
+            beside = (processes, alone) if alone else None
+            eager = together.get("eager")
+            together[execution] = figures(model, own, options.length, say, rows, execution, beside, eager)
+    del model, whole
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    model = spread(options.folder / "large")
+    figures(model, own, options.length, lambda text: say(f"transformers' layers: {text}"))
+    return found
+
+
 def device_map(options: argparse.Namespace) -> int:
     """One process, whose layers lie on several GPUs. Returns 1 if something is wrong."""
     devices = [f"cuda:{number}" for number in range(options.gpus)] if DEVICE == "cuda" else ["cpu"]
 
     def say(text: str) -> None:
+        end_after(options.limit)
         print(f"device map of {len(devices)}: {text}", flush=True)
 
+    end_after(options.limit)
     wrong, first = 0, torch.device(devices[0])
-    for name, sizes in SMALL.items():
+    for name in options.families:
+        sizes = SMALL[name]
         layers = sizes.get("num_hidden_layers") or sizes["n_layers"]
         places = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0]}
         places |= {"model.norm": devices[-1], "lm_head": devices[-1]}
@@ -273,7 +311,7 @@ def figures(
     say: Callable[[str], None],
     rows: int = 1,
     execution: str | None = None,
-    beside: tuple[int, list[Timed]] | None = None,  # the number of GPUs, and one GPU's executions
+    beside: tuple[int, list[Timed]] | None = None,  # the number of GPUs, and one GPU's, last in the same execution
     eager: Timed | None = None,  # the same GPUs', run eagerly
 ) -> Timed:
     """Say how long a forward of so many rows takes, with every step of the published sampler."""
@@ -282,8 +320,8 @@ def figures(
     given |= {"execution": execution}
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(3):
+    times: list[float] = []
+    while len(times) < (2 if times and min(times) > LONG_S else 3):  # the first one compiles and records
         output = model.generate(ids, return_dict_in_generate=True, temperature=0.0, **given)
         times.append(output.time)
     taken = min(times[1:])
@@ -301,7 +339,7 @@ def figures(
     if beside is not None:
         processes, alone = beside
         line["of_linear"] = round(min(one.ms for one in alone) / processes / found.ms, 3)
-        line["equal_tokens"] = round((alone[0].tokens == found.tokens).float().mean().item(), 4)
+        line["equal_tokens"] = round((alone[-1].tokens == found.tokens).float().mean().item(), 4)
     if eager is not None:
         line["equal_to_eager"] = round((eager.tokens == found.tokens).float().mean().item(), 4)
     say(json.dumps(line))

@@ -8,7 +8,8 @@ A checkpoint with random weights in bf16 is written once; each row is a `dlm-bri
 few steps without a reference (`--beta 0`) and without its checkpoint at the end, and prints one line: the seconds of
 weight transfer, rollout and update of the median step behind the first, which compiles and records, completions and
 new tokens a second, and the peak memory of the fullest GPU. Completions never end early, so that all rows sample as
-many tokens. A row that fails says why, and the others go on.
+many tokens. Steps are told on stderr as they end. A row that fails, or takes longer than --limit, says why or where it
+was, and what its steps took until then, and the others go on.
 
     dp             data parallel, each process the whole training state (small models)
     fsdp           FSDP2; every process samples from a whole copy
@@ -18,7 +19,8 @@ many tokens. A row that fails says why, and the others go on.
     megatron-tp-tp the same; the processes sample from one copy, tensor parallel
 
 Megatron's rows keep the optimizer's state on the CPU unless --no-offload is given: 8B in bf16 with gradients in fp32
-leave no room for it on GPUs of 80 GB.
+leave no room for it on GPUs of 80 GB. AdamW then runs on the cores of the CPU, which the processes share; rows of
+fewer --layers with --no-offload are quick.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launching import end_after, launch
 
 import dlm_bridge  # noqa: F401
 from dlm_bridge.models.families import family_by_name
@@ -80,10 +82,12 @@ def main() -> None:
     parser.add_argument("--forwards", type=int, help="of the sampler for a completion (a fourth of its tokens)")
     parser.add_argument("--no-offload", action="store_true", help="optimizer states stay on the GPUs")
     parser.add_argument("--folder", type=Path, help="where there is room for the checkpoint (16 GB)")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for a row, with its start (%(default)s)")
     parser.add_argument("--json", type=Path, help="append the lines to this file")
     parser.add_argument("--worker", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # one of torchrun's processes
     options = parser.parse_args()
     if options.worker:
+        end_after(options.limit)
         work(options.worker)
         return
     options.length = options.length or (8 if options.size == "tiny" else 128)
@@ -148,22 +152,31 @@ def run(row: str, layout: tuple[str, ...], folder: Path, options: argparse.Names
     words += ["--generation", f"steps={forwards}", "--generation", "eos_token_id=null", *layout]
     words += ["--generation", f"block_length={options.length}"]
     offloads = ON_GPU and layout[:2] == MEGATRON[:2] and not options.no_offload
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
-    command = [*launch, __file__, "--worker", "rl", *words, *(OFFLOAD if offloads else ())]
-    environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    began = time.perf_counter()
-    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    words = ["--limit", str(options.limit), "--worker", "rl", *words, *(OFFLOAD if offloads else ())]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    began, told = time.perf_counter(), 0
+
+    def watch() -> None:
+        nonlocal told
+        for each in steps_of(output)[told:]:
+            told += 1
+            taken = f"{time.perf_counter() - began:.0f} s"
+            print(f"{row}: step {told} after {taken}: {each['seconds']}", file=sys.stderr, flush=True)
+
+    error = launch(__file__, options.gpus, words, options.limit, folder / f"{row}.log", environment, watch)
     line: dict[str, Any] = {"row": row, "size": options.size, "layers": options.layers, "gpus": options.gpus}
-    if ended.returncode:
-        said = [each for each in ended.stderr.splitlines() if "rror" in each] or ended.stderr.splitlines()[-1:]
-        return line | {"error": " | ".join(said[:3])[:600]}
-    found = [json.loads(each) for each in (output / "metrics.jsonl").read_text().splitlines()]
+    if error is not None:
+        line["error"] = error
+    found = steps_of(output)
+    if not found:
+        return line
     later = found[1:] or found
     seconds = {part: statistics.median(each["seconds"][part] for each in later) for part in found[0]["seconds"]}
     peak = found[-1]["peak_memory"]
     total = sum(seconds.values())
     return line | {
         "device": torch.cuda.get_device_name() if ON_GPU else "CPU",
+        "steps": len(found),
         "offloaded": offloads,
         **{f"{part}_s": round(value, 3) for part, value in seconds.items()},
         "step_s": round(total, 3),
@@ -172,6 +185,13 @@ def run(row: str, layout: tuple[str, ...], folder: Path, options: argparse.Names
         "peak_gib": None if peak is None else round(peak / 2**30, 1),
         "whole_run_s": round(time.perf_counter() - began),
     }
+
+
+def steps_of(output: Path) -> list[dict[str, Any]]:
+    """The steps that a row has taken."""
+    metrics = output / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def work(words: list[str]) -> None:

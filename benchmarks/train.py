@@ -11,7 +11,7 @@ Transformer Engine's cross entropy, the same layout, data parallelism and optimi
 warm-up, timed on the device from the end of a step to the end of the next, one side after the other in one process;
 neither side's loop reads a loss before the next step is under way. The side "without" is ours without --tp-overlap,
 --ep-overlap and --cuda-graphs, which both others have. Prints a line of each side when it is done, then a result line,
-and with --json FILE appends that there.
+and with --json FILE appends that there. A side that takes longer than --limit ends the run, and prints where it was.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import end_after
 from rich.console import Console
 from shapes import SEQUENCE, SHAPES
 from step_profile import profile
@@ -59,6 +60,7 @@ def main() -> None:
         for side, make in (("without", without), ("ours", ours), ("peer", peer)):
             if side not in (arguments.only or ("ours", "peer")):
                 continue
+            end_after(arguments.limit)
             try:
                 torch.cuda.reset_peak_memory_stats()
                 row[side] = measure(*make(config), arguments)
@@ -105,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--only", action="append", choices=("without", "ours", "peer"), help="a side; may be repeated")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a side (%(default)s)")
     parser.add_argument("--json")
     parser.add_argument("--debug", action="store_true")
     arguments = parser.parse_args()

@@ -54,6 +54,9 @@ def main() -> int:
     parser.add_argument("--megatron", default="", help="further options of --engine megatron, such as '--tp 2'")
     parser.add_argument("--processes", type=int, default=1, help="of reinforcement learning (%(default)s)")
     parser.add_argument("--keep-sft", action="store_true", help="take the SFT run that --output has")
+    parser.add_argument(
+        "--limit", type=float, help="seconds after which a command is killed; the other engine goes on"
+    )
     given = parser.parse_args()
     root: Path = given.output
     console = Console()
@@ -82,40 +85,46 @@ def main() -> int:
         times["sft"] = dlm_bridge(
             console, "sft", "--config", RECIPES / "rl_countdown_sft.yaml", "--model", root / "seed",
             "--data", solutions, "--output", root / "sft", *seed,
-            *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft),
+            *shlex.split(TINY_SFT if given.tiny else ""), *shlex.split(given.sft), limit=given.limit,
         )  # fmt: skip
     began = sorted((root / "sft" / "checkpoints").glob("step-*"))[-1]
 
     console.rule("[bold]3  reinforcement learning on other problems, without solutions")
     problems = [json.loads(line) for line in held_out.read_text().splitlines()]
+    failed = []
     for engine in given.engines:
         output, more = root / f"rl-{engine}", ["--engine", engine]
         shutil.rmtree(output, ignore_errors=True)
-        seconds = dlm_bridge(
-            console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
-            "--eval-data", held_out, "--output", output, *seed, *more,
-            *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
-            *shlex.split(given.megatron if engine == "megatron" else ""), processes=given.processes,
-        )  # fmt: skip
+        try:
+            seconds = dlm_bridge(
+                console, "rl", "--config", RECIPES / "rl_countdown.yaml", "--model", began, "--data", train,
+                "--eval-data", held_out, "--output", output, *seed, *more,
+                *shlex.split(TINY_RL if given.tiny else ""), *shlex.split(given.rl),
+                *shlex.split(given.megatron if engine == "megatron" else ""),
+                processes=given.processes, limit=given.limit,
+            )  # fmt: skip
+        except subprocess.SubprocessError as error:  # the other engine's run is worth its figures
+            console.print(f"{engine}: {error}", style="red", highlight=False)
+            failed.append(engine)
+            continue
         ended = output / "exported"
         if engine == "megatron":
             dlm_bridge(console, "export", output / "checkpoints", ended, "--overwrite")
         else:
             ended = sorted((output / "checkpoints").glob("step-*"))[-1]
-        measured = {
-            "processes": given.processes,
-            "seconds": seconds,
-            "accuracy": [accuracy(ended, problems, forwards) for forwards in FORWARDS],
-        }
+        shares = [accuracy(ended, problems, forwards) for forwards in FORWARDS]
+        measured = {"processes": given.processes, "seconds": seconds, "accuracy": shares}
         (output / MEASURED).write_text(json.dumps(measured))
+        console.print(f"{engine}: {json.dumps(measured)}", highlight=False, soft_wrap=True)
 
     console.rule("[bold]4  held-out problems, answered greedily and checked exactly")
     before = [accuracy(began, problems, forwards) for forwards in FORWARDS]
     runs = {
         engine: read_run(root / f"rl-{engine}") for engine in ENGINES if (root / f"rl-{engine}" / MEASURED).exists()
     }
-    report(console, root, given, before, runs, times)
-    return 0
+    if runs:
+        report(console, root, given, before, runs, times)
+    return 1 if failed else 0
 
 
 def read_run(output: Path) -> dict[str, Any]:
@@ -192,14 +201,15 @@ def write_model(folder: Path, highest: int, sizes: dict[str, int]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def dlm_bridge(console: Console, *words: Any, processes: int = 1) -> float:
-    """Run a command as a user would, several processes under torchrun; the seconds that it took."""
+def dlm_bridge(console: Console, *words: Any, processes: int = 1, limit: float | None = None) -> float:
+    """Run a command as a user would, several processes under torchrun; the seconds that it took. Raises
+    subprocess.SubprocessError where it fails, or takes longer than `limit` and is killed."""
     command = [str(word) for word in words]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     shown = f"torchrun --nproc-per-node {processes} -m dlm_bridge.cli" if launcher else "dlm-bridge"
     console.print(f"$ {shown} {shlex.join(command)}", style="bold cyan", highlight=False, soft_wrap=True)
     began = time.monotonic()
-    subprocess.run([sys.executable, *launcher, "-m", "dlm_bridge.cli", *command], check=True)
+    subprocess.run([sys.executable, *launcher, "-m", "dlm_bridge.cli", *command], check=True, timeout=limit)
     return time.monotonic() - began
 
 
