@@ -96,6 +96,14 @@ def plan(
             autocompletion=completes(training_choices("moe_dispatcher")),
         ),
     ] = "alltoall",
+    tp_overlap: Annotated[
+        bool,
+        typer.Option("--tp-overlap", help="Hide tensor parallel communication.", rich_help_panel=TRAINING),
+    ] = False,
+    ep_overlap: Annotated[
+        bool,
+        typer.Option("--ep-overlap", help="Hide the dispatch of tokens to experts.", rich_help_panel=TRAINING),
+    ] = False,
     gradients: Annotated[
         str,
         typer.Option(
@@ -183,6 +191,8 @@ def plan(
         recompute_modules=tuple(name.strip() for name in recompute_modules.split(",") if name.strip()),
         recompute_layers=recompute_layers,
         moe_dispatcher=moe_dispatcher,
+        tp_overlap=tp_overlap,
+        ep_overlap=ep_overlap,
         gradient_bytes=4 if gradients == "fp32" else 2,
         all_logits=all_logits,
         **objective_settings(objective or model.family.objective),

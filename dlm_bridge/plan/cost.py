@@ -100,14 +100,23 @@ def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) 
     forward = max(products + attention + experts + between, hardware.layer_latency)
     work = _Work(compute=3 * forward + (_BACKWARD_ATTENTION - 2) * attention)
     work.tensor_parallel = _tensor_parallel(model, run, hardware)
+    if run.tp_overlap:
+        work.tensor_parallel = _exposed(work.tensor_parallel, 3 * products, hardware)
     work.context_parallel = _context_parallel(model, run, hardware, (1 + _BACKWARD_ATTENTION) * attention)
     work.expert_parallel = _expert_parallel(model, run, hardware) if moe else 0.0
+    if run.ep_overlap and run.micro_batches > 1:
+        work.expert_parallel = _exposed(work.expert_parallel, work.compute, hardware)
     if run.recompute == "full":
         share = 1.0 if run.recompute_layers is None else min(1.0, run.recompute_layers * layout.pp / dims.layers)
         work.recompute = share * (forward + work.tensor_parallel / 2 + work.expert_parallel / 2)
     elif run.recompute == "selective":
         work.recompute = _selective(model, run, hardware, moe, attention, experts, work.expert_parallel / 2)
     return work
+
+
+def _exposed(seconds: float, behind: float, hardware: Hardware) -> float:
+    """Seconds of a communication that computation of so many seconds does not hide."""
+    return seconds - min(hardware.overlap_efficiency * seconds, behind)
 
 
 def _rate(run: PlannedRun, hardware: Hardware) -> float:

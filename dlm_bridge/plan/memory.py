@@ -170,7 +170,7 @@ def _stage(model: PlannedModel, run: PlannedRun, pp: int) -> StageMemory:
     allocated = max(weights + gradients + optimizer + kept + transient, building)
     groups = sum(size > 1 for size in (run.layout.tp, run.layout.pp, run.cp, run.dp, run.layout.ep, run.expert_dp))
     overhead = OVERHEADS.cuda_context + groups * OVERHEADS.nccl_group + OVERHEADS.reserved_share * allocated
-    if run.tp_overlap:
+    if run.tp_overlap and run.layout.tp > 1:
         overhead += (_GATHERED * (1 if run.precision == "fp8" else 2) + _REDUCED * 2) * run.tokens * model.dims.hidden
     return StageMemory(
         pp_rank=pp,

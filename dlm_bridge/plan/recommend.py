@@ -242,6 +242,8 @@ def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[Layo
         modules = tuple(module for module in all_modules if _has(model, module))
         if recompute == "selective" and not modules:
             continue
+        if run.ep_overlap and (recompute == "full" or "moe" in modules):
+            continue  # megatron-core recomputes neither there
         trial = replace(run, recompute=recompute, recompute_modules=modules)
         memory = memory_plan(model, trial, checked=True)
         need = min(need or memory.peak.total, memory.peak.total)

@@ -48,8 +48,9 @@ class Hardware:
     The defaults are the data sheet rates of an 80 GB H100 SXM with NVLink 4 and one 400 Gb/s port per GPU. The
     efficiencies are the fractions that kernels were measured to sustain on one H200 (docs/planning.md): a large matrix
     product 654 of 989 TFLOP/s under the power limit (one of `small_rows` rows half of that), attention 550 to 700,
-    memory 4.36 of 4.8 TB/s. `layer_latency` is the time in seconds to launch one layer's forward kernels,
-    `message_latency` that of one pipeline message or collective.
+    memory 4.36 of 4.8 TB/s. `overlap_efficiency`, the part of a communication that computation hides where the run
+    overlaps the two, is one that fits published runs. `layer_latency` is the time in seconds to launch one layer's
+    forward kernels, `message_latency` that of one pipeline message or collective.
     """
 
     memory: int = 80 * 10**9
@@ -64,6 +65,7 @@ class Hardware:
     memory_efficiency: float = 0.91
     expert_efficiency: float = 0.5
     link_efficiency: float = 0.75
+    overlap_efficiency: float = 0.5
     layer_latency: float = 3e-4
     message_latency: float = 3e-5
 
@@ -86,8 +88,9 @@ class Hardware:
             f"links: NVLink {self.nvlink / 1e9:.0f} GB/s among {self.per_node} GPUs, network {self.network / 1e9:.0f} "
             f"GB/s a GPU whatever the number of nodes, of which {self.link_efficiency:.0%}; "
             f"{1e6 * self.message_latency:.0f} us a message or collective",
-            "tensor and expert parallel collectives are not hidden; the last micro-batch hides the reduction of "
-            "gradients and the gathering of weights, attention hides context parallelism, each but for a tenth",
+            "tensor and expert parallel collectives are not hidden, with --tp-overlap and --ep-overlap "
+            f"{self.overlap_efficiency:.0%} of them; the last micro-batch hides the reduction of gradients and the "
+            "gathering of weights, attention hides context parallelism, each but for a tenth",
             "the pipeline's bubble is (pp - 1) / (vp x micro-batches) of the slowest stage's work",
             "no failure, no slow GPU, no checkpoint, no waiting for data",
         ]
@@ -131,6 +134,7 @@ class PlannedRun:
     recompute_layers: int | None = None  # of each stage, with full recomputation; all where None
     moe_dispatcher: str = "alltoall"
     tp_overlap: bool = False
+    ep_overlap: bool = False
     gradient_bytes: int = field(default=OVERHEADS.gradient_bytes)
     streams: int = 1
     loss_share: float = 1.0
@@ -198,6 +202,7 @@ class PlannedRun:
         layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
         if model.dims.experts:
             check_instances_of_experts(self.optimizer_instances, self.fsdp)
+        self._check_overlap(model)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
             raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
@@ -220,6 +225,24 @@ class PlannedRun:
         for module in self.recompute_modules:
             if module not in RECOMPUTE_MODULES:
                 raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")
+
+    def _check_overlap(self, model: PlannedModel) -> None:
+        if self.tp_overlap and model.latent_attention:
+            raise DlmBridgeError(
+                "--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out"
+            )
+        if not self.ep_overlap:
+            return
+        if self.moe_dispatcher not in ("alltoall", "flex"):
+            raise DlmBridgeError(f"--ep-overlap with --moe-dispatcher {self.moe_dispatcher}: choose alltoall or flex")
+        if self.fsdp is not None:
+            raise DlmBridgeError(f"--ep-overlap with --fsdp {self.fsdp}: choose one of them")
+        if self.recompute == "full" or (self.recompute == "selective" and "moe" in self.recompute_modules):
+            raise DlmBridgeError(
+                "--ep-overlap does not recompute whole layers or experts: recompute less, or leave it out"
+            )
+        if self.layout.pp > 1 and self.layout.vp == 1:
+            raise DlmBridgeError(f"--ep-overlap with --pp {self.layout.pp} needs virtual stages: set --vp")
 
     def _check_batch(self) -> None:
         pieces = self.cp * (2 if self.cp > 1 else 1)  # context parallelism balances causal work with two pieces each
@@ -246,7 +269,7 @@ class PlannedRun:
             "gpus", "seq_length", "cp", "dp", "expert_dp", "micro_batch_size", "micro_batches", "batch", "precision",
             "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "optimizer_instances",
             "fsdp", "sharded_sequence", "recompute", "recompute_modules", "recompute_layers", "moe_dispatcher",
-            "tp_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
+            "tp_overlap", "ep_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":
@@ -284,6 +307,7 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         recompute_layers=config.engine.recompute_layers,
         moe_dispatcher=config.parallel.moe_dispatcher,
         tp_overlap=config.parallel.tp_overlap,
+        ep_overlap=config.parallel.ep_overlap,
         **objective_settings(objective),
     )
 
