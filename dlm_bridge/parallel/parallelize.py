@@ -80,7 +80,7 @@ def build_megatron_model(
             _mark_expert_params(model)
         chunks.append(model.to(platform.current().device()))
     absent = load(chunks, checkpoint, load_weights, nbytes)
-    if absent.tasks:
+    if absent.loads:
         for model in chunks:
             model.absent = absent
     return chunks

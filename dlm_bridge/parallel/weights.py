@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.streaming import SliceRange, read_rows
 from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.dtypes import dtype_name
@@ -116,20 +117,18 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 class AbsentWeights:
     """Parameters without memory, which `fill` allocates and loads."""
 
-    nbytes: Mapping[torch.Tensor, int]  # of the storage of each
-    tasks: dict[torch.Tensor, tuple[int, Callable[[], None]]] = field(default_factory=dict)  # several may have one
+    nbytes: Mapping[torch.Tensor, int]  # of the storage of each that has no memory
+    loads: dict[torch.Tensor, _Load] = field(default_factory=dict)  # several may have one
 
-    def fill(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give those of these parameters that are absent their memory and values, and what is loaded with them."""
-        tasks = {
-            id(self.tasks[parameter]): self.tasks[parameter] for parameter in parameters if parameter in self.tasks
-        }
-        if not tasks:
-            return
-        for parameter in [parameter for parameter, task in self.tasks.items() if id(task) in tasks]:
-            allocate(parameter, self.nbytes[parameter])
-            del self.tasks[parameter]
-        run_tasks(list(tasks.values()), worker_count(None))
+    def fill(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
+        """Give those of these parameters that are absent, and what is loaded with them, their memory, and values to
+        the elements in their ranges (start, stop), to all of what has none. The other elements are undefined."""
+        loads = {id(load): load for load in map(self.loads.get, ranges) if load is not None}
+        for parameter in [parameter for parameter, load in self.loads.items() if id(load) in loads]:
+            if parameter in self.nbytes:
+                allocate(parameter, self.nbytes[parameter])
+            del self.loads[parameter]
+        run_tasks([(load.nbytes, partial(load, ranges)) for load in loads.values()], worker_count(None))
 
 
 def load(
@@ -143,8 +142,8 @@ def load(
     The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
     padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
     are read, which decides the parameters'. Parameters that are `unallocated` (the bytes of each) are left to what is
-    returned, but for those with a dtype of their own. Raises DlmBridgeError where a tensor of the model is not set
-    exactly once or has another shape.
+    returned, but for those with a dtype of their own, and so are the values of all other parameters. Raises
+    DlmBridgeError where a tensor of the model is not set exactly once or has another shape.
     """
     live = live_tensors(chunks)
     unset = set(live)
@@ -156,15 +155,16 @@ def load(
             if name not in unset:
                 raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
             unset.remove(name)
-        task = (param_bytes(checkpoint, param), partial(_load_param, checkpoint, param, targets))
-        without = [target for _, target in targets.values() if target in absent.nbytes]
-        if values and without and not param.rule.own_dtype:
-            absent.tasks.update(dict.fromkeys(without, task))
+        one = _Load(checkpoint, param, targets)
+        parameters = [target for _, target in targets.values() if isinstance(target, torch.nn.Parameter)]
+        if values and unallocated and parameters and not param.rule.own_dtype:
+            absent.loads.update(dict.fromkeys(parameters, one))
             continue
-        for target in without:
-            allocate(target, absent.nbytes[target])
+        for parameter in parameters:
+            if parameter in absent.nbytes:
+                allocate(parameter, absent.nbytes[parameter])
         if targets and (values or param.rule.own_dtype):
-            tasks.append(task)
+            tasks.append((one.nbytes, partial(one, {})))
         else:
             for _, target in targets.values():
                 target.data.zero_()
@@ -174,15 +174,83 @@ def load(
     return absent
 
 
-@torch.no_grad()
-def _load_param(
-    checkpoint: Checkpoint, param: ParamMapping, targets: dict[str, tuple[ParamMapping, torch.Tensor]]
-) -> None:
-    stored = checkpoint.read_param(param)
-    for name, (piece, target) in targets.items():
-        shard = shard_of(piece, _unsharded(piece, param, stored), target)
-        with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
-            _fill(name, target, shard, piece)
+@dataclass(frozen=True)
+class _Load:
+    """Loading of a parameter into what a model holds of it: by name, the piece and the tensor."""
+
+    checkpoint: Checkpoint
+    param: ParamMapping
+    targets: dict[str, tuple[ParamMapping, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the stored tensors."""
+        return param_bytes(self.checkpoint, self.param)
+
+    @torch.no_grad()
+    def __call__(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
+        """Set the targets; of one with a range at least the elements in it, and where the checkpoint can tell where
+        they lie, no others."""
+        cut = any(target in ranges and ranges[target] != (0, target.numel()) for _, target in self.targets.values())
+        if cut and self.checkpoint.streams(self.param):
+            self._set(ranges)
+            return
+        stored = self.checkpoint.read_param(self.param)
+        for name, (piece, target) in self.targets.items():
+            shard = shard_of(piece, _unsharded(piece, self.param, stored), target)
+            with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+                _fill(name, target, shard, piece)
+
+    def _set(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
+        for name, (piece, target) in self.targets.items():
+            _check_shape(name, target, _shard_shape(piece, target), piece)
+            start, stop = ranges.get(target, (0, target.numel()))
+            values = read_shard(self.checkpoint, self.param, piece, target, start, stop)
+            with torch.accelerator.device_index(target.device.index):
+                target.data.view(-1)[start:stop].copy_(values)
+
+
+def read_shard(
+    checkpoint: Checkpoint, param: ParamMapping, piece: ParamMapping, target: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Elements `start` to `stop`, in row-major order, of this tensor parallel rank's shard of one piece of a parameter
+    that the checkpoint `streams`, for `target`, as `shard_of` has it; rows of a padded vocabulary are zero.
+
+    Reads the rows that hold them: whole ones, of which a shard that is cut along its columns has a part.
+    """
+    dtype = checkpoint.spec(param.hub_names[0])[0]
+    if start == stop:
+        return torch.empty(0, dtype=dtype)
+    rank, size = tensor_parallel(piece)
+    rows: Sequence[tuple[int, int]] = ((0, piece.megatron_shape[0]),)
+    columns: Sequence[tuple[int, int]] = ()
+    if is_vocabulary(piece):
+        rows = (vocabulary_range(piece, rank, target.shape[0]),)
+    elif size > 1 and piece.rule.tp_axis == 0:
+        rows = piece.tp_slices(rank, size)
+    elif size > 1 and piece.rule.tp_axis == 1:
+        columns = piece.tp_slices(rank, size)
+    own_width, width = prod(target.shape[1:]), prod(piece.megatron_shape[1:])
+    first, last = start // own_width, -(-stop // own_width)
+    before = sum(each.megatron_shape[0] for each in param.pieces[: param.pieces.index(piece)])
+    runs = SliceRange(tuple(rows)).moved(before).subset(first, last)
+    found = read_rows(checkpoint.regions(param), runs, width * dtype.itemsize).view(-1).view(dtype)
+    if columns:
+        whole_rows = found.view(-1, *piece.megatron_shape[1:])
+        found = torch.cat([whole_rows.narrow(1, *each) for each in columns], dim=1).reshape(-1)
+    values = found[start - first * own_width : stop - first * own_width]
+    return torch.nn.functional.pad(values, (0, stop - start - len(values)))
+
+
+def _shard_shape(piece: ParamMapping, target: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what `shard_of` gives."""
+    rank, size = tensor_parallel(piece)
+    shape, axis = list(piece.megatron_shape), piece.rule.tp_axis
+    if is_vocabulary(piece):
+        shape[0] = vocabulary_range(piece, rank, target.shape[0])[1]
+    elif axis is not None and size > 1:
+        shape[axis] = sum(length for _, length in piece.tp_slices(rank, size))
+    return tuple(shape)
 
 
 def _unsharded(piece: ParamMapping, param: ParamMapping, stored: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -255,12 +323,7 @@ def pieces_at(param: ParamMapping) -> Iterator[tuple[ParamMapping, str]]:
 def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapping) -> None:
     """Copy a shard into a parameter, which may have more rows where it is a padded vocabulary."""
     rows = shard.shape[0]
-    padded = is_vocabulary(param) and target.shape[1:] == shard.shape[1:] and target.shape[0] > rows
-    if target.shape != shard.shape and not padded:
-        raise DlmBridgeError(
-            f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives "
-            f"{tuple(shard.shape)}"
-        )
+    _check_shape(name, target, shard.shape, param)
     if param.rule.own_dtype:
         target.data = target.data.to(torch.promote_types(target.dtype, shard.dtype))
     if rows < len(target):
@@ -270,6 +333,14 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapp
         target.copy_(shard)  # whole, because a slice of FP8 weights may be a copy
     if hasattr(target, "get_high_precision_init_val"):  # of FP8 weights, from which the main params start
         target.get_high_precision_init_val().copy_(shard)
+
+
+def _check_shape(name: str, target: torch.Tensor, shape: Sequence[int], param: ParamMapping) -> None:
+    padded = is_vocabulary(param) and target.shape[1:] == tuple(shape)[1:] and target.shape[0] > shape[0]
+    if target.shape != tuple(shape) and not padded:
+        raise DlmBridgeError(
+            f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives {tuple(shape)}"
+        )
 
 
 def is_vocabulary(param: ParamMapping) -> bool:
@@ -360,10 +431,14 @@ def _fsdp_main_params(
 def _load_main_param(
     checkpoint: Checkpoint, param: ParamMapping, parts: Sequence[tuple[ParamMapping, torch.Tensor, MainParamShard]]
 ) -> None:
-    stored = checkpoint.read_param(param)
+    streams = checkpoint.streams(param)
+    stored = () if streams else checkpoint.read_param(param)
     for piece, target, main_param in parts:
-        flat = shard_of(piece, _unsharded(piece, param, stored), target).reshape(-1)
-        values = flat[main_param.start : main_param.start + main_param.size]
-        values = torch.nn.functional.pad(values, (0, main_param.size - len(values)))  # rows of a padded vocabulary
+        stop = main_param.start + main_param.size
+        if streams:
+            values = read_shard(checkpoint, param, piece, target, main_param.start, stop)
+        else:
+            flat = shard_of(piece, _unsharded(piece, param, stored), target).reshape(-1)[main_param.start : stop]
+            values = torch.nn.functional.pad(flat, (0, main_param.size - len(flat)))  # rows of a padded vocabulary
         with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
             main_param.write(values)

@@ -1,6 +1,6 @@
 """One of two processes that build models on CPU and cut them by megatron-core's own FSDP, a layer at a time: each gets
 its rows of what the checkpoint holds, and never has the memory of all layers. CUDA is stood in for as in
-`fsdp_reduction_worker`.
+`fsdp_reduction_worker`. Each reads the bytes of its rows.
 
 python -m tests.train.fsdp_building_worker FOLDER
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.layouts.host_transport import NAME, register
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.parallel.weights import stored_dtype
 from dlm_bridge.train.config import TrainConfig
 from tests.processes import work
 from tests.train.fsdp_reduction_worker import stand_in
 from tests.train.megatron_cases import Files
+from tests.train.sharding_worker import CountedReads
 
 SUBJECTS = ("masked", "masked-moe", "latent")
 
@@ -54,11 +56,14 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     assert _nbytes(layers) == small < whole_size / 4
     largest = max(sum(map(_size, layer.parameters())) for layer in model.decoder.layers)
 
-    held = []
+    held, cut = [], dict[torch.Tensor, tuple[int, int]]()
     absent = model.absent
+    late = list(absent.loads)
+    assert {*late, *routers} == set(model.parameters())
 
-    def fill(parameters: Sequence[torch.Tensor]) -> None:
-        absent.fill(parameters)
+    def fill(ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
+        absent.fill(ranges)
+        cut.update({each: found for each, found in ranges.items() if each not in cut})
         held.append(_nbytes(layers))
 
     config = data_parallel_config(
@@ -75,12 +80,15 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     own = [dist.new_group([other]) for other in (0, 1)][dist.get_rank()]
     mesh = DeviceMesh.from_group([dist.group.WORLD, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
     index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
-    with filled_when_cut(fill), pytest.MonkeyPatch.context() as patch:
+    with CountedReads() as read, filled_when_cut(fill), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's
         sharded = MegatronFSDP(
             model, index, config, [TransformerLayer], device=torch.device("cpu"), calculate_per_token_loss=True
         )
-    assert not absent.tasks
+    assert not absent.loads
+    own = sum(cut[each][1] - cut[each][0] for each in late)
+    assert own < 0.6 * sum(each.numel() for each in late)
+    assert read.nbytes == own * stored_dtype(source).itemsize
     assert max(held) <= 2 * largest + small < whole_size, (held, largest)
     wanted = dict(plain.named_parameters())
     for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:

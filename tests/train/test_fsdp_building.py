@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, re
 
 
 def test_layers_get_memory_and_weights_as_they_are_cut(tmp_path: Path) -> None:
-    """Their rows are those of a model that was built whole, in fp32 and bf16."""
+    """Their rows are those of a model that was built whole, in fp32 and bf16, and no others are read."""
     Files(tmp_path).write_some(*SUBJECTS)
     report = launch("tests.train.fsdp_building_worker", tmp_path, timeout_s=120)
     assert len(report) == 2 * len(SUBJECTS)

@@ -3,7 +3,7 @@ until it cuts them, and a patch of its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -117,15 +117,26 @@ def allocate(parameter: torch.Tensor, nbytes: int) -> None:
 
 
 @contextmanager
-def filled_when_cut(fill: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Call `fill` with the parameters of a unit just before Megatron FSDP copies them to its buffers. It then frees
-    what it has copied."""
+def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], None]) -> Iterator[None]:
+    """Call `fill` with the parameters of a unit just before Megatron FSDP copies them to its buffers, each with the
+    range (start, stop) of the elements that are this rank's. It then frees what it has copied.
+
+    A unit's weights and main params are two buffers, cut alike: the first one's ranges are those of both.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
 
     set_item = DataParallelBuffer.set_item
+    buffers: list[Any] = []
+    filled: dict[torch.Tensor, tuple[int, int]] = {}
 
     def set_filled(self: Any, item_id: int, item_data: torch.Tensor) -> None:
-        fill(self.params)
+        if not any(self is buffer for buffer in buffers[-2:]):
+            buffers.append(self)
+            ranges = {each: self.locate_item_in_global_item(number) for number, each in enumerate(self.params)}
+            fill(ranges)
+            for each, (start, stop) in ranges.items():
+                low, high = filled.setdefault(each, (start, stop))
+                assert start == stop or low <= start <= stop <= high, "a second buffer that is cut otherwise"
         set_item(self, item_id, item_data)
 
     DataParallelBuffer.set_item = set_filled

@@ -205,7 +205,7 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
         ddp_config = mcore_config.data_parallel_config(config)
         with nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill):
             wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
-        assert chunk.absent is None or not chunk.absent.tasks, "a layer that FSDP has not cut"
+        assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not cut"
         chunk.absent = None
         if config.parallel.fsdp is not None:
             patch_unshared_gradients(wrapped[-1].module)
