@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,11 @@ from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bound
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
-from dlm_bridge.generation.native import native_settings
+from dlm_bridge.generation.native import drawing_from, native_settings
 from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
+from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
 # Tasks whose data come with the package, so that an evaluation runs without a network.
@@ -257,8 +259,8 @@ class CanvasHarness(DiffusionHarness):
 class AutoregressiveHarness(HFLM):
     """An autoregressive model: the harness's own class, on this process's share of the documents.
 
-    All requests of a document stay together: the harness reuses their common prompt's logits, and repeated texts of it
-    are drawn by one process. What is drawn depends on the number of processes, as it does on the batch size.
+    All requests of a document stay together: the harness reuses their common prompt's logits. Each text that is drawn
+    has a seed of its own (`row_seeds`), whatever the batches and the processes.
     """
 
     def __init__(self, opened: LoadedModel, settings: HarnessSettings, replicas: Replicas = ALONE) -> None:
@@ -270,6 +272,9 @@ class AutoregressiveHarness(HFLM):
             truncation=True,
         )
         self.replicas = replicas
+        self._seed = settings.seed
+        self._seeds: dict[str, deque[int]] = {}  # of the texts that are not drawn yet, by prompt
+        self._prompts: Sequence[str] = ()  # of the batch at work
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -283,11 +288,26 @@ class AutoregressiveHarness(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._of_share(super().generate_until, requests, disable_tqdm)
 
+    def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
+        self._prompts = strings  # the next texts are of these
+        return super().tok_batch_encode(strings, **options)
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
+        if settings.get("do_sample") and settings.get("num_beams", 1) == 1:
+            settings["custom_generate"] = drawing_from([self._seeds[each].popleft() for each in self._prompts])
+        return super()._model_generate(context, max_length, stop, **settings)
+
     def _of_share(self, method: Callable[..., list[Any]], requests: list[Instance], disable_tqdm: bool) -> list[Any]:
         documents: dict[tuple[Any, Any], list[int]] = {}
         for number, request in enumerate(requests):
             documents.setdefault((request.task_name, request.doc_id), []).append(number)
         own = [number for numbers in self.replicas.share(list(documents.values())) for number in numbers]
+        if method.__name__ == "generate_until":
+            prompts = [request.args[0] for request in requests]
+            seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
+            self._seeds = {}
+            for number in own:
+                self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
         with self.replicas.named():
             hidden = disable_tqdm or not self.replicas.leads
             found = method([requests[number] for number in own], disable_tqdm=hidden) if own else []
@@ -306,7 +326,7 @@ def run_tasks(
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if not replicas.leads:
-        torch.manual_seed(settings.seed + replicas.number)  # of what autoregressive models draw
+        torch.manual_seed(settings.seed + replicas.number)  # of what beams draw
         serve(_harness_model(opened, settings, replicas.broadcast(), replicas))
         return None
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))

@@ -56,7 +56,7 @@ def sample(
     if batches_canvases(model, given) and (streamer is None or len(prompts) == 1):
         return _canvases(model, input_ids, prompts, given, seed, streamer)
     if own_seeds is not None:
-        given["custom_generate"] = _drawing_from(own_seeds)
+        given["custom_generate"] = drawing_from(own_seeds)
         stored = getattr(model.generation_config, "stop_strings", None)
         if strings := check_stop_strings(given.get("stop_strings", stored)):
             # With a function of one's own `generate` forgets the tokenizer that they need.
@@ -182,8 +182,8 @@ def random_state_preserved(enabled: bool = True) -> Iterator[None]:
         yield
 
 
-def _drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
-    """transformers' sampling loop, in which the last of the logits processors draws."""
+def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """transformers' sampling loop, as the `custom_generate` of a call, in which each row draws by its own seed."""
 
     def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
         logits_processor.append(_RowDraws(Noise(seeds, input_ids.device)))

@@ -268,6 +268,17 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
         assert row["resps"] == [[model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]]]
 
 
+def test_what_an_autoregressive_model_draws_does_not_depend_on_the_batch(run: Eval) -> None:
+    def texts(batch_size: str, **options: Any) -> list[Any]:
+        given = {"tasks": ["sums"], "limit": 5, "set_": ["temperature=1.5", "gen_length=8"], **options}
+        return [row["resps"] for row in run("llama", batch_size=batch_size, **given)["samples"]]
+
+    drawn = texts("2")
+    assert texts("5") == drawn
+    assert texts("2", seed=1) != drawn
+    assert texts("2", set_=["gen_length=8"]) != drawn
+
+
 def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
     """In windows of two tokens nothing is left to chance: each is predicted from the one before, alone."""
     (tmp_path / "text.txt").write_text("What is 7?")
@@ -365,11 +376,15 @@ def test_several_processes_evaluate_as_one(
     tasks = f"orders,sums,{tmp_path / 'own.yaml'}"
     words = ["--tasks", tasks, "--limit", "5", "--mc-samples", "3", "--max-length", "128", "--batch-size", "2"]
     layouts: dict[str, list[str]] = {"shares": [], "shards": ["--tp-plan", "auto"], "groups": ["--tp", "2"]}
+    drawn = {"llada": [], "llama": ["temperature=1.5", "gen_length=8"]}
     commands = {
-        f"{layout} {name}": ["eval", str(folder), *words, *more, "--output", str(tmp_path / f"{layout}-{name}")]
+        f"{layout} {name}": [
+            "eval", str(folder), *words, *more, *(word for one in drawn[name] for word in ("--set", one)),
+            "--output", str(tmp_path / f"{layout}-{name}"),
+        ]
         for layout, more in layouts.items()
         for name, folder in folders.items()
-    }
+    }  # fmt: skip
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     said = {}
     for processes in (2, 4):
@@ -379,7 +394,7 @@ def test_several_processes_evaluate_as_one(
         (root / "commands.json").write_text(json.dumps(own_commands))
         said |= launch("tests.cli.tp_worker", root, processes)
     options = {"limit": 5, "mc_samples": 3, "max_length": 128, "batch_size": "2"}
-    alone = {name: run(name, tasks=[tasks], **options) for name in folders}
+    alone = {name: run(name, tasks=[tasks], set_=drawn[name], **options) for name in folders}
     for command in commands:
         layout, name = command.split()
         assert command in said, said

@@ -20,6 +20,7 @@ from dlm_bridge.train.rl.accelerate_engine import train
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder
 
 WORDS = ["<eos>", "<mask>", *"abcdefgh"]
+SPECIAL = {"mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}  # of `letters`, in config.json
 
 
 def letters() -> PreTrainedTokenizerFast:

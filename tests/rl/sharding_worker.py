@@ -54,6 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dpo": {"global_batch_size": 8, "micro_batch_size": 1, "eval_interval": STEPS},
 }
+FORMS = {"experts": "diffu-grpo", "blocks": "block-grpo"}  # other models, by their folders
 OPTIONS: dict[str, Any] = {
     "seq_length": 16,
     "lr": 1e-3,
@@ -74,6 +75,8 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
     if processes == 1:
         for method in METHODS:
             yield method, partial(train_run, root, f"{method}-1", method)
+        for form, method in FORMS.items():
+            yield form, partial(train_run, root, f"{form}-1", method, model=str(root / form))
         yield "an adapter", partial(train_run, root, "adapter-1", "diffu-grpo", lora_rank=2)
         yield "DoRA", partial(train_run, root, "dora-1", "diffu-grpo", lora_rank=2, lora_dora=True)
         return
@@ -88,6 +91,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
             yield f"{method}, {size} sample together", partial(equals, root, name, f"{method}-1", method, **shared)
         yield f"goes on, {size} sample together", partial(goes_on, root, f"diffu-grpo-{processes}-tp{size}", **shared)
     if processes == 2:
+        for form, method in FORMS.items():
+            for size, how in ((1, form), (2, f"{form}, 2 sample together")):
+                more = {"model": str(root / form), "sharding": "fsdp", "rollout_tp": size}
+                yield how, partial(equals, root, f"{form}-2-tp{size}", f"{form}-1", method, **more)
         more = {"sharding": "fsdp", "rollout_tp": 2, "lora_rank": 2, "lora_dora": True}
         yield "an adapter that is merged", partial(equals, root, "dora-2", "dora-1", "diffu-grpo", **more)
         yield "an adapter", partial(equals, root, "adapter-2", "adapter-1", "diffu-grpo", sharding="fsdp", lora_rank=2)

@@ -16,14 +16,12 @@ from tests import launcher
 from tests.families.llada_moe import CASE as EXPERTS
 from tests.families.sdar import CASES as BLOCKS
 from tests.processes import assert_ok, environments, forked
-from tests.rl.conftest import Run, letters, write_llada, write_llama
+from tests.rl.conftest import SPECIAL, Run, letters, write_llada, write_llama
 
 pytest.importorskip("megatron.core")
 
 from tests.rl.megatron_worker import PARTS, names
 from tests.train.test_megatron_lora import write_adapter
-
-SPECIAL = {"mask_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def write_inputs(root: Path) -> Path:

@@ -17,8 +17,10 @@ from dlm_bridge.train.rl import replica
 from dlm_bridge.train.rl.accelerate_engine import gather_weights
 from dlm_bridge.train.rl.replica import RolloutModel
 from dlm_bridge.train.rl.rollout import Rollouts
+from tests.families.llada_moe import CASE as EXPERTS
+from tests.families.sdar import CASES as BLOCKS
 from tests.processes import assert_ok, forked, launch
-from tests.rl.conftest import Run, write_llada, write_llama
+from tests.rl.conftest import SPECIAL, Run, letters, write_llada, write_llama
 from tests.rl.sharding_worker import WORLDS, names
 
 
@@ -28,6 +30,9 @@ def root(tmp_path_factory: pytest.TempPathFactory, problems: Path, reward: str) 
     root = tmp_path_factory.mktemp("rl_sharding")
     write_llada(root / "policy", heads=4)
     write_llama(root / "causal", heads=4)
+    for case, folder in ((EXPERTS, root / "experts"), (BLOCKS[0], root / "blocks")):
+        case.write(folder, **SPECIAL)
+        letters().save_pretrained(folder)
     (root / "problems.jsonl").write_text("".join(problems.read_text().splitlines(keepends=True)[:7]))
     pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
     (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
