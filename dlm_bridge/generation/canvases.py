@@ -50,6 +50,12 @@ def has_canvas(model: Any) -> bool:
     return getattr(model.config, "canvas_length", None) is not None
 
 
+def image_token_ids(config: Any) -> tuple[int, ...]:
+    """The tokens that stand for images in a model's text, by its config; other models have none."""
+    ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
+    return tuple(token for token in ids if token is not None)
+
+
 def decoder(model: Any) -> nn.Module:
     """The tower whose forward passes are the denoising steps; the encoder's, one a canvas, are not counted."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -91,12 +97,11 @@ def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) ->
     config, text = model.config, model.config.get_text_config()
     if not len(prompt):
         raise DlmBridgeError("DiffusionGemma needs a prompt of at least one token: this one has none")
-    for name in IMAGE_TOKENS:
-        if getattr(config, name, None) in prompt:
-            raise DlmBridgeError(
-                f"the prompt holds an image ({name} {getattr(config, name)}): only text is sampled here, leave images "
-                "out"
-            )
+    image = next((token for token in image_token_ids(config) if token in prompt), None)
+    if image is not None:
+        raise DlmBridgeError(
+            f"the prompt holds an image (token id {image}): only text is sampled here, leave images out"
+        )
     outside = next((token for token in prompt if not 0 <= token < text.vocab_size), None)
     if outside is not None:
         raise DlmBridgeError(f"the prompt holds token {outside}, outside the vocabulary of {text.vocab_size}")

@@ -23,7 +23,7 @@ from dlm_bridge.objectives.two_streams import CanvasDiffusion
 from dlm_bridge.train.accelerate import transforms
 from dlm_bridge.train.accelerate.canvas import CanvasHead
 from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
-from tests.canvas_models import CANVAS, EOS, VOCABULARY, canvas_model, has_class, write_canvas_model
+from tests.canvas_models import CANVAS, EOS, IMAGE, VOCABULARY, canvas_model, has_class, write_canvas_model
 from tests.convert.helpers import hub_tensors
 from tests.train.chats import chatty, conversation, said, write_rows
 from tests.train.conftest import Run, without_speed
@@ -254,3 +254,11 @@ def test_what_is_refused(
         run(tmp_path / "out", **options(base, chats, **changes))
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_image_in_a_row_is_named_by_its_line(run: Run, base: Path, tmp_path: Path) -> None:
+    rows = [conversation(1), {"messages": [said("user", "see <image>"), said("assistant", "x")]}]
+    file = write_rows(tmp_path / "chats.jsonl", rows)
+    with pytest.raises(DlmBridgeError) as error:
+        run(tmp_path / "out", **options(base, file))
+    assert all(word in str(error.value) for word in ("chats.jsonl, line 2", "image", str(IMAGE)))

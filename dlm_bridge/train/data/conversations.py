@@ -235,6 +235,7 @@ class ConversationSettings:
     answer_blocks: bool = False  # blocks count from a row's one answer; of several the last is trained
     trajectories: bool = False  # rows have commit steps, which are read
     vocabulary_size: int | None = None  # of the model, which no token may be beyond
+    image_token_ids: tuple[int, ...] = ()  # which no row may hold either
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,10 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
             if settings.mask_token_id in ids:
                 raise DlmBridgeError(
                     f"{example.where}: the text holds the mask token (id {settings.mask_token_id}): remove it"
+                )
+            if (image := next((token for token in settings.image_token_ids if token in ids), None)) is not None:
+                raise DlmBridgeError(
+                    f"{example.where}: the text holds an image (token id {image}): only text is trained, remove it"
                 )
             if (size := settings.vocabulary_size) is not None and max(ids) >= size:
                 raise DlmBridgeError(f"{example.where}: token {max(ids)} is outside the model's vocabulary of {size}")
