@@ -23,7 +23,7 @@ from dlm_bridge.models.decoder_mapping import (
     require_values,
 )
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import moe_settings, qwen3_moe_mapping, routed_experts
+from dlm_bridge.models.moe import ATTENTION_TARGETS, moe_settings, qwen3_moe_mapping, routed_experts
 
 SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
@@ -108,6 +108,7 @@ QWEN3_MOE = autoregressive_spec(
         required=SUPPORTED,
         sliding_window=True,
     ),
+    lora_targets=ATTENTION_TARGETS,
 )
 
 # ------------------------------------------------------------------------------------------------ Mixtral
@@ -163,7 +164,7 @@ MIXTRAL = autoregressive_spec(
         transformer=_mixtral_transformer,
         passthrough=TIED_HEAD,
     ),
-    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    lora_targets=ATTENTION_TARGETS,
 )
 
 # ------------------------------------------------------------------------------------------------ OLMoE
@@ -207,5 +208,6 @@ OLMOE = autoregressive_spec(
         passthrough=TIED_HEAD,
         hub_only=NO_OLMOE,
     ),
+    lora_targets=ATTENTION_TARGETS,
     training=("accelerate",),  # whole rows are normalised
 )

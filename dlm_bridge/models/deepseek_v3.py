@@ -171,5 +171,6 @@ SPEC = autoregressive_spec(
     ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1"),
     "DeepseekV3",
     MAPPING,
-    lora_targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    # Of the queries those that the model has: with q_lora_rank null they are one matrix.
+    lora_targets=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )

@@ -144,6 +144,7 @@ class FamilySpec:
     objective: str = "masked"  # the family's own training objective
     sft: MappingABC[str, Any] = field(default_factory=dict)  # options of `dlm-bridge sft` that differ, as published
     sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that
+    # What an adapter has by default: those of these linear layers that the model has.
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     training: tuple[str, ...] = ("accelerate", "megatron")  # the engines that train it as published
     checked_against: str = ""

@@ -26,7 +26,7 @@ from dlm_bridge.models.decoder_mapping import (
     outer_rules,
     require_values,
 )
-from dlm_bridge.models.moe import moe_settings, routed_experts
+from dlm_bridge.models.moe import ATTENTION_TARGETS, moe_settings, routed_experts
 
 if TYPE_CHECKING:
     import torch
@@ -177,5 +177,5 @@ SPEC = autoregressive_spec(
         transformer=transformer,
         passthrough=TIED_HEAD,
     ),
-    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    lora_targets=ATTENTION_TARGETS,
 )

@@ -13,7 +13,7 @@ from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.decoder_mapping import require_values
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC as LLADA
-from dlm_bridge.models.moe import qwen3_moe_mapping
+from dlm_bridge.models.moe import ATTENTION_TARGETS, qwen3_moe_mapping
 
 # Values of the public checkpoints, which the body implements. Any other would be silently wrong.
 REQUIRED: dict[str, Any] = {
@@ -80,6 +80,6 @@ SPEC = FamilySpec(
     mask_token_id=156895,
     sft=LLADA.sft,
     sampler=LLADA.sampler,
-    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    lora_targets=ATTENTION_TARGETS,
     checked_against="the public modeling_lladamoe.py",
 )

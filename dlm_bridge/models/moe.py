@@ -15,6 +15,8 @@ from dlm_bridge.models.decoder_mapping import (
     require_values,
 )
 
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # LoRA's targets: the experts' weights are stacks
+
 
 def moe_settings(dims: Dims, chosen: int, score: str = "softmax", renormalised: bool = True) -> dict[str, Any]:
     """megatron-core's settings of experts and their router, which gives a token `chosen` of them.

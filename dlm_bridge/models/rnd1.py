@@ -6,7 +6,7 @@ Source: the public configuration_rnd.py, modeling_rnd.py and sampling.py of Radi
 from __future__ import annotations
 
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import QWEN3_30B_A3B, qwen3_moe_mapping
+from dlm_bridge.models.moe import ATTENTION_TARGETS, QWEN3_30B_A3B, qwen3_moe_mapping
 
 MAPPING = qwen3_moe_mapping({**QWEN3_30B_A3B, "max_position_embeddings": 40960})
 
@@ -25,6 +25,6 @@ SPEC = FamilySpec(
     mask_token_id=151669,
     objective="shifted",
     sampler={"algorithm": "rnd1"},
-    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    lora_targets=ATTENTION_TARGETS,
     checked_against="the public modeling_rnd.py",
 )

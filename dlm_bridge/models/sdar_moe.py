@@ -6,7 +6,7 @@ Source: the public configs and the serving code of JetAstra/SDAR and Gen-Verse/d
 from __future__ import annotations
 
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import QWEN3_30B_A3B, qwen3_moe_mapping
+from dlm_bridge.models.moe import ATTENTION_TARGETS, QWEN3_30B_A3B, qwen3_moe_mapping
 from dlm_bridge.models.sdar import SPEC as SDAR
 
 MAPPING = qwen3_moe_mapping({**QWEN3_30B_A3B, "max_position_embeddings": 32768})
@@ -26,6 +26,6 @@ SPEC = FamilySpec(
     objective=SDAR.objective,
     sft=SDAR.sft,
     sampler=SDAR.sampler,
-    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    lora_targets=ATTENTION_TARGETS,
     checked_against="the public modeling_rnd.py (the same body) under a block-causal mask",
 )

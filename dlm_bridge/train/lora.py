@@ -43,9 +43,10 @@ def with_lora(config: Config, model: Any) -> Config:
         return config
     family = model_family(model)
     assert family is not None, "with_objective has refused a model of no family"
-    targets = comma_separated(config.model.lora_targets) or list(family.lora_targets)
+    targets = comma_separated(config.model.lora_targets)
     for target in targets:
         _check_target(model, target)
+    targets = targets or [name for name in family.lora_targets if name in linear_layers(model)]
     if EXPERTS in targets and config.model.lora_dropout:
         raise DlmBridgeError(f"--lora-dropout: PEFT has none for {EXPERTS}: leave one of them out")
     if EXPERTS in targets and config.parallel.shards:
@@ -239,16 +240,20 @@ def expert_stacks(model: Any) -> list[str]:
     )
 
 
-def _check_target(model: Any, target: str) -> None:
-    """Raise DlmBridgeError unless `target` is the last part of the name of a linear layer in the decoder layers, or
-    EXPERTS where they have stacks of them."""
-    layers = decoder_layers(model)
-    linear = {
+def linear_layers(model: Any) -> set[str]:
+    """The last parts of the names of the linear layers in the decoder layers."""
+    return {
         name.rpartition(".")[2]
-        for layer in layers
+        for layer in decoder_layers(model)
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     }
+
+
+def _check_target(model: Any, target: str) -> None:
+    """Raise DlmBridgeError unless `target` is one of `linear_layers`, or EXPERTS where the decoder layers have stacks
+    of them."""
+    linear = linear_layers(model)
     stacks = expert_stacks(model)
     if target in linear or (target == EXPERTS and stacks):
         return

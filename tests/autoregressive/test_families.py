@@ -26,6 +26,8 @@ from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.generation.native import sample
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.models.families import families, find_family
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.lora import linear_layers, with_lora
 from dlm_bridge.train.rl.replica import RolloutModel
 from tests.autoregressive.cases import CASES, Case
 from tests.families.case import layouts
@@ -72,6 +74,17 @@ def test_transformers_own_classes_stay_what_they_are(case: Case, folder: Path) -
     assert case.spec.native == hasattr(transformers, name)
     assert type(model) is getattr(transformers, name, type(model))
     assert type(transformers.AutoConfig.from_pretrained(folder)) is case.spec.load("config_class")
+
+
+def test_an_adapter_has_targets_by_default(case: Case, folder: Path) -> None:
+    """The queries' matrices among them; routed experts, whose weights are stacks, are not linear layers."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    given = {"model": str(folder), "data": ["mock"], "output": "out", "objective": "causal", "lora_rank": 2}
+    targets = str(with_lora(TrainConfig.from_flags(**given), model).model.lora_targets).split(",")
+    assert set(targets) <= linear_layers(model)
+    assert any(name.startswith("q") for name in targets)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.spec.native], ids=lambda case: case.label)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
+from dlm_bridge.train.lora import linear_layers
 from tests.families.case import FamilyCase, all_cases, config_of, layouts
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
@@ -371,6 +372,10 @@ def test_tensor_parallel_plan_covers_every_matrix(case: FamilyCase, model: Any) 
             continue
         candidates = (f"model.{name}", f"model.{name.removesuffix('.weight')}")
         assert any(fnmatch.fnmatch(each, pattern) for each in candidates for pattern in cut), name
+
+
+def test_an_adapters_default_targets_are_linear_layers(case: FamilyCase, model: Any) -> None:
+    assert set(case.spec.lora_targets) <= linear_layers(model)
 
 
 def test_tensor_parallel_logits_and_samples_are_the_same(
