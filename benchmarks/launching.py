@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlm_bridge.processes import end_with_parent
 
-GRACE_S = 10.0  # between the limit at which processes end themselves and the one at which they are killed
+GRACE_S = 30.0  # for what a process imports before it calls `end_after`
 APART_S = 2.0  # between the tracebacks of two ranks, which share a log
 
 
