@@ -26,7 +26,7 @@ from dlm_bridge.errors import DlmBridgeError
 
 _DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # of old checkpoints, as in transformers
 MAGNITUDE = ".lora_magnitude_vector."  # in the name of a magnitude of DoRA's
-_BASE_LAYER = ".base_layer."  # in the name of a weight beside which PEFT has put an adapter
+_BASE_LAYER = re.compile(r"(\.base_layer)+\.")  # in the name of a weight beside which PEFT has put adapters
 
 
 class NotInRangesError(Exception):
@@ -236,7 +236,7 @@ def replace_parameters(model: nn.Module, others: Mapping[int, nn.Parameter]) -> 
 
 
 def _plain(name: str) -> str:
-    return name.replace(_BASE_LAYER, ".")
+    return _BASE_LAYER.sub(".", name)
 
 
 def hub_ranges(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[HubRange, tuple[int, ...]]]:

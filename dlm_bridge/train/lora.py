@@ -49,8 +49,6 @@ def with_lora(config: Config, model: Any) -> Config:
     targets = targets or [name for name in family.lora_targets if name in linear_layers(model)]
     if EXPERTS in targets and config.model.lora_dropout:
         raise DlmBridgeError(f"--lora-dropout: PEFT has none for {EXPERTS}: leave one of them out")
-    if EXPERTS in targets and config.parallel.shards:
-        raise DlmBridgeError(f"--lora-targets {EXPERTS}: FSDP2 would shard their stacks: use data parallelism")
     if EXPERTS in targets and config.model.lora_dora:
         raise DlmBridgeError(f"--lora-dora: there is no DoRA of stacked {EXPERTS}: leave one of them out")
     if config.model.lora_mask_only and config.objective.name != "idlm":

@@ -78,6 +78,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         for form, method in FORMS.items():
             yield form, partial(train_run, root, f"{form}-1", method, model=str(root / form))
         yield "an adapter", partial(train_run, root, "adapter-1", "diffu-grpo", lora_rank=2)
+        yield "an adapter of experts", partial(train_run, root, "expert-adapter-1", "diffu-grpo", **_experts(root))
         yield "DoRA", partial(train_run, root, "dora-1", "diffu-grpo", lora_rank=2, lora_dora=True)
         return
     for method in METHODS if processes == 2 else ("diffu-grpo", "vrpo", "value-model"):
@@ -95,6 +96,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
             for size, how in ((1, form), (2, f"{form}, 2 sample together")):
                 more = {"model": str(root / form), "sharding": "fsdp", "rollout_tp": size}
                 yield how, partial(equals, root, f"{form}-2-tp{size}", f"{form}-1", method, **more)
+        for size, how in ((1, "an adapter of experts"), (2, "an adapter of experts that is merged")):
+            more = {**_experts(root), "sharding": "fsdp", "rollout_tp": size}
+            name = f"expert-adapter-2-tp{size}"
+            yield how, partial(equals, root, name, "expert-adapter-1", "diffu-grpo", **more)
         more = {"sharding": "fsdp", "rollout_tp": 2, "lora_rank": 2, "lora_dora": True}
         yield "an adapter that is merged", partial(equals, root, "dora-2", "dora-1", "diffu-grpo", **more)
         yield "an adapter", partial(equals, root, "adapter-2", "adapter-1", "diffu-grpo", sharding="fsdp", lora_rank=2)
@@ -112,6 +117,10 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         copies = {"sharding": "fsdp", "fsdp_replicas": 2}
         yield "replicas", partial(equals, root, "replicas-4", "diffu-grpo-1", "diffu-grpo", **copies)
         yield "replicas go on", partial(goes_on, root, "replicas-4", **copies, rollout_tp=2)
+
+
+def _experts(root: Path) -> dict[str, Any]:
+    return {"model": str(root / "experts"), "lora_rank": 2, "lora_targets": "q_proj,experts"}
 
 
 def train_run(root: Path, name: str, method: str, resume: bool = False, **changes: Any) -> None:

@@ -73,6 +73,7 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
             yield subject, partial(train, root, f"{subject}-1", subject)
         yield "an adapter", partial(train, root, "adapter-1", "masked", **_adapter(root))
         yield "DoRA", partial(train, root, "dora-1", "masked", **_adapter(root), lora_dora=True)
+        yield "an adapter of experts", partial(train, root, "stacks-1", "masked", **_expert_adapter(root))
         yield "muon", partial(train, root, "muon-1", "masked", optimizer="muon")
         yield "averaged", partial(train, root, "averaged-1", "masked", ema_decay=0.5)
         yield "one process can be cut", partial(equals, root, "masked", "alone", sharding="fsdp", cpu_offload=True)
@@ -94,6 +95,9 @@ def checks(root: Path, processes: int) -> Iterator[Check]:
         yield "data parallel", partial(equals, root, "masked", "ddp-2")
         yield "an adapter", partial(adapter_equals, root, "adapter")
         yield "DoRA", partial(adapter_equals, root, "dora", lora_dora=True)
+        yield "an adapter of experts", partial(adapter_equals, root, "stacks", **_expert_adapter(root))
+        more = {**more, **_expert_adapter(root)}
+        yield "an adapter of experts goes on from one process", partial(goes_on, root, "stacks-1", **more)
         dora = {**_adapter(root), "lora_dora": True}
         yield "DoRA goes on from one process", partial(goes_on, root, "dora-1", sharding="fsdp", **dora)
         muon = {"sharding": "fsdp", "optimizer": "muon", "apart": MUON_APART}
@@ -167,7 +171,7 @@ def is_saved(root: Path, subject: str, name: str) -> None:
 
 
 def adapter_equals(root: Path, kind: str, **changes: Any) -> None:
-    equals(root, "masked", f"{kind}-2", f"{kind}-1", sharding="fsdp", **_adapter(root), **changes)
+    equals(root, "masked", f"{kind}-2", f"{kind}-1", sharding="fsdp", **{**_adapter(root), **changes})
     found, wanted = (
         load_file(root / name / f"checkpoints/step-{STEPS:07d}/adapter_model.safetensors")
         for name in (f"{kind}-2", f"{kind}-1")
@@ -353,6 +357,12 @@ def rows(root: Path, name: str) -> list[dict[str, Any]]:
 
 def _adapter(root: Path) -> dict[str, Any]:
     return {"model": str(root / "weights"), "from_scratch": False, "lora_rank": 4}
+
+
+def _expert_adapter(root: Path) -> dict[str, Any]:
+    """Of a model that a run has saved."""
+    model = str(root / f"experts-1/checkpoints/step-{STEPS:07d}")
+    return {**_adapter(root), "model": model, "lora_targets": "o_proj,experts"}
 
 
 def main(root: Path) -> None:

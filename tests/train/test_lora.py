@@ -255,8 +255,6 @@ def test_the_experts_of_a_family(tmp_path: Path, run: Run) -> None:
     assert all(rank * case.config["num_experts"] in tensor.shape for tensor in experts.values())
     with pytest.raises(DlmBridgeError, match=r"--lora-dora: there is no DoRA of stacked experts"):
         run(tmp_path / "dora", **options, lora_dora=True)
-    with pytest.raises(DlmBridgeError, match=r"--lora-targets experts: .*FSDP"):
-        run(tmp_path / "sharded", **options, sharding="fsdp")
 
 
 @pytest.mark.parametrize(

@@ -35,17 +35,25 @@ class ExpertSlice:
 
     def product(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
         """B @ A of this slice in fp32, in the Hub weight's shape."""
-        a_ERC = a.unflatten(0, (experts, -1))
-        b_ORE = b.unflatten(1, (-1, experts)).chunk(self.parts)[self.part]
+        own = b.chunk(self.parts)[self.part]
         if self.expert is None:
-            return torch.einsum("ore,erc->eoc", b_ORE.float(), a_ERC.float())
-        return b_ORE[..., self.expert].float() @ a_ERC[self.expert].float()
+            return stacked_product(a, own, experts)
+        return (
+            own.unflatten(1, (-1, experts))[..., self.expert].float()
+            @ a.unflatten(0, (experts, -1))[self.expert].float()
+        )
 
     def factors(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, columns], which the expert's gate and up projections share, and B [rows, rank] of one expert."""
         assert self.expert is not None
         b_ORE = b.unflatten(1, (-1, experts)).chunk(self.parts)[self.part]
         return a.unflatten(0, (experts, -1))[self.expert].contiguous(), b_ORE[..., self.expert].contiguous()
+
+
+def stacked_product(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
+    """[E, rows, columns], B @ A of every expert of a stack in fp32."""
+    a_ERC, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
+    return torch.einsum("ore,erc->eoc", b_ORE.float(), a_ERC.float())
 
 
 def stacked_factors(

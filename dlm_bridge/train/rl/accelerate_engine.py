@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -41,6 +43,9 @@ from dlm_bridge.train.rl.trainer import (
 )
 from dlm_bridge.train.rl.value_model import ValueModel
 from dlm_bridge.train.setup import RunStart, training_errors
+
+# The name of a weight that PEFT's layers hold: one around a linear layer, one around the other for stacks of experts.
+_ADAPTED = re.compile(r"(.+?)((?:\.base_layer)+)\.(.+)")
 
 
 @training_errors
@@ -257,22 +262,27 @@ def _merged(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[st
     """The weights of a model without the adapter that PEFT has put into it, which is merged into them."""
     layers = {name: module for name, module in sharded.named_modules() if hasattr(module, "base_layer")}
     for name, weight in sharded.named_parameters():
-        place, changed, kind = name.partition(".base_layer.")
         if ".lora_" in name:
             continue
         whole = fsdp.full_tensor(weight, device)
-        if not changed:
-            yield name, whole
-            continue
-        if kind == "weight":
-            whole = _with_adapter(layers[place], whole, device)
-        yield f"{place}.{kind}", whole
+        if (found := _ADAPTED.fullmatch(name)) is not None:
+            place, wrappers, kind = found.groups()
+            for number in range(wrappers.count(".")):
+                layer = layers[place + number * ".base_layer"]
+                if kind == getattr(layer, "parameter_name", "weight"):
+                    whole = _with_adapter(layer, whole, device)
+            name = f"{place}.{kind}"
+        yield name, whole
 
 
 def _with_adapter(layer: Any, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The weight of one of PEFT's linear layers with the layer's adapter in it."""
+    """The weight of one of PEFT's layers, linear or a stack of experts, with the layer's adapter in it."""
     (name,) = layer.lora_A.keys()
     a, b = (fsdp.full_tensor(part[name].weight, device).float() for part in (layer.lora_A, layer.lora_B))
+    if weight.dim() == 3:
+        product = stacked_product(a, b, len(weight))
+        product = product.mT if getattr(layer.get_base_layer(), "is_transposed", False) else product
+        return merged_weight(weight, layer.scaling[name] * product, None)
     magnitude = None
     if name in layer.lora_magnitude_vector:
         magnitude = fsdp.full_tensor(layer.lora_magnitude_vector[name].weight, device)
