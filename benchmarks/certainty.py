@@ -1,17 +1,25 @@
 r"""Certainty-forcing and trajectory distillation: accuracy and forward passes per token of a small model with each.
 
-    python benchmarks/certainty.py                                   on one GPU, some minutes
-    python benchmarks/certainty.py --digits 2 --steps 60 --more 30 --size tiny --batch 64 --rows 32 --examples 2000 \
-        --recorded 64 --keep                                         on a CPU
+    python benchmarks/certainty.py --output DIR                      on one GPU, some minutes
+    python benchmarks/certainty.py --output DIR --size tiny --batch 128 --steps 4000 --more 1500 --rows 256 \
+        --examples 40000 --recorded 6000                             on a CPU, half an hour
 
-A model is trained from nothing to add two numbers (`dlm-bridge sft`, objective masked). Four runs go on from its last
-checkpoint: in the same way ("plain"), with `--certainty-weight` ("certain"), with objective trajectory on what the
-model itself wrote for `--recorded` training prompts, a token a step, where it was right ("trajectory"), and with both
-("both"). Each is sampled greedily on sums that no training row holds, by Fast-dLLM's rule: a step commits every token
-above a threshold, the best at least. A line for each model and threshold: exact answers, digits that are right,
-forward passes per token. The last lines compare equal accuracies: the fewest forward passes per token of a run among
-the thresholds at which it is as accurate as "plain" at its best, and those of "plain" at that best. With --json FILE
-each line is appended there.
+The tasks, by `--task`:
+
+  terms  a row of digits is given; asked for are two rows that add up to it, place by place, modulo 10. The first of
+         them is random in the data: an answer has 10^digits right wordings, as text has many.
+  sums   two numbers are given, their sum is asked for: one right answer.
+
+A model is trained from nothing (`dlm-bridge sft`, objective masked). Five runs go on from its last checkpoint: "plain"
+in the same way; the others, as in the publications, on what the model itself wrote for `--recorded` training prompts,
+a token a step, where it was right: "own" with the same loss, "certain" with `--certainty-weight`, "trajectory" with
+the objective trajectory, "both" with both. Each is sampled greedily for prompts that no training row holds, by
+Fast-dLLM's rule: a step commits every token above a threshold, the best at least. A line for each model and threshold:
+right answers, forward passes per token. The last lines compare equal accuracies: the fewest forward passes per token
+of a run among the thresholds at which it is as accurate as "plain" (then: as "own") at its best, and those of that.
+
+DIR/results.jsonl has the same lines. What DIR holds already is not done again: a killed run goes on. On a GPU the runs
+that go on are trained at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,61 +40,103 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import dlm_bridge  # noqa: F401
 
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"d_model": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 64},
+    "tiny": {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 128},
     "small": {"d_model": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "mlp_hidden_size": 768},
 }
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
 EOS, MASK = "<eos>", "<mask>"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--digits", type=int, default=12)
-    parser.add_argument("--examples", type=int, default=200_000)
-    parser.add_argument("--rows", type=int, default=512, help="sums that are sampled")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--task", choices=("terms", "sums"), default="terms")
+    parser.add_argument("--digits", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=512, help="prompts that are sampled")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3000, help="of the first run")
     parser.add_argument("--more", type=int, default=1500, help="of those that go on from it")
-    parser.add_argument("--recorded", type=int, default=50_000, help="prompts whose trajectories are recorded")
+    parser.add_argument("--recorded", type=int, default=8000, help="prompts whose trajectories are recorded")
     parser.add_argument("--keep", action="store_true", help="keep wrong answers among the trajectories too")
+    parser.add_argument("--more-lr", type=float, default=1e-3, help="learning rate of those that go on")
     parser.add_argument("--weight", type=float, default=2.0)
     parser.add_argument("--temperature", type=float, default=0.5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Path(folder))
-        bench.write()
-        base = bench.train("base", bench.folder / "seed", options.steps, "--from-scratch")
-        certainty = ("--certainty-weight", str(options.weight), "--certainty-temperature", str(options.temperature))
-        found = {"base": bench.evaluate("base", base)}
-        recorded = bench.record(base)
-        runs: dict[str, tuple[Path | None, tuple[str, ...]]] = {
-            "plain": (None, ()),
-            "certain": (None, certainty),
-            "trajectory": (recorded, ()),
-            "both": (recorded, certainty),
+    bench = Bench(options)
+    bench.write()
+    base = bench.train("base", bench.folder / "seed", options.steps, bench.rows, "--from-scratch")
+    bench.evaluate("base", base)
+    own = bench.record(base)
+    certainty = ("--certainty-weight", str(options.weight), "--certainty-temperature", str(options.temperature))
+    trajectory = ("--objective", "trajectory")
+    runs: dict[str, tuple[Path, tuple[str, ...]]] = {
+        "plain": (bench.rows, ()),
+        "own": (own, ()),
+        "certain": (own, certainty),
+        "trajectory": (own, trajectory),
+        "both": (own, (*trajectory, *certainty)),
+    }
+    with ThreadPoolExecutor(len(runs) if bench.device == "cuda" else 1) as threads:
+        started = {
+            name: threads.submit(bench.train, name, base, options.more, data, *flags, lr=options.more_lr)
+            for name, (data, flags) in runs.items()
         }
-        for name, (trajectories, flags) in runs.items():
-            found[name] = bench.evaluate(
-                name, bench.train(name, base, options.more, *flags, trajectories=trajectories)
-            )
-        for name in list(runs)[1:]:
-            bench.compare(name, found["plain"], found[name])
+        found = {name: bench.evaluate(name, run.result()) for name, run in started.items()}
+    for reference in ("plain", "own"):
+        for name in [name for name in runs if name not in ("plain", reference)]:
+            bench.compare(reference, found[reference], name, found[name])
 
 
 class Bench:
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.folder = folder
+        self.folder: Path = options.output
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.rows = self.folder / "rows.jsonl"
+        self.results = self.folder / "results.jsonl"
         drawn = random.Random(0)
-        most = 10**options.digits
-        self.held = [(drawn.randrange(most), drawn.randrange(most)) for _ in range(options.rows)]
-        self.known = [(drawn.randrange(most), drawn.randrange(most)) for _ in range(options.examples)]
+        held = [self.draw(drawn) for _ in range(options.rows)]
+        self.held, out = [prompt for prompt, _ in held], dict(held)
+        known = [self.draw(drawn) for _ in range(options.examples)]
+        self.known = [(prompt, answer) for prompt, answer in known if prompt not in out]
+
+    def draw(self, drawn: random.Random) -> tuple[str, str]:
+        """A random prompt and a right answer to it."""
+        size = self.options.digits
+        first, second = (f"{drawn.randrange(10**size):0{size}d}" for _ in range(2))
+        if self.options.task == "sums":
+            return f"{first}+{second}=", f"{int(first) + int(second):0{size + 1}d}"
+        return f"{added(first, second)}=", f"{first}+{second}"
+
+    def right(self, prompt: str, answer: str) -> bool:
+        size = self.options.digits
+        if self.options.task == "sums":
+            first, _, second = prompt[:-1].partition("+")
+            return answer == f"{int(first) + int(second):0{size + 1}d}"
+        first, _, second = answer.partition("+")
+        digits = len(first) == len(second) == size and (first + second).isdecimal()
+        return digits and added(first, second) == prompt[:-1]
+
+    @property
+    def gen_length(self) -> int:
+        """Tokens of an answer and its end."""
+        return self.options.digits + 2 if self.options.task == "sums" else 2 * self.options.digits + 2
+
+    @property
+    def seq_length(self) -> int:
+        return len(self.held[0]) + self.gen_length
 
     def write(self) -> None:
-        """Config, tokenizer and training rows."""
+        """Config, tokenizer and training rows; the options of an output folder stay the same."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = {name: value for name, value in vars(self.options).items() if name != "output"}
+        recorded = self.folder / "options.json"
+        if recorded.exists():
+            if json.loads(recorded.read_text()) != options:
+                raise SystemExit(f"{self.folder} is of other options: {recorded.read_text()}")
+            return
         seed = self.folder / "seed"
         symbols = {symbol: number for number, symbol in enumerate([EOS, MASK, *"0123456789+="])}
         characters = Tokenizer(models.WordLevel(symbols, unk_token=EOS))
@@ -102,56 +152,49 @@ class Bench:
             mask_token_id=symbols[MASK],
             eos_token_id=symbols[EOS],
             pad_token_id=symbols[EOS],
-            max_sequence_length=4 * (self.options.digits + 2),
+            max_sequence_length=self.seq_length,
             architectures=["LLaDAModelLM"],
         ).save_pretrained(seed)
-        held = set(self.held)
-        with (self.folder / "sums.jsonl").open("w") as file:
-            for pair in self.known:
-                if pair not in held:
-                    file.write(json.dumps({"prompt": self.prompt(pair), "completion": self.answer(pair)}) + "\n")
+        with self.rows.open("w") as file:
+            for prompt, answer in self.known:
+                file.write(json.dumps({"prompt": prompt, "completion": answer}) + "\n")
+        recorded.write_text(json.dumps(options))
 
-    def prompt(self, pair: tuple[int, int]) -> str:
-        return "+".join(f"{number:0{self.options.digits}d}" for number in pair) + "="
-
-    def answer(self, pair: tuple[int, int]) -> str:
-        return f"{sum(pair):0{self.options.digits + 1}d}"
-
-    def train(self, name: str, model: Path, steps: int, *flags: str, trajectories: Path | None = None) -> Path:
+    def train(self, name: str, model: Path, steps: int, data: Path, *flags: str, lr: float = 1e-3) -> Path:
         """The last checkpoint of a run."""
         output = self.folder / name
+        checkpoint = output / "checkpoints" / f"step-{steps:07d}"
         precision = "bf16" if self.device == "cuda" else "fp32"
         command = [sys.executable, "-m", "dlm_bridge.cli", "sft", "--model", str(model), "--output", str(output)]
-        command += ["--data", str(trajectories or self.folder / "sums.jsonl"), "--split", "100,0,0"]
-        command += ["--objective", "trajectory" if trajectories else "masked", "--seq-length", str(self.length)]
-        command += ["--eos-padding", "none", "--precision", precision, "--lr", "1e-3"]
+        command += ["--data", str(data), "--split", "100,0,0", "--seq-length", str(self.seq_length)]
+        command += ["--eos-padding", "none", "--precision", precision, "--lr", str(lr)]
         command += ["--global-batch-size", str(self.options.batch), "--steps", str(steps), "--warmup-steps", "20"]
-        command += ["--save-interval", str(steps), "--eval-interval", "0", *flags]
-        self.call(name, command)
+        command += ["--save-interval", str(max(1, steps // 4)), "--eval-interval", "0", "--keep-last", "1", *flags]
+        if not checkpoint.exists():
+            self.call(name, [*command, "--resume"] if output.exists() else command)
         losses = [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
-        print(
-            f"{name}: {steps} steps, loss {losses[0]:.3f} to {sum(losses[-20:]) / len(losses[-20:]):.3f}", flush=True
-        )
-        (checkpoint,) = (output / "checkpoints").glob("step-*")
+        last = losses[-20:]
+        print(f"{name}: {steps} steps, loss {losses[0]:.3f} to {sum(last) / len(last):.3f}", flush=True)
         return checkpoint
 
     def record(self, model: Path) -> Path:
         """The trajectories of the right answers that a model gives to training prompts."""
         prompts, output, kept = (self.folder / f"{name}.jsonl" for name in ("prompts", "answers", "trajectories"))
-        held, length = set(self.held), self.options.digits + 2
-        pairs = [pair for pair in self.known if pair not in held][: self.options.recorded]
-        prompts.write_text("".join(json.dumps({"prompt": self.prompt(pair)}) + "\n" for pair in pairs))
-        command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(model), "--jsonl", str(prompts)]
-        command += ["--output", str(output), "--batch-size", str(self.options.batch), "--commit-steps"]
-        command += [*("--gen-length", str(length)), *("--steps", str(length)), *("--block-length", str(length))]
-        self.call("generate", command)
+        asked = [prompt for prompt, _ in self.known][: self.options.recorded]
+        if not output.exists() or len(output.read_text().splitlines()) < len(asked):
+            prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
+            length = str(self.gen_length)
+            command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(model), "--jsonl", str(prompts)]
+            command += ["--output", str(output), "--overwrite", "--batch-size", str(self.options.batch)]
+            command += ["--gen-length", length, "--steps", length, "--block-length", length, "--commit-steps"]
+            self.call("generate", command)
+        count = 0
         with output.open() as lines, kept.open("w") as file:
-            count = 0
-            for pair, line in zip(pairs, lines, strict=True):
-                if self.options.keep or json.loads(line)["text"].replace(" ", "") == self.answer(pair):
+            for prompt, line in zip(asked, lines, strict=True):
+                if self.options.keep or self.right(prompt, json.loads(line)["text"].replace(" ", "")):
                     file.write(line)
                     count += 1
-        print(f"trajectories: {count} of {len(pairs)}", flush=True)
+        print(f"trajectories: {count} of {len(asked)}", flush=True)
         return kept
 
     def call(self, name: str, command: list[str]) -> None:
@@ -159,54 +202,57 @@ class Bench:
         if result.returncode:
             raise SystemExit(f"the run {name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row: two numbers, plus and equals, the sum and the end."""
-        return 3 * self.options.digits + 4
-
     def evaluate(self, name: str, folder: Path) -> list[dict[str, Any]]:
         """A line for each threshold."""
-        model: Any = AutoModelForCausalLM.from_pretrained(folder)
-        model.to(self.device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        prompts = torch.tensor([tokenizer(self.prompt(pair))["input_ids"] for pair in self.held], device=self.device)
-        answers = [tokenizer(self.answer(pair))["input_ids"] for pair in self.held]
-        wanted = torch.tensor(answers, device=self.device)
-        lines = []
-        for threshold in THRESHOLDS:
+        known = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.exists() else []
+        lines = [line for line in known if line.get("model") == name]
+        model: Any = None
+        for threshold in THRESHOLDS[len(lines) :]:
+            if model is None:
+                model = AutoModelForCausalLM.from_pretrained(folder).to(self.device).eval()
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+                prompts = torch.tensor([tokenizer(prompt)["input_ids"] for prompt in self.held], device=self.device)
             output = model.generate(
-                prompts, gen_length=wanted.shape[1], block_length=wanted.shape[1], threshold=threshold,
+                prompts, gen_length=self.gen_length, block_length=self.gen_length, threshold=threshold,
                 eos_token_id=None, return_dict_in_generate=True,
             )  # fmt: skip
-            right = output.sequences[:, prompts.shape[1] :] == wanted
+            right = 0
+            for prompt, row in zip(self.held, output.sequences[:, prompts.shape[1] :].tolist(), strict=True):
+                symbols = tokenizer.convert_ids_to_tokens(row)
+                right += symbols[-1] == EOS and self.right(prompt, "".join(symbols[:-1]))
             line = {
                 "model": name,
                 "threshold": threshold,
-                "exact": round(right.all(dim=1).float().mean().item(), 4),
-                "digits": round(right.float().mean().item(), 4),
+                "right": round(right / len(self.held), 4),
                 "forwards_per_token": round(1 / output.tokens_per_forward, 4),
             }
             self.print(line)
             lines.append(line)
         return lines
 
-    def compare(self, name: str, plain: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-        best = max(plain, key=lambda line: (line["exact"], -line["forwards_per_token"]))
-        equal = [line for line in other if line["exact"] >= best["exact"]]
+    def compare(self, reference: str, plain: list[dict[str, Any]], name: str, other: list[dict[str, Any]]) -> None:
+        best = max(plain, key=lambda line: (line["right"], -line["forwards_per_token"]))
+        if not best["right"]:
+            raise SystemExit(f"{reference} gives no right answer: train for more --steps")
+        equal = [line for line in other if line["right"] >= best["right"]]
         fewest = min(equal, key=lambda line: line["forwards_per_token"], default=None)
         line = {
-            "plain_exact": best["exact"],
-            "plain_forwards_per_token": best["forwards_per_token"],
-            f"{name}_exact": None if fewest is None else fewest["exact"],
+            f"{reference}_right": best["right"],
+            f"{reference}_forwards_per_token": best["forwards_per_token"],
+            f"{name}_right": None if fewest is None else fewest["right"],
             f"{name}_forwards_per_token": None if fewest is None else fewest["forwards_per_token"],
         }
         self.print(line)
 
     def print(self, line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)
-        if self.options.json:
-            with self.options.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        with self.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def added(first: str, second: str) -> str:
+    """Digits added place by place, modulo 10."""
+    return "".join(str((int(one) + int(other)) % 10) for one, other in zip(first, second, strict=True))
 
 
 if __name__ == "__main__":
