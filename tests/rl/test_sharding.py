@@ -30,8 +30,9 @@ def root(tmp_path_factory: pytest.TempPathFactory, problems: Path, reward: str) 
     root = tmp_path_factory.mktemp("rl_sharding")
     write_llada(root / "policy", heads=4)
     write_llama(root / "causal", heads=4)
-    for case, folder in ((EXPERTS, root / "experts"), (BLOCKS[0], root / "blocks")):
-        case.write(folder, **SPECIAL)
+    # Seeds at which the first step's rewards differ within a group: else there would be nothing to learn from.
+    for case, folder, seed in ((EXPERTS, root / "experts", 0), (BLOCKS[0], root / "blocks", 2)):
+        case.write(folder, seed=seed, **SPECIAL)
         letters().save_pretrained(folder)
     (root / "problems.jsonl").write_text("".join(problems.read_text().splitlines(keepends=True)[:7]))
     pairs = [{"prompt": f"a{letter}", "chosen": "cc", "rejected": letter} for letter in "bcdefgh"]
