@@ -286,7 +286,16 @@ class AutoregressiveHarness(HFLM):
 
     @in_all_processes
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        return self._of_share(super().generate_until, requests, disable_tqdm)
+        # Of all requests, so that those of a repeated prompt differ wherever they are drawn.
+        prompts = [request.args[0] for request in requests]
+        seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
+
+        def begin(own: list[int]) -> None:
+            self._seeds = {}
+            for number in own:
+                self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
+
+        return self._of_share(super().generate_until, requests, disable_tqdm, begin)
 
     def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
         self._prompts = strings  # the next texts are of these
@@ -297,17 +306,19 @@ class AutoregressiveHarness(HFLM):
             settings["custom_generate"] = drawing_from([self._seeds[each].popleft() for each in self._prompts])
         return super()._model_generate(context, max_length, stop, **settings)
 
-    def _of_share(self, method: Callable[..., list[Any]], requests: list[Instance], disable_tqdm: bool) -> list[Any]:
+    def _of_share(
+        self,
+        method: Callable[..., list[Any]],
+        requests: list[Instance],
+        disable_tqdm: bool,
+        begin: Callable[[list[int]], None] = lambda own: None,
+    ) -> list[Any]:
+        """The results of all requests, of which this process computes its share; `begin` gets the numbers of these."""
         documents: dict[tuple[Any, Any], list[int]] = {}
         for number, request in enumerate(requests):
             documents.setdefault((request.task_name, request.doc_id), []).append(number)
         own = [number for numbers in self.replicas.share(list(documents.values())) for number in numbers]
-        if method.__name__ == "generate_until":
-            prompts = [request.args[0] for request in requests]
-            seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
-            self._seeds = {}
-            for number in own:
-                self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
+        begin(own)
         with self.replicas.named():
             hidden = disable_tqdm or not self.replicas.leads
             found = method([requests[number] for number in own], disable_tqdm=hidden) if own else []

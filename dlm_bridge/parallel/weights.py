@@ -222,18 +222,13 @@ def read_shard(
     if start == stop:
         return torch.empty(0, dtype=dtype)
     rank, size = tensor_parallel(piece)
-    rows: Sequence[tuple[int, int]] = ((0, piece.megatron_shape[0]),)
-    columns: Sequence[tuple[int, int]] = ()
-    if is_vocabulary(piece):
-        rows = (vocabulary_range(piece, rank, target.shape[0]),)
-    elif size > 1 and piece.rule.tp_axis == 0:
-        rows = piece.tp_slices(rank, size)
-    elif size > 1 and piece.rule.tp_axis == 1:
-        columns = piece.tp_slices(rank, size)
+    own, axis = _rank_ranges(piece, rank, size, target.shape[0]), piece.rule.tp_axis
+    rows = own if axis == 0 else ((0, piece.megatron_shape[0]),)
+    columns = own if axis == 1 and size > 1 else ()
     own_width, width = prod(target.shape[1:]), prod(piece.megatron_shape[1:])
     first, last = start // own_width, -(-stop // own_width)
     before = sum(each.megatron_shape[0] for each in param.pieces[: param.pieces.index(piece)])
-    runs = SliceRange(tuple(rows)).moved(before).subset(first, last)
+    runs = SliceRange(rows).moved(before).subset(first, last)
     found = read_rows(checkpoint.regions(param), runs, width * dtype.itemsize).view(-1).view(dtype)
     if columns:
         whole_rows = found.view(-1, *piece.megatron_shape[1:])
@@ -244,12 +239,10 @@ def read_shard(
 
 def _shard_shape(piece: ParamMapping, target: torch.Tensor) -> tuple[int, ...]:
     """The shape of what `shard_of` gives."""
-    rank, size = tensor_parallel(piece)
     shape, axis = list(piece.megatron_shape), piece.rule.tp_axis
-    if is_vocabulary(piece):
-        shape[0] = vocabulary_range(piece, rank, target.shape[0])[1]
-    elif axis is not None and size > 1:
-        shape[axis] = sum(length for _, length in piece.tp_slices(rank, size))
+    if axis is not None:
+        own = _rank_ranges(piece, *tensor_parallel(piece), target.shape[0])
+        shape[axis] = sum(length for _, length in own)
     return tuple(shape)
 
 
@@ -281,12 +274,15 @@ def gather_shards(param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor)
         dist.all_gather(shards, shard.contiguous(), group=_tensor_parallel_group(param))
     for rank, part in enumerate(shards):
         offset = 0
-        ranges = param.tp_slices(rank, size)
-        if is_vocabulary(param):
-            ranges = (vocabulary_range(param, rank, len(part)),)
-        for start, length in ranges:
+        for start, length in _rank_ranges(param, rank, size, len(part)):
             whole.narrow(axis, start, length).copy_(part.narrow(axis, offset, length))
             offset += length
+
+
+def _rank_ranges(param: ParamMapping, rank: int, size: int, rows: int) -> tuple[tuple[int, int], ...]:
+    """The (start, length) ranges, along the axis that tensor parallelism cuts, of what a rank with `rows` rows holds:
+    `tp_slices`, but of a vocabulary as Megatron pads it."""
+    return (vocabulary_range(param, rank, rows),) if is_vocabulary(param) else param.tp_slices(rank, size)
 
 
 def _tensor_parallel_group(param: ParamMapping) -> dist.ProcessGroup:

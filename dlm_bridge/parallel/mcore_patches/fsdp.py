@@ -126,12 +126,12 @@ def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], Non
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
 
     set_item = DataParallelBuffer.set_item
-    buffers: list[Any] = []
+    begun: set[Any] = set()  # buffers
     filled: dict[torch.Tensor, tuple[int, int]] = {}
 
     def set_filled(self: Any, item_id: int, item_data: torch.Tensor) -> None:
-        if not any(self is buffer for buffer in buffers[-2:]):
-            buffers.append(self)
+        if self not in begun:
+            begun.add(self)
             ranges = {each: self.locate_item_in_global_item(number) for number, each in enumerate(self.params)}
             fill(ranges)
             for each, (start, stop) in ranges.items():

@@ -38,6 +38,9 @@ ALLTOALL_ONLY = (
 )
 # Modules whose recomputation asks Transformer Engine whether its precision is FP8.
 TRANSFORMER_ENGINE_RECOMPUTE = ("layernorm", "moe_act")
+# Elements, Megatron-LM's default. Without a size Megatron FSDP puts all parameters outside its units into one bucket,
+# whose gradients it holds whole in fp32: under `optim_grads`, which has no units, those of the model.
+_FSDP_BUCKET = 40_000_000
 
 
 def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Objective) -> dict[str, Any]:
@@ -193,11 +196,6 @@ def check_mcore_config(config: TrainConfig) -> None:
         raise NotInstalledError("--cuda-graphs needs an NVIDIA GPU: leave it out")
     data_parallel_config(config)
     optimizer_config(config)
-
-
-# Elements, Megatron-LM's default. Without a size Megatron FSDP puts all parameters outside its units into one bucket,
-# whose gradients it holds whole in fp32: under `optim_grads`, which has no units, those of the model.
-_FSDP_BUCKET = 40_000_000
 
 
 def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
