@@ -231,9 +231,8 @@ class Bench:
         for folder in ("runs", "logs", "config", "model", "rounded", "data"):
             shutil.rmtree(self.root / folder, ignore_errors=True)
             (self.root / folder).mkdir(parents=True)
-        writer = multiprocessing.get_context("fork").Process(
-            target=self._write
-        )  # whatever it does to CUDA ends with it
+        # Whatever it does to CUDA ends with it.
+        writer = self.context.Process(target=_write_inputs, args=(self.arguments, self.root))
         writer.start()
         writer.join()
         if writer.exitcode:
@@ -369,34 +368,35 @@ class Bench:
         process.join()
         return process.exitcode == 0
 
-    def _write(self) -> None:
-        """The model, of random weights, and the data: documents in which few tokens occur."""
-        from dlm_bridge.train.config import TrainConfig
-        from dlm_bridge.train.data.indexed import IndexedWriter
-        from dlm_bridge.train.loading import load_model
 
-        name = self.arguments.model
-        vocabulary, shape = VOCABULARIES[name], SHAPES[name]
-        config = ILLADA | shape | {"vocab_size": vocabulary, "mask_token_id": vocabulary - 1}
-        folder = self.root / "config"
-        (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": shape["num_attention_heads"]}))
-        model = load_model(TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", from_scratch=True))
-        model.save_pretrained(self.root / "model")
-        if "bf16" in self.arguments.precision and importlib.util.find_spec("bitsandbytes"):
-            quantized = TrainConfig.from_flags(
-                model=str(self.root / "model"),
-                data=["mock"],
-                output="o",
-                precision="bf16",
-                **LORA,
-                lora_quantize="4bit",
-            )
-            load_model(quantized).dequantize().save_pretrained(self.root / "rounded")
-        numbers = np.random.default_rng(0)
-        length = SEQUENCES[name]
-        with IndexedWriter(self.root / "data/pair", np.dtype(np.uint16)) as writer:
-            for _ in range(STEPS * 8 + 16):
-                writer.add(numbers.integers(5, 5 + TOKENS, length).astype(np.uint16), [length])
+def _write_inputs(arguments: argparse.Namespace, root: Path) -> None:
+    """The model, of random weights, and the data: documents in which few tokens occur."""
+    from dlm_bridge.train.config import TrainConfig
+    from dlm_bridge.train.data.indexed import IndexedWriter
+    from dlm_bridge.train.loading import load_model
+
+    name = arguments.model
+    vocabulary, shape = VOCABULARIES[name], SHAPES[name]
+    config = ILLADA | shape | {"vocab_size": vocabulary, "mask_token_id": vocabulary - 1}
+    folder = root / "config"
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": shape["num_attention_heads"]}))
+    model = load_model(TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", from_scratch=True))
+    model.save_pretrained(root / "model")
+    if "bf16" in arguments.precision and importlib.util.find_spec("bitsandbytes"):
+        quantized = TrainConfig.from_flags(
+            model=str(root / "model"),
+            data=["mock"],
+            output="o",
+            precision="bf16",
+            **LORA,
+            lora_quantize="4bit",
+        )
+        load_model(quantized).dequantize().save_pretrained(root / "rounded")
+    numbers = np.random.default_rng(0)
+    length = SEQUENCES[name]
+    with IndexedWriter(root / "data/pair", np.dtype(np.uint16)) as writer:
+        for _ in range(STEPS * 8 + 16):
+            writer.add(numbers.integers(5, 5 + TOKENS, length).astype(np.uint16), [length])
 
 
 def _train(options: dict[str, Any], environment: dict[str, str], transport: str, log: Path) -> None:
