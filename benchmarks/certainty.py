@@ -10,13 +10,14 @@ The tasks, by `--task`:
          them is random in the data: an answer has 10^digits right wordings, as text has many.
   sums   two numbers are given, their sum is asked for: one right answer.
 
-A model is trained from nothing (`dlm-bridge sft`, objective masked). Five runs go on from its last checkpoint: "plain"
+A model is trained from nothing (`dlm-bridge sft`, objective masked). Six runs go on from its last checkpoint: "plain"
 in the same way; the others, as in the publications, on what the model itself wrote for `--recorded` training prompts,
 a token a step, where it was right: "own" with the same loss, "certain" with `--certainty-weight`, "trajectory" with
-the objective trajectory, "both" with both. Each is sampled greedily for prompts that no training row holds, by
-Fast-dLLM's rule: a step commits every token above a threshold, the best at least. A line for each model and threshold:
-right answers, forward passes per token. The last lines compare equal accuracies: the fewest forward passes per token
-of a run among the thresholds at which it is as accurate as "plain" (then: as "own") at its best, and those of that.
+the objective trajectory, "complement" with it and `--trajectory-complement 0.5`, "both" with certainty-forcing and the
+objective trajectory. Each is sampled greedily for prompts that no training row holds, by Fast-dLLM's rule: a step
+commits every token above a threshold, the best at least. A line for each model and threshold: right answers, forward
+passes per token. The last lines compare equal accuracies: the fewest forward passes per token of a run among the
+thresholds at which it is as accurate as "plain" (then: as "own") at its best, and those of that.
 
 DIR/results.jsonl has the same lines. What DIR holds already is not done again: a killed run goes on. On a GPU the runs
 that go on are trained at the same time.
@@ -76,6 +77,7 @@ def main() -> None:
         "own": (own, ()),
         "certain": (own, certainty),
         "trajectory": (own, trajectory),
+        "complement": (own, (*trajectory, "--trajectory-complement", "0.5")),
         "both": (own, (*trajectory, *certainty)),
     }
     with ThreadPoolExecutor(len(runs) if bench.device == "cuda" else 1) as threads:

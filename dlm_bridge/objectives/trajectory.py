@@ -31,9 +31,14 @@ class TrajectoryDistillation(Objective):
     answer tokens in which the first mask stands, and for none behind it. `noise_range` has the lowest and the highest
     fraction of steps that are masked, in place of t's 0 and 1.
 
+    With probability `trajectory_complement` a state is replaced by its complement: of the answer, or of that block,
+    what the state has committed is masked, has a loss, and its masks are shown. A state that has committed nothing
+    there has no complement and stays.
+
     What differs from d3LLM: masks and tokens are both the trajectory's (its tokens are another model's answers); the
-    fraction of masks and the block size are not raised during training; there is no second pass with complementary
-    masks, and no factor 1/4. Its entropy of right predictions is `certainty`.
+    fraction of masks and the block size are not raised during training; the complement takes the place of a state at
+    random (there: a second forward pass of each step); no factor 1/4. Its entropy of right predictions is `certainty`,
+    here of complements, too.
     """
 
     trajectories: ClassVar[bool] = True
@@ -45,6 +50,7 @@ class TrajectoryDistillation(Objective):
     loss_normalisation: Normalisation = "predicted"
     trajectory_steps: int | None = None
     trajectory_block: int | None = None
+    trajectory_complement: float = 0.0
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         if clean.commit_steps is None:
@@ -96,10 +102,18 @@ class TrajectoryDistillation(Objective):
         else:
             drawn = uniforms.token.gather(1, per_group(place, groups, torch.ones_like(candidates), "amin"))
             taken = torch.minimum((drawn * left).long() + 1, left)
-        predicted = masked & (rank < count - left + taken)
+        predicted, region = masked & (rank < count - left + taken), candidates
         if self.trajectory_block is not None:
             block = (place - per_group(place, groups, candidates, "amin")) // self.trajectory_block
-            predicted = predicted & (block == per_group(block, groups, masked, "amin"))
+            region = candidates & (block == per_group(block, groups, masked, "amin"))
+            predicted = predicted & region
+        if self.trajectory_complement:
+            drawn = uniforms.token.gather(1, per_group(place, groups, torch.ones_like(candidates), "amax"))
+            committed = region & ~masked
+            some = per_group(committed.long(), groups, torch.ones_like(candidates), "amax").bool()
+            replaced = (drawn < self.trajectory_complement) & some
+            masked = torch.where(replaced, masked & ~region | committed, masked)
+            predicted = torch.where(replaced, committed, predicted)
         return masked, predicted
 
     def trajectories_of(self, clean: CleanBatch, uniforms: Uniforms) -> tuple[torch.Tensor, torch.Tensor]:

@@ -276,6 +276,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         auto_balance=options.auto_balance or None,
         trajectory_steps=options.trajectory_steps,
         trajectory_block=options.trajectory_block,
+        trajectory_complement=options.trajectory_complement,
         certainty=Certainty(weight, options.certainty_temperature) if weight else None,
     )
     record_noise(config, model.config, objective)

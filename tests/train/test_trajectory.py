@@ -89,6 +89,26 @@ def test_the_masks_of_the_first_open_block_are_d3llms(
     assert noisy.mask[0].nonzero()[:, 0].tolist() == places
 
 
+@pytest.mark.parametrize(
+    ("level", "block", "masked", "places"),
+    [
+        (0.5, None, [2, 3, 4], [2, 3, 4]),  # what the first two of five steps have committed
+        (0.5, 4, [2, 3, 4, 6, 7, 8, 9], [2, 3, 4]),  # of the block; behind it the state stays
+        (0.99, 4, [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5]),  # nothing is committed: no complement
+    ],
+)
+def test_the_complement_masks_what_a_state_has_committed(
+    level: float, block: int | None, masked: list[int], places: list[int]
+) -> None:
+    objective = build_objective("trajectory", MASK, trajectory_block=block, trajectory_complement=1.0)
+    noisy = _noise(objective, level, 0.5)
+    assert (noisy.input_ids[0] == MASK).nonzero()[:, 0].tolist() == masked
+    assert noisy.mask[0].nonzero()[:, 0].tolist() == places
+    rare = build_objective("trajectory", MASK, trajectory_block=block, trajectory_complement=0.4)
+    plain = build_objective("trajectory", MASK, trajectory_block=block)
+    assert torch.equal(_noise(rare, level, 0.5).input_ids, _noise(plain, level, 0.5).input_ids)
+
+
 def test_each_block_of_a_block_model_has_its_own_trajectory() -> None:
     """Blocks of 4 from the row's first token: places 0 to 3, 4 to 7, 8 and 9."""
     noisy = _noise(build_objective("trajectory_block", MASK, config=CONFIG), 0.7, 0.99)

@@ -67,6 +67,10 @@ class ObjectiveOptions:
         None, "Answer tokens of a block: every mask of the first open one has a loss (d3LLM).", minimum=1,
         tasks=("sft",), fixed=True,
     )  # fmt: skip
+    trajectory_complement: float | None = option(
+        None, "Probability that a state of a trajectory is replaced by its complement; 0 by default.", minimum=0,
+        maximum=1, tasks=("sft",), fixed=True,
+    )  # fmt: skip
     certainty_weight: float = option(
         0.0, "Weight of the entropy of right predictions (certainty-forcing), 0: none.", minimum=0, tasks=TRAINING,
         fixed=True,
