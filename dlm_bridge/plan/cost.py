@@ -202,7 +202,9 @@ def _expert_parallel(model: PlannedModel, run: PlannedRun, hardware: Hardware) -
     group = layout.ep * layout.expert_tp
     if group == 1:
         return 0.0
-    gathers = run.moe_dispatcher == "allgather" or (run.moe_dispatcher == "auto" and group < model.top_k)
+    gathers = run.moe_dispatcher == "allgather" or (
+        run.moe_dispatcher == "auto" and group < model.top_k and not run.ep_overlap
+    )
     sent = 2 * model.dims.hidden * (group if gathers else copies(model, run)) * run.tokens
     nodes = -(-group // hardware.per_node)
     near = sent * max(0.0, 1 / nodes - 1 / group) / hardware.bandwidth(min(group, hardware.per_node))

@@ -13,7 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.train.config import TrainConfig, check_instances, check_instances_of_experts
+from dlm_bridge.train.config import TrainConfig, check_ep_overlap, check_instances, check_instances_of_experts
 from dlm_bridge.train.config.options import check_option, options_of
 from dlm_bridge.train.config.sections import check_optimizer
 
@@ -231,18 +231,8 @@ class PlannedRun:
             raise DlmBridgeError(
                 "--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out"
             )
-        if not self.ep_overlap:
-            return
-        if self.moe_dispatcher not in ("alltoall", "flex"):
-            raise DlmBridgeError(f"--ep-overlap with --moe-dispatcher {self.moe_dispatcher}: choose alltoall or flex")
-        if self.fsdp is not None:
-            raise DlmBridgeError(f"--ep-overlap with --fsdp {self.fsdp}: choose one of them")
-        if self.recompute == "full" or (self.recompute == "selective" and "moe" in self.recompute_modules):
-            raise DlmBridgeError(
-                "--ep-overlap does not recompute whole layers or experts: recompute less, or leave it out"
-            )
-        if self.layout.pp > 1 and self.layout.vp == 1:
-            raise DlmBridgeError(f"--ep-overlap with --pp {self.layout.pp} needs virtual stages: set --vp")
+        if self.ep_overlap:
+            check_ep_overlap(self.layout, self.moe_dispatcher, self.fsdp, self.recompute, self.recompute_modules)
 
     def _check_batch(self) -> None:
         pieces = self.cp * (2 if self.cp > 1 else 1)  # context parallelism balances causal work with two pieces each

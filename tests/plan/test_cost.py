@@ -103,7 +103,7 @@ def test_overlap_hides_half_where_there_is_as_much_to_hide_it_behind() -> None:
     ("config", "changes", "named"),
     [
         (configs.DEEPSEEK_V3, {"tp_overlap": True}, "--tp-overlap"),
-        (configs.LLADA_MOE, {"moe_dispatcher": "auto"}, "--moe-dispatcher"),
+        (configs.LLADA_MOE, {"moe_dispatcher": "allgather"}, "--moe-dispatcher"),
         (configs.LLADA_MOE, {"fsdp": "optim"}, "--fsdp"),
         (configs.LLADA_MOE, {"recompute": "full"}, "recompute"),
         (configs.LLADA_MOE, {"layout": Layout(pp=2, ep=2)}, "--vp"),

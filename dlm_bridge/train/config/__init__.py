@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import yaml
 
+from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.train.config.objective import ObjectiveOptions
 from dlm_bridge.train.config.options import OptionError, check_option, options_of
 from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
@@ -251,26 +253,15 @@ class TrainConfig:
 
     def _check_ep_overlap(self) -> None:
         """Raise OptionError for what megatron-core's schedule of two micro-batches at a time cannot do."""
-        parallel, dispatcher = self.parallel, self.parallel.moe_dispatcher
-        if parallel.ep == 1:
-            raise OptionError("--ep-overlap", "needs --ep above 1, whose communication overlaps")
-        if parallel.pp > 1 and parallel.vp == 1:
-            raise OptionError(
-                "--ep-overlap", f"with --pp {parallel.pp} needs --vp 2 or more, which megatron-core interleaves"
-            )
+        parallel, engine = self.parallel, self.engine
+        check_ep_overlap(parallel.layout, parallel.moe_dispatcher, parallel.fsdp, engine.recompute, engine.recomputed)
         if self.precision.name == "fp32":
             raise OptionError("--ep-overlap", "needs --precision bf16, fp16 or fp8: megatron-core has it for these")
-        layers = "layers run in parts, which nothing recomputes"
-        recomputed = self.engine.recomputed if self.engine.recompute == "selective" else []
         _exclude(
             "--ep-overlap",
             "",
             (self.model.adapts, "an adapter", "every part has a backward pass, which a frozen embedding has not"),
-            (dispatcher == "allgather", "--moe-dispatcher allgather", "only alltoall and flex have parts to overlap"),
             (parallel.moe_shared_expert_overlap, "--moe-shared-expert-overlap", "both would overlap the same"),
-            (parallel.fsdp, f"--fsdp {parallel.fsdp}", "layers run in parts, before which no shard is gathered"),
-            (self.engine.recompute == "full", "--recompute full", layers),
-            ("moe" in recomputed, "--recompute-modules moe", layers),
             (
                 self.logging.straggler_interval,
                 "--straggler-interval",
@@ -409,6 +400,29 @@ def check_instances(instances: int, fsdp: str | None, optimizer: str, distribute
         )
         unsummed = "megatron-core sums no gradients between them: leave --fsdp out, the optimizer is sharded without"
         _exclude(INSTANCES, str(instances), (fsdp == "optim", "--fsdp optim", unsummed))
+
+
+def check_ep_overlap(
+    layout: Layout, dispatcher: str, fsdp: str | None, recompute: str, modules: Sequence[str]
+) -> None:
+    """Raise OptionError for a layout, and recomputation (of `modules` if it is selective), in which megatron-core does
+    not compute two micro-batches at a time."""
+    if layout.ep == 1:
+        raise OptionError("--ep-overlap", "needs --ep above 1, whose communication overlaps")
+    if layout.pp > 1 and layout.vp == 1:
+        raise OptionError(
+            "--ep-overlap", f"with --pp {layout.pp} needs --vp 2 or more, which megatron-core interleaves"
+        )
+    layers = "layers run in parts, which nothing recomputes"
+    _exclude(
+        "--ep-overlap",
+        "",
+        (dispatcher == "allgather", "--moe-dispatcher allgather", "only alltoall and flex have parts to overlap"),
+        (fsdp, f"--fsdp {fsdp}", "layers run in parts, before which no shard is gathered"),
+        (recompute == "full", "--recompute full", layers),
+        (recompute == "selective" and "moe" in modules, "--recompute-modules moe", layers),
+        remedy="leave one of them out",
+    )
 
 
 def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
