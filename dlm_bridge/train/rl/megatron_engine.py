@@ -1,9 +1,4 @@
-"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from whole models on each rank.
-
-A pipeline's schedule gives gradients of weighted sums of log-probabilities only. An update therefore runs it twice:
-forward for the log-probabilities, of which the loss and its derivatives are computed, then forward and backward of the
-sum of log-probabilities with these derivatives as weights, whose gradient is the loss's own.
-"""
+"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from models on each rank."""
 
 from __future__ import annotations
 
@@ -18,19 +13,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_positions, rank_targets
-from dlm_bridge.parallel.core import named_refusals, parallel_state
-from dlm_bridge.parallel.gpt import model_inputs
+from dlm_bridge.parallel.batch import rank_positions
+from dlm_bridge.parallel.core import named_refusals
 from dlm_bridge.parallel.handover import InPlaceWriter, write_hf_weights
 from dlm_bridge.parallel.lora import LiveFactor, adapters_disabled
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
@@ -55,9 +47,10 @@ from dlm_bridge.train.megatron.engine import (
     first_on_main,
 )
 from dlm_bridge.train.megatron.lora import LoraRun
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.methods import check_model, load_rows
+from dlm_bridge.train.rl.pipelined import PipelinedModel
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.trainer import RankGroup, RLTrainer, UpdateEngine, UpdatePart
 from dlm_bridge.train.setup import write_config
@@ -126,10 +119,12 @@ class MegatronUpdates(UpdateEngine):
     ) -> None:
         self.config, self.source = config, source
         self.adapter, self.factors = adapter, factors
-        self.chunks, self.optimizer, self.reference = chunks, optimizer, reference
+        self.chunks, self.optimizer = chunks, optimizer
         self.plain_model = source.model
         self.processes = megatron_processes()
-        self.replica, self.replica_group = _replica_ranks(self.processes)
+        self.replica, group = _replica_ranks(self.processes)
+        self.model = PipelinedModel(config, source, self.processes, group, chunks)
+        self.reference = None if reference is None else dataclasses.replace(self.model, chunks=reference)
         self.checkpoints = CheckpointManager(config, chunks, optimizer, source.bridge.checkpoint, factors)
         self.clipped_step = ClippedOptimizerStep(optimizer, config.optimizer.clip_grad)
         self.rollout_model: RolloutModel | None = None
@@ -150,30 +145,16 @@ class MegatronUpdates(UpdateEngine):
 
     def logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
         with gathered_weights(self.chunks):
-            return self._logps(self.chunks, batches)
+            return self.model.predictions(batches)
 
     def reference_logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
         if self.reference is not None:
-            return self._logps(self.reference, batches)
+            return self.reference.predictions(batches)
         with gathered_weights(self.chunks), adapters_disabled(self.chunks):
-            return self._logps(self.chunks, batches)
+            return self.model.predictions(batches)
 
     def forward_backward(self, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
-        found = self.logps([part.noisy for part in parts])
-        loss, sums, weighted = 0.0, dict[str, float](), []
-        for part, logps_M in zip(parts, found, strict=True):
-            value, measured = part.loss(logps_M.requires_grad_())
-            (derivative_M,) = torch.autograd.grad(value, logps_M)
-            # The schedule sums cross-entropies, which are negative log-probabilities.
-            weighted.append(dataclasses.replace(part.noisy, weights=-derivative_M, terms=None))
-            loss += float(value.detach())
-            for name, each in measured.items():
-                sums[name] = sums.get(name, 0.0) + float(each)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._run(self.chunks, self._same_shape(weighted), summed=True, forward_only=False)
-        return loss, sums
+        return self.model.forward_backward(self.optimizer, parts)
 
     def optimizer_step(self, step: int) -> float:
         _, norm = self.clipped_step()
@@ -205,48 +186,6 @@ class MegatronUpdates(UpdateEngine):
                     trained = self.adapter.live(self.factors)
                 write_hf_weights(self.source.bridge.checkpoint, writer, self.chunks, trained)
             yield model
-
-    def _logps(self, chunks: list[Any], batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
-        """Those that this replica's last stages find, each rank of its own positions, brought to all of its ranks."""
-        ones = [
-            dataclasses.replace(noisy, weights=torch.ones(len(noisy.targets)), terms=None)
-            for noisy in self._same_shape(batches)
-        ]
-        with torch.no_grad():
-            losses = self._run(chunks, ones, summed=False, forward_only=True)
-        found = [torch.zeros(len(noisy.targets)) for noisy in batches]
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            for logps_M, noisy, losses_M in zip(found, ones, losses, strict=False):  # none but on the last stage
-                mine_M = rank_targets(noisy, *self._form())
-                logps_M[mine_M] = -losses_M[: len(mine_M)].float().cpu()
-        joined = torch.cat(found)
-        dist.all_reduce(joined, group=self.replica_group)
-        return [part.clone() for part in joined.split([len(logps_M) for logps_M in found])]
-
-    def _run(
-        self, chunks: list[Any], batches: Sequence[NoisyBatch], summed: bool, forward_only: bool
-    ) -> list[torch.Tensor]:
-        absolute = scales_queries(chunks[0].config)
-        micro_batches = [micro_batch(noisy, *self._form(), absolute=absolute) for noisy in batches]
-
-        def inputs(batch: MicroBatch) -> dict[str, Any]:
-            return model_inputs(batch, summed=summed)
-
-        return run_schedule(chunks, micro_batches, inputs, self.config.parallel.cp, forward_only)
-
-    def _form(self) -> tuple[str, int | None, int, int]:
-        """Attention pattern and block size of the model, and this rank's part of a row."""
-        rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
-        family, block_size = self.source.bridge.family, getattr(self.plain_model.config, "block_size", None)
-        return family.attention_pattern, block_size, rank, size
-
-    def _same_shape(self, batches: Sequence[NoisyBatch]) -> list[NoisyBatch]:
-        """The batches with as many rows each, as pipelines and experts want it, and for virtual stages a number that
-        the pipeline's stages divide; what is added has no targets."""
-        most = self.processes.largest(max(len(noisy.input_ids) for noisy in batches))
-        found = [_with_rows(noisy, most) for noisy in batches]
-        more = -len(found) % self.config.parallel.pp if self.config.parallel.vp > 1 else 0
-        return found + [_with_rows(found[0].row_without_targets(), most)] * more
 
     # -- checkpoints
 
@@ -298,30 +237,3 @@ def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.devic
     if (folder := checkpoint.hub.folder) is not None:
         read_generation_config(model, folder)
     return model
-
-
-def _with_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
-    """The batch with so many rows; those that are added repeat the first, without targets."""
-    more = rows - len(noisy.input_ids)
-    if more == 0:
-        return noisy
-
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        if len(tensor) == 1 < len(noisy.input_ids):  # one for all rows
-            return tensor
-        return torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, torch.zeros_like(tensor[:1]).expand(more, -1)])
-
-    descriptor = noisy.mask_descriptor
-    return dataclasses.replace(
-        noisy,
-        input_ids=repeated(noisy.input_ids),
-        attention_mask=None if noisy.attention_mask is None else repeated(noisy.attention_mask),
-        mask_descriptor=None if descriptor is None else MaskDescriptor(repeated(descriptor.codes)),
-        position_ids=None if noisy.position_ids is None else repeated(noisy.position_ids),
-        pairs=None if noisy.pairs is None else repeated(noisy.pairs),
-        mask=empty(noisy.mask),
-        counted=empty(noisy.counted),
-    )
