@@ -29,6 +29,7 @@ from dlm_bridge.parallel.self_attention import (
     scales_queries,
     with_query_scale,
 )
+from dlm_bridge.parallel.value_head import ValueHead
 from dlm_bridge.parallel.weights import AbsentWeights
 
 # Settings of megatron-core that this forward pass would ignore.
@@ -76,8 +77,9 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> 
 
 
 class BridgeGPTModel(GPTModel):
-    """One virtual pipeline stage. `vocab` is the true vocabulary, without padding; other arguments as GPTModel's.
-    Raises DlmBridgeError for a setting that it would ignore.
+    """One virtual pipeline stage. `vocab` is the true vocabulary, without padding; with `value_head` the last stage
+    has a `ValueHead` in place of the output layer; other arguments as GPTModel's. Raises DlmBridgeError for a setting
+    that it would ignore.
 
     Do not wrap it in megatron-core's Float16Module, which would also cast what is fp32 on purpose: the last stage's
     output is fp32 anyway.
@@ -86,7 +88,7 @@ class BridgeGPTModel(GPTModel):
     absent: AbsentWeights | None = None  # what is to be loaded before the model is used
     _next_ids: torch.Tensor | None = None  # [D, B, S] during a forward pass: of multi-token prediction layers
 
-    def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, vocab: int, value_head: bool = False, **kwargs: Any) -> None:
         with patched_gradient_accumulation():
             super().__init__(*args, **kwargs)
         for setting, reason in IGNORED_SETTINGS.items():
@@ -96,7 +98,10 @@ class BridgeGPTModel(GPTModel):
         patch_expert_biases(self)
         show_blocks_to_routers(self.decoder.layers)
         if self.post_process:
-            patch_output_layer(self.output_layer, vocab)
+            if value_head:
+                self.output_layer = ValueHead(self.config)
+            else:
+                patch_output_layer(self.output_layer, vocab)
             for layer in [] if self.mtp_process else self.decoder.layers[-1:]:
                 patch_last_layer(layer, self.config)
 
@@ -121,9 +126,9 @@ class BridgeGPTModel(GPTModel):
 
         Returns:
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
-            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`. With multi-token prediction
-                the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv 2412.19437, section
-                2.2), and the last of the sums is (L_1 + ... + L_D) / D.
+            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`, and `ValueHead.forward`. With
+                multi-token prediction the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv
+                2412.19437, section 2.2), and the last of the sums is (L_1 + ... + L_D) / D.
         """
         predicts = self.mtp_process and self.training and loss_positions is not None
         self._next_ids = torch.stack([each.input_ids for each in predictions]) if predicts else None

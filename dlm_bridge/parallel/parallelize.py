@@ -27,6 +27,7 @@ def build_megatron_model(
     parallel: ContextParallelConfig | None = None,
     load_weights: bool = True,
     unallocated: bool = False,
+    value_head: bool = False,
     **overrides: Any,
 ) -> list[BridgeGPTModel]:
     """This rank's virtual pipeline stages as megatron-core GPTModels, with the checkpoint's weights loaded.
@@ -44,6 +45,7 @@ def build_megatron_model(
         load_weights: False for a training checkpoint that megatron-core loads afterwards: shapes and dtypes are set,
             values are zero.
         unallocated: leave the layers' parameters without memory and values, for each model's `absent.fill`.
+        value_head: a value model: with a head of one number, zeros, in place of the output layer.
         overrides: fields of megatron-core's TransformerConfig, such as `sequence_parallel=True`.
 
     Raises DlmBridgeError where the layout does not fit the model or the processes, or where a tensor is missing, left
@@ -55,6 +57,9 @@ def build_megatron_model(
         checkpoint.mapping, checkpoint.config, checkpoint.dims, layout, params_dtype, parallel, **overrides
     )
     groups.initialize(layout, parallel=parallel, graphs=config.transformer.cuda_graph_impl != "none")
+    arguments = config.arguments
+    if value_head:  # which leaves a tied embedding to itself
+        arguments = {**arguments, "share_embeddings_and_output_weights": False}
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunks: list[BridgeGPTModel] = []
     nbytes: dict[torch.Tensor, int] = {}
@@ -73,7 +78,8 @@ def build_megatron_model(
                 mtp_block_spec=prediction_spec(config.transformer, pattern) if predicts else None,
                 vp_stage=vp_stage,
                 vocab=checkpoint.dims.vocab,
-                **config.arguments,
+                value_head=value_head,
+                **arguments,
             )
         nbytes |= without
         if layout.expert_tp != layout.tp:

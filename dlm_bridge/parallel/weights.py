@@ -28,6 +28,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     parts_of,
     write_main_param,
 )
+from dlm_bridge.parallel.value_head import ValueHead
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -38,7 +39,8 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Every stored tensor of this rank's GPTModel chunks, by `ParamMapping.megatron_name`.
+    """Every stored tensor of this rank's GPTModel chunks, by `ParamMapping.megatron_name`, without a value head, which
+    no mapping has.
 
     Layers and experts carry their global numbers, and norms their Transformer Engine name, whichever layer spec the
     model has.
@@ -48,6 +50,7 @@ def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
         for chunk in chunks
         for name, tensor in chunk.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor) and not name.endswith("._extra_state")
+        if name != OUTPUT or not isinstance(chunk.output_layer, ValueHead)
     }
 
 

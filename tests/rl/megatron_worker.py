@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.handover import stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
 from dlm_bridge.train.config import RLConfig
@@ -37,6 +42,8 @@ from tests.train.test_megatron_lora import factors
 
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
 SMOOTH = {"adam_eps": 1e-2, "lr": 1e-2}
+VALUED = {**METHODS["value-model"], "value_lr": 5e-2}  # by which all layers move
+ONE_STEP = {"steps": 1, "eval_interval": 0, "save_steps": None}
 SUBJECTS: dict[str, dict[str, Any]] = {
     **{name: {"method": name, **options} for name, options in METHODS.items()},
     "blocks": {"method": "block-grpo", **METHODS["block-grpo"]},  # of a block-causal model, in two streams
@@ -44,7 +51,11 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "experts": {"method": "diffu-grpo", **METHODS["diffu-grpo"]},
     "blocks of experts": {"method": "block-grpo", **METHODS["block-grpo"]},
     "traced experts": {"method": "tracerl", **METHODS["tracerl"], "seed": 7},  # at which the rewards of groups differ
-    "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "steps": 1, "eval_interval": 0, "save_steps": None},
+    "one-step": {"method": "diffu-grpo", **METHODS["diffu-grpo"], **ONE_STEP},
+    "value-model": VALUED,
+    "value step": {**VALUED, **ONE_STEP},
+    "valued blocks": {**VALUED, "trace_steps": 1},
+    "valued experts": {**VALUED, "seed": 7},
     # Continued, from folders of PEFT's; and one that begins, whose initial values are an engine's own.
     "adapter": {"method": "diffu-grpo", **METHODS["diffu-grpo"], "adapter": "lora"},
     "preferred adapter": {"method": "vrpo", **METHODS["vrpo"], "adapter": "dora"},
@@ -54,7 +65,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
 MODELS = {
     "blocks": "blocks", "traced blocks": "blocks", "experts": "experts", "blocks of experts": "experts",
     "traced experts": "experts", "one-step": "tied", "grpo": "causal", "dpo": "causal",
-    "adapter of experts": "experts",
+    "adapter of experts": "experts", "value step": "tied", "valued blocks": "blocks", "valued experts": "experts",
 }  # fmt: skip
 UNSHARDED = {"distributed_optimizer": False}  # every rank then has all gradients
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -78,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # By part, of which each is a run of its own, and by the number of processes: the subjects of each layout.
 PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
-    "quick": {2: dict.fromkeys(("tp2", "pp2"), ("one-step",))},
+    "quick": {2: dict.fromkeys(("tp2", "pp2"), ("one-step", "value step"))},
     "diffusion": {
         2: {
             "tp2": ("diffu-grpo", "tracerl", "vrpo", "blocks"),
@@ -91,6 +102,19 @@ PARTS: dict[str, dict[int, dict[str, tuple[str, ...]]]] = {
             "dp2-zero": ("diffu-grpo",),
         },
         4: {"tp2-sp-pp2": ("block-grpo", "vrpo"), "tp2-sp-cp2": ("blocks",), "pp2-dp2": ("diffu-grpo",)},
+    },
+    "values": {
+        2: {
+            "tp2": ("value-model", "valued blocks"),
+            "pp2": ("value-model", "value step"),
+            "dp2": ("value-model",),
+            "tp2-sp": ("value-model", "valued experts"),
+            "pp2-vp2": ("value-model",),
+            "cp2": ("value-model", "valued blocks"),
+            "ep2": ("valued experts",),
+            "dp2-zero": ("value-model",),
+        },
+        4: {"tp2-sp-pp2": ("value-model",), "tp2-sp-cp2": ("valued blocks",), "pp2-dp2": ("value-model",)},
     },
     "others": {
         2: {
@@ -142,8 +166,16 @@ def checks(root: Path, processes: int, part: str) -> Iterator[Check]:
             "stops at tp2",
             partial(train_run, root, "cut", "diffu-grpo", engine="megatron", tp=2, steps=1, eval_interval=0),
         )
-        yield "goes on at pp2", partial(goes_on, root, "cut", pp=2)
+        yield "goes on at pp2", partial(goes_on, root, "cut", "diffu-grpo", pp=2)
         yield "exact", partial(resumes_exactly, root, "diffu-grpo", "tp2")
+    if part == "values" and processes == 2:
+        changes: dict[str, Any] = {"engine": "megatron", "steps": 1, "eval_interval": 0}
+        yield "stops at tp2", partial(train_run, root, "cut", "value-model", tp=2, **changes)
+        yield "goes on at pp2", partial(goes_on, root, "cut", "value-model", pp=2)
+        for layout in ("tp2", "dp2-zero"):
+            yield f"exact at {layout}", partial(resumes_exactly, root, "value-model", layout)
+        yield "one without a value model", partial(train_run, root, "without", "tracerl", pp=2, **changes)
+        yield "goes on with none", partial(is_not_there, root, "without", pp=2)
     if part == "others" and processes == 2:
         for subject in ("grpo", "adapter"):
             yield f"exact, {subject}", partial(resumes_exactly, root, subject, "tp2, shared")
@@ -235,6 +267,42 @@ def equals(root: Path, name: str, subject: str, **changes: Any) -> None:
     assert set(bridge.hub_names()) == weights.keys()
     for key, tensor in weights.items():
         assert torch.allclose(bridge.read(key), tensor, atol=1e-5), key
+    if "value" in subject:
+        same_values(root, name, like, root / MODELS.get(subject, "policy"), steps)
+
+
+def same_values(root: Path, name: str, like: str, model: Path, steps: int) -> None:
+    """What a run's updates have changed in the weights of its value model is what they changed under Accelerate."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    stored = load_file(root / like / f"checkpoints/step-{steps:07d}" / "value/model.safetensors")
+    head = stored.pop("lm_head.weight")
+    first = hub_tensors(plain, {key: plain.get_parameter(key).data for key in stored})
+    # As if they were a model's own, but for the head.
+    run, own = root / name / "checkpoints", root / f"{name}-values"
+    iteration = f"iter_{steps:07d}"
+    shutil.copytree(run, own, ignore=shutil.ignore_patterns("iter_*"))
+    shutil.copytree(run / iteration / "value", own / iteration)
+    bridge = Bridge.from_megatron(own)
+    pairs = {key: (bridge.read(key), tensor) for key, tensor in hub_tensors(plain, stored).items()}
+    pairs["head"] = dcp_tensors(own / iteration)["output_layer.weight"], head
+    for key, (found, wanted) in pairs.items():
+        change = float((wanted - first.get(key, torch.zeros_like(wanted))).abs().max())
+        apart = float((found - wanted).abs().max())
+        assert change > 1e-4 or ".experts." in key, key  # which few tokens may choose
+        assert apart <= 1e-4 * change + 1e-7, (key, apart, change)
+
+
+def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an iteration, with those of the optimizer."""
+    reader = dcp.FileSystemReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        key: torch.empty(each.size, dtype=each.properties.dtype)
+        for key, each in stored.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
 
 
 def ranks_share(root: Path) -> None:
@@ -264,10 +332,20 @@ def ranks_share(root: Path) -> None:
     assert (first, second) == ([list(range(8))], [list(range(8, 16))])
 
 
-def goes_on(root: Path, name: str, **changes: Any) -> None:
+def goes_on(root: Path, name: str, subject: str, **changes: Any) -> None:
     """From step 1 of a run, in another layout, to the rows of one that went through."""
-    train_run(root, name, "diffu-grpo", resume=True, engine="megatron", **changes)
-    same_rows(rows(root, name), rows(root, "diffu-grpo-accelerate"))
+    train_run(root, name, subject, resume=True, engine="megatron", **changes)
+    same_rows(rows(root, name), rows(root, f"{subject}-accelerate"))
+
+
+def is_not_there(root: Path, name: str, **changes: Any) -> None:
+    """A run that had no value model does not go on with one, and stays as it is."""
+    folder = root / name
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    dist.barrier()
+    with pytest.raises(DlmBridgeError, match=f"--value-model: .*{name}"):
+        train_run(root, name, "value-model", resume=True, engine="megatron", **changes)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def resumes_exactly(root: Path, subject: str, layout: str) -> None:
@@ -288,6 +366,11 @@ def resumes_exactly(root: Path, subject: str, layout: str) -> None:
         return
     one, other = map(Bridge.from_megatron, places)
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.hub_names())
+    if "value" in subject:
+        one, other = (dcp_tensors(place / f"iter_{STEPS:07d}" / "value") for place in places)
+        assert one.keys() == other.keys()
+        assert any("exp_avg_sq" in key for key in one)
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def main(root: Path, part: str) -> None:

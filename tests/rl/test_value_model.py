@@ -222,7 +222,7 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
     [
         ({"method": "block-grpo"}, "--method block-grpo"),
         ({"lora_rank": 2}, "an adapter"),
-        ({"engine": "megatron"}, "--engine accelerate"),
+        ({"lora_rank": 2, "engine": "megatron"}, "an adapter"),
     ],
 )
 def test_what_is_refused_is_named(run: Run, tmp_path: Path, changes: dict[str, Any], named: str) -> None:

@@ -77,8 +77,7 @@ class RLOptions:
         "(8, 32; tracerl of block-causal models: 1).", minimum=1, fixed=True,
     )  # fmt: skip
     value_model: bool = option(
-        False, "Of tracerl: train a value model of the family too, for an advantage of each token.",
-        engine="accelerate", fixed=True,
+        False, "Of tracerl: train a value model of the family too, for an advantage of each token.", fixed=True,
     )  # fmt: skip
     value_lr: float | None = option(
         None, "Peak learning rate of the value model (--lr).", minimum=0, needs=("--value-model", None)

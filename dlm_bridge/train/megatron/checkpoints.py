@@ -217,19 +217,20 @@ class CheckpointManager:
         config: TrainConfig,
         chunks: Sequence[Any],
         optimizer: Any,
-        source: Checkpoint,
+        source: Checkpoint | None,
         factors: Sequence[Sequence[LiveFactor]] | None = None,
         averages: MegatronAverages | None = None,
     ) -> None:
-        """`source` is what the run started from, of which the layers that are not trained are kept. With `factors`,
-        by chunk, an iteration holds that adapter alone; with `averages` it holds them beside the weights."""
+        """`source` is what the run started from, of which the layers that are not trained are kept; None: none are.
+        With `factors`, by chunk, an iteration holds that adapter alone; with `averages` it holds them beside the
+        weights."""
         self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
         self.factors, self.averages = factors, averages
         own = factors is not None or chunks[0].config.mtp_num_layers  # of an adapter's base, or trained
-        self.mtp = {} if own else read_mtp_shard(source)
+        self.mtp = {} if own or source is None else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
         self.pending: Path | None = None  # what the background writes
         self.background: Any = None  # the process that writes it
@@ -237,9 +238,10 @@ class CheckpointManager:
         patch_grouped_linear_state(chunks)
         logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are ours, in one line
 
-    def save(self, step: int, values: dict[str, Any]) -> Path:
-        """Write the iteration `step` with our own `values` (numbers and strings); with `--async-save` in the
-        background, after the one before is complete. Raises DlmBridgeError where the disk refuses."""
+    def save(self, step: int, values: dict[str, Any], save_more: Callable[[Path], None] | None = None) -> Path:
+        """Write the iteration `step` with our own `values` (numbers and strings) and what `save_more` adds to its
+        folder on every rank; with `--async-save` in the background, after the one before is complete. Raises
+        DlmBridgeError where the disk refuses."""
         self.finish()
         folder = self.root / f"iter_{step:07d}"
         hidden = _hidden(folder)
@@ -248,7 +250,9 @@ class CheckpointManager:
                 shutil.rmtree(hidden, ignore_errors=True)
                 hidden.mkdir(parents=True)
         with self._write_errors(folder):
-            request = self._write(hidden, step, values)
+            request = self.write(hidden, step, values)
+            if save_more is not None:
+                save_more(hidden)
         if request is None:
             with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
                 write_rank_digests(hidden, dist.get_rank())
@@ -264,10 +268,10 @@ class CheckpointManager:
             self.pending, self.background = folder, self.queue.async_calls[-1].async_caller.process
         return folder
 
-    def _write(self, hidden: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
-        """Write an iteration into `hidden`; with `--async-save` what the background has to do."""
+    def write(self, folder: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
+        """Write an iteration into an empty folder; with `--async-save` what the background has to do."""
         if self.fsdp:
-            fsdp_checkpoints.save(hidden, step, values, self.chunks[0], self.optimizer, self.mtp)
+            fsdp_checkpoints.save(folder, step, values, self.chunks[0], self.optimizer, self.mtp)
             return None
         weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False, factors=self.factors)
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
@@ -276,7 +280,7 @@ class CheckpointManager:
             state |= self.averages.saved([*_weights_of(state, self.chunks), state["mtp"]])
         start_results_queue()
         request: AsyncRequest | None = dist_checkpointing.save(
-            state, str(hidden), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
+            state, str(folder), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
         )
         return request
 

@@ -149,10 +149,11 @@ def build_trained_model(
     overrides: dict[str, Any],
     checkpoint: Path | None = None,
     adapter: LoraRun | None = None,
+    value_head: bool = False,
 ) -> tuple[list[Any], Any, list[list[LiveFactor]] | None]:
     """This rank's chunks of a model, wrapped for data parallelism, their optimizer, and the factors of an adapter by
     chunk. Weights are those of `source`; those that `checkpoint` sets anyway are not loaded twice. `overrides` are
-    fields of megatron-core's TransformerConfig. Raises DlmBridgeError."""
+    fields of megatron-core's TransformerConfig; `value_head` as of `build_megatron_model`. Raises DlmBridgeError."""
     dtype = mcore_config.DTYPES[config.precision.name]
     with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
         # Layer spec, model and weights.
@@ -160,7 +161,9 @@ def build_trained_model(
         weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
         # Which FSDP cuts layer by layer: no GPU ever holds them all.
         unallocated = config.parallel.fsdp == "optim_grads_params" and not config.precision.fp8_params
-        chunks = build_megatron_model(weights, layout, dtype, context, load_weights, unallocated, **overrides)
+        chunks = build_megatron_model(
+            weights, layout, dtype, context, load_weights, unallocated, value_head, **overrides
+        )
         factors = None if adapter is None else adapter.add(chunks)
         # Wrapping, optimizer, schedule.
         wrapped = wrap_chunks(chunks, config)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from dlm_bridge.train.megatron.engine import (
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
+from dlm_bridge.train.rl.megatron_value_model import MegatronValueModel
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.pipelined import PipelinedModel
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
@@ -82,8 +84,8 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Pat
 
 
 def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path | None) -> MegatronUpdates:
-    """Model, optimizer and reference of a run that goes on from `checkpoint` (None: as `--model` has them). Every
-    process calls it. Raises DlmBridgeError."""
+    """Model, optimizer, reference and value model of a run that goes on from `checkpoint` (None: as `--model` has
+    them). Every process calls it. Raises DlmBridgeError."""
     rank_positions(config.data.seq_length, config.parallel.cp)
     objective = NextTokenPrediction() if config.rl.method in AUTOREGRESSIVE else family_objective(source.model)
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
@@ -101,11 +103,17 @@ def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path |
             adapter.add(reference)
         for chunk in reference:
             chunk.eval().requires_grad_(False)
-    return MegatronUpdates(config, source, chunks, optimizer, reference, adapter, factors)
+    engine = MegatronUpdates(config, source, chunks, optimizer, reference, adapter, factors)
+    if config.rl.value_model:
+        engine.value_model = MegatronValueModel(config, engine.model, overrides, checkpoint)
+    return engine
 
 
 class MegatronUpdates(UpdateEngine):
-    """This rank's virtual pipeline stages of the model and, as a second set of them, of the reference."""
+    """This rank's virtual pipeline stages of the model and, as a second set of them, of the reference or of the value
+    model."""
+
+    value_model: MegatronValueModel | None = None
 
     def __init__(
         self,
@@ -164,6 +172,8 @@ class MegatronUpdates(UpdateEngine):
 
     def set_learning_rate(self, lr: float) -> None:
         set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
+        if self.value_model is not None:
+            self.value_model.set_learning_rate(lr)
 
     def manual_seed(self, seed: int) -> None:
         platform.current().manual_seed(seed)
@@ -197,17 +207,22 @@ class MegatronUpdates(UpdateEngine):
             self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.name])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        own = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return own if self.value_model is None else [*own, *self.value_model.trained_parameters()]
 
     def peak_memory(self) -> int | None:
         return largest_peak_memory(self.processes)
 
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
         with gathered_weights(self.chunks):
-            return self.checkpoints.save(step, state)
+            more = None if self.value_model is None else partial(self.value_model.save, step=step)
+            return self.checkpoints.save(step, state, more)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        return self.checkpoints.load(folder)
+        state = self.checkpoints.load(folder)
+        if self.value_model is not None:
+            self.value_model.load(folder)
+        return state
 
 
 def _replica_ranks(processes: Processes) -> tuple[RankGroup, Any]:

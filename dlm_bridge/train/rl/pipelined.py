@@ -31,13 +31,15 @@ from dlm_bridge.train.trainer import Processes
 @dataclass(frozen=True)
 class PipelinedModel:
     """This rank's virtual pipeline stages of a model, which predicts a number for each target of a batch: its
-    log-probability. All ranks of a replica call its methods together, with the same batches."""
+    log-probability, or with a value head its value. All ranks of a replica call its methods together, with the same
+    batches."""
 
     config: RLConfig
     source: MegatronSource
     processes: Processes
     replica_group: Any  # the ranks of this one's data parallel replica, between CPUs
     chunks: list[Any]
+    sign: int = -1  # of predictions in the schedule's sums: of log-probabilities in cross-entropies
 
     @torch.no_grad()
     def predictions(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
@@ -52,7 +54,7 @@ class PipelinedModel:
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for predicted_M, noisy, losses_M in zip(found, ones, losses, strict=False):  # none but on the last stage
                 mine_M = rank_targets(noisy, *self._form())
-                predicted_M[mine_M] = -losses_M[: len(mine_M)].float().cpu()
+                predicted_M[mine_M] = self.sign * losses_M[: len(mine_M)].float().cpu()
         joined = torch.cat(found)
         dist.all_reduce(joined, group=self.replica_group)
         return [part.clone() for part in joined.split([len(predicted_M) for predicted_M in found])]
@@ -66,8 +68,7 @@ class PipelinedModel:
         for part, predicted_M in zip(parts, found, strict=True):
             value, measured = part.loss(predicted_M.requires_grad_())
             (derivative_M,) = torch.autograd.grad(value, predicted_M)
-            # The schedule sums cross-entropies, which are negative log-probabilities.
-            weighted.append(dataclasses.replace(part.noisy, weights=-derivative_M, terms=None))
+            weighted.append(dataclasses.replace(part.noisy, weights=self.sign * derivative_M, terms=None))
             loss += float(value.detach())
             for name, each in measured.items():
                 sums[name] = sums.get(name, 0.0) + float(each)

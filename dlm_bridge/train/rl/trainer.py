@@ -64,8 +64,14 @@ class RankGroup:
         return cls(group.rank(), group.size(), gather)
 
 
+VALUE_FOLDER = "value"  # in a checkpoint
+
+
 class ValueUpdates(abc.ABC):
-    """A value model and its optimizer. All processes call both methods together, with as many micro-batches each."""
+    """A value model and its optimizer. All processes call `values` and `update` together, with as many micro-batches
+    each."""
+
+    config: RLConfig
 
     @abc.abstractmethod
     def values(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
@@ -73,8 +79,33 @@ class ValueUpdates(abc.ABC):
 
     @abc.abstractmethod
     def update(self, parts: Sequence[UpdatePart], step: int) -> float:
-        """One optimizer step on losses of values, summed over all processes, of which it returns this process's part.
+        """One optimizer step on losses of values, summed over all replicas, of which it returns this replica's part.
         Raises DlmBridgeError where the gradient norm is NaN."""
+
+    @abc.abstractmethod
+    def set_learning_rate(self, lr: float) -> None:
+        """Give every parameter group its learning rate, where that of the policy is `lr`."""
+
+    @abc.abstractmethod
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that this process updates."""
+
+    def learning_rate(self, lr: float) -> float:
+        """That of the value model where the policy's is `lr`: times --value-lr over --lr."""
+        peak, own = self.config.optimizer.lr, self.config.rl.value_lr
+        return lr if own is None else own * (lr / peak if peak else 1.0)
+
+    def diverged(self, step: int, norm: float) -> DlmBridgeError:
+        """What an update raises for a gradient norm that is not finite."""
+        return DlmBridgeError(f"step {step}: the value model's gradient norm is {norm}: lower --value-lr")
+
+
+def value_file(checkpoint: Path, name: str) -> Path:
+    """The file `name` of a checkpoint's value model. Raises DlmBridgeError where there is none."""
+    file = checkpoint / VALUE_FOLDER / name
+    if not file.is_file():
+        raise DlmBridgeError(f"--value-model: {checkpoint} has no value model to go on with: choose another --output")
+    return file
 
 
 class UpdateEngine(abc.ABC):

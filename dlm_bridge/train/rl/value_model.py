@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
-from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.errors import reading
 from dlm_bridge.loading import check_whole
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
@@ -23,9 +23,8 @@ from dlm_bridge.train.accelerate.checkpoints import load_optimizer
 from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.loading import starting_model
-from dlm_bridge.train.rl.trainer import UpdatePart, ValueUpdates, accumulate_gradients
+from dlm_bridge.train.rl.trainer import VALUE_FOLDER, UpdatePart, ValueUpdates, accumulate_gradients, value_file
 
-FOLDER = "value"  # in a checkpoint
 STATE = "value_optimizer"  # in its trainer's state
 
 
@@ -70,17 +69,14 @@ class ValueModel(ValueUpdates):
         loss, _ = accumulate_gradients(self.accelerator, self.model, parts, predicted_values, always_reduce=self.fsdp)
         norm = clip_gradients(self.config, self.accelerator, self.model)
         if not math.isfinite(norm) and self.accelerator.scaler is None:
-            raise DlmBridgeError(f"step {step}: the value model's gradient norm is {norm}: lower --value-lr")
+            raise self.diverged(step, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
     def set_learning_rate(self, lr: float) -> None:
-        """Give every parameter group its learning rate: `lr`, the policy's, times --value-lr over --lr."""
-        peak = self.config.optimizer.lr
-        own = self.config.rl.value_lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr if own is None else own * (lr / peak if peak else 1.0)
+            group["lr"] = self.learning_rate(lr)
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         return self.plain_model.parameters()
@@ -96,17 +92,17 @@ class ValueModel(ValueUpdates):
         is the policy alone."""
         if self.fsdp:
             fsdp.reshard_model(self.plain_model)
-            fsdp.save_parameters(folder / FOLDER, self.plain_model, self.accelerator.device)
-            fsdp.save_optimizer(folder / FOLDER / fsdp.OPTIMIZER, self.plain_model, self.optimizer)
+            fsdp.save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
+            fsdp.save_optimizer(folder / VALUE_FOLDER / fsdp.OPTIMIZER, self.plain_model, self.optimizer)
             return
-        (folder / FOLDER).mkdir()
+        (folder / VALUE_FOLDER).mkdir()
         weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.named_parameters()}
-        save_file(weights, folder / FOLDER / SINGLE_FILE, {"format": "pt"})
+        save_file(weights, folder / VALUE_FOLDER / SINGLE_FILE, {"format": "pt"})
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Set the optimizer to that of a checkpoint, whose trainer's state is `state`."""
         own = {fsdp.OPTIMIZER: state.get(STATE)}
-        load_optimizer(self.config, folder / FOLDER, self.plain_model, self.optimizer, own)
+        load_optimizer(self.config, folder / VALUE_FOLDER, self.plain_model, self.optimizer, own)
 
 
 def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
@@ -115,9 +111,7 @@ def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
 
 
 def _load_weights(model: nn.Module, checkpoint: Path) -> None:
-    file = checkpoint / FOLDER / SINGLE_FILE
-    if not file.is_file():
-        raise DlmBridgeError(f"--value-model: {checkpoint} has no value model to go on with: choose another --output")
+    file = value_file(checkpoint, SINGLE_FILE)
     check_whole(file)
     with reading(f"{file}: is not the value model of --model"):
         if any(isinstance(weight, DTensor) for weight in model.parameters()):

@@ -1,0 +1,46 @@
+"""The head of a value model, in the place of the output layer: one number for each loss position."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dlm_bridge.parallel import platform
+from dlm_bridge.parallel.core import TransformerConfig, gather_from_sequence_parallel_region
+from dlm_bridge.parallel.mcore_patches.modules import rows_at
+from dlm_bridge.parallel.output_layer import LossPositions
+
+
+class ValueHead(nn.Module):
+    """A linear layer from a hidden state to its value, zeros at first, which every tensor parallel rank holds whole.
+
+    All ranks compute the values of all tokens, so that each has the weight's whole gradient, and the whole gradient of
+    the hidden states: unlike the output layer's, neither is summed over them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        device = platform.current().device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, device=device, dtype=config.params_dtype))
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: None = None,
+        loss_positions: LossPositions | None = None,
+        selected: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the weighted values of the loss positions, a scalar fp32, and without a graph that sum [1], or
+        where they are not `summed` the weighted values [M].
+
+        Arguments as of `OutputLayer.forward`, whose place this takes; there are always loss positions.
+        """
+        assert loss_positions is not None
+        if self.sequence_parallel:  # whose backward takes this rank's part
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
+        hidden_MH = input_.flatten(0, 1) if selected else rows_at(input_, loss_positions.positions)
+        values_M = nn.functional.linear(hidden_MH.float(), self.weight.float())[:, 0]
+        weighted_M = values_M * loss_positions.weights
+        loss = weighted_M.sum()
+        return loss, (loss[None] if loss_positions.summed else weighted_M).detach()
