@@ -56,7 +56,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         )
     if (rollouts := run.rollouts) is not None:
         parts = [("weights to sample from", rollouts.weights), ("the reference", rollouts.reference)]
-        parts += [("a row of full length", rollouts.row)]
+        parts += [("the value model and its optimizer", rollouts.value_model), ("a row of full length", rollouts.row)]
         sizes = ", ".join(f"{name} {memory_text(size)}" for name, size in parts if size)
         console.print(Text(f"rollouts, on each device beside the training state: {sizes}"), soft_wrap=True)
     for note in run.notes:

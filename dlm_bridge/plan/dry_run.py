@@ -59,6 +59,7 @@ class RolloutMemory:
     weights: int  # of the model to sample from; 0 where that is the trained one
     row: int  # of a row at its full length: KV cache, activations, logits
     reference: int  # the reference model, which stays
+    value_model: int  # a second trained model with its gradients and optimizer
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def _waiting(model: PlannedModel, run: PlannedRun, parameters: int) -> float:
     """Bytes of gradients that Megatron FSDP holds at the end of the backward pass, beside its shards and the largest
     unit's: its summed shard, the narrow ones that it was copied from, and what waits to be freed, for which
     megatron-core has a limit. A layer waits as one; where weights are not sharded, smaller buckets do."""
-    if run.fsdp not in ("optim_grads", "optim_grads_params"):
+    if run.fsdp not in ("optim_grads", "optim_grads_params") or run.own_shards:  # FSDP2 waits for each unit
         return 0.0
     unit, layer = _largest_unit(model, run), _largest_layer(model, run)
     elements = _REDUCED_TOGETHER

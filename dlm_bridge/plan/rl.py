@@ -34,8 +34,10 @@ from dlm_bridge.train.rl.replica import check_divides, check_split
 from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
 
-VALUE = "the value model is not counted: it takes what the policy takes, once more"
-UNCOUNTED = "rewards run on the CPU; the memory plan is that of updates, whose reference is counted with the rollouts"
+UNCOUNTED = (
+    "rewards run on the CPU; the memory plan is that of updates, whose reference and value model are counted with the "
+    "rollouts"
+)
 
 
 def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
@@ -71,14 +73,7 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
         data=(*data_sources(found), *([] if held_out is None else data_sources(held_out, validation=True))),
         memory=memory,
         rollouts=_rollouts(config, model, memory, gpus) if config.rl.method in SAMPLED else None,
-        notes=(
-            *notes,
-            *more,
-            UNCOUNTED,
-            *([VALUE] if config.rl.value_model else []),
-            *([HUB] if on_hub else []),
-            DEVICE,
-        ),
+        notes=(*notes, *more, UNCOUNTED, *([HUB] if on_hub else []), DEVICE),
     )
 
 
@@ -129,13 +124,17 @@ def _rollouts(config: RLConfig, model: Any, memory: MemoryPlan | None, gpus: int
         diffusion=options.method not in AUTOREGRESSIVE,
         device=torch.device("meta"),  # whose attention, as a GPU's, stores no scores
     )
-    reference = 0
+    reference = value_model = 0
+    shards = gpus // config.parallel.fsdp_replicas if config.parallel.shards else 1
     if options.has_reference and not config.model.lora_rank:
         held = count if memory is None else memory.peak.held
-        shards = gpus // config.parallel.fsdp_replicas if config.parallel.shards else 1
         reference = held * dtype.itemsize if megatron else count * 4 // shards
+    if options.value_model:  # as the policy, of which it has all but the output layer
+        peak = None if memory is None else memory.peak
+        value_model = 16 * count // shards if peak is None else peak.weights + peak.gradients + peak.optimizer
     return RolloutMemory(
         weights=count * dtype.itemsize // options.rollout_tp if copied else 0,
         row=row.cache // options.rollout_tp + row.activations + row.logits,
         reference=reference,
+        value_model=value_model,
     )

@@ -46,6 +46,7 @@ def test_states_follow_the_sharding_strategy() -> None:
     unit = 128256 * 4096  # of the embedding; whole until they are summed
     assert grads.gradients == round(4 * n / 8 + 4 * unit)
     few = plan(fsdp="optim_grads", seq_length=8).peak  # no activations: gradients that wait to be freed are the peak
+    assert plan(fsdp="optim_grads_params", seq_length=8, own_shards=True).peak.transient < few.transient / 4
     assert few.activations + few.transient == pytest.approx(4 * (10**9 + unit / 8) + 2 * unit, rel=1e-6)
     everything = plan(fsdp="optim_grads_params").peak
     assert everything.weights < 0.5 * n * 2

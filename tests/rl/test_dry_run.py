@@ -52,6 +52,21 @@ def test_what_rollouts_take(given: dict[str, Any]) -> None:
     assert (on_megatron.micro_batch_size, on_megatron.micro_batches) == (2, 8)
 
 
+def test_a_value_model_takes_what_the_policy_takes(given: dict[str, Any]) -> None:
+    """fp32: weights, gradients and two moments, 16 bytes a parameter, sharded or cut as the policy's."""
+    run = {**given, "method": "tracerl", "value_model": True}
+    whole, cut = plan(run, gpus=1), plan(run, sharding="fsdp")
+    count = parameters(whole)
+    assert whole.rollouts is not None
+    assert cut.rollouts is not None
+    assert whole.rollouts.value_model == 16 * count
+    assert 4 * count <= cut.rollouts.value_model < 16 * count  # and the layers that FSDP gathers
+    assert plan(given).rollouts.value_model == 0  # type: ignore[union-attr]
+    halved = plan(run, engine="megatron", tp=2)
+    assert halved.rollouts is not None
+    assert 8 * count / 2 < halved.rollouts.value_model < 16 * count
+
+
 @pytest.mark.parametrize("method", ["vrpo", "tracerl", "block-grpo"])
 def test_every_method_has_a_plan(given: dict[str, Any], method: str) -> None:
     changes: dict[str, Any] = {"reward": [], "global_batch_size": 8} if method == "vrpo" else {}
