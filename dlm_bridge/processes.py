@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,16 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
+
+
+def leave_inherited() -> None:
+    """In a forked process, first of all: keep the garbage collector from what it has inherited.
+
+    Among it may be objects that end threads, groups of processes or memory of a device, which are not here: their end
+    would crash this process.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def _watch_parent(parent: int) -> None:

@@ -20,7 +20,7 @@ from multiprocessing import connection, get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
+from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
@@ -103,7 +103,8 @@ def run_forked(
             here, there = context.Pipe(duplex=False)
             mine = [(n, *tasks[n]) for n in share]
             process = context.Process(target=_work, args=(os.getpid(), there, mine, workers))
-            with signals_blocked():  # the first process hears of Ctrl-C and ends this one
+            # The first process hears of Ctrl-C and ends this one, which begins without a collection.
+            with signals_blocked(), gc_paused():
                 process.start()
             there.close()
             running[here] = process
@@ -227,6 +228,7 @@ def _work(
     """In a forked process, which ends here: no handler or buffer that it has inherited may run or be flushed."""
     import torch
 
+    leave_inherited()
     end_with_parent(parent)
     torch.set_num_threads(1)  # the threads that torch had are not here
     lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import atomic, streaming
-from dlm_bridge.convert.workers import WorkerKilledError
+from dlm_bridge.convert.workers import WorkerKilledError, gc_paused, run_forked
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -83,3 +84,26 @@ def test_an_error_in_a_process_is_the_run_s(
 def test_refused_numbers(tmp_path: Path, llada: Path) -> None:
     with pytest.raises(DlmBridgeError, match=r"^--processes must be at least 1, not 0$"):
         Bridge.from_hf(llada).to_megatron(tmp_path / "out", processes=0)
+
+
+def test_a_worker_leaves_the_garbage_of_its_parent_alone() -> None:
+    """Among it may be what ends threads or groups of processes, which a fork does not copy."""
+    read, write = os.pipe()
+
+    class Native:
+        def __del__(self) -> None:
+            os.write(write, b"parent" if os.getpid() == parent else b"worker")
+
+    parent, collected = os.getpid(), []
+    with gc_paused():
+        for _ in range(2):
+            garbage = Native()
+            garbage.cycle = garbage  # type: ignore[attr-defined]
+            del garbage
+        tasks = [(1, gc.collect), (1, gc.collect)]
+        run_forked(tasks, 2, 1, lambda number, found: collected.append(number))
+    assert sorted(collected) == [0, 1]
+    gc.collect()
+    assert os.read(read, 100) == b"parentparent"
+    os.close(read)
+    os.close(write)

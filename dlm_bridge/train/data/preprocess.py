@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.processes import end_with_parent, signals_blocked
+from dlm_bridge.processes import end_with_parent, leave_inherited, signals_blocked
 from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
 from dlm_bridge.train.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
 from dlm_bridge.train.data.sources import find_sources
@@ -161,6 +161,7 @@ _of_this_process: list[_TokenizerWork] = []
 
 def _begin(work: _TokenizerWork, parent: int) -> None:
     """Runs first in each process."""
+    leave_inherited()
     end_with_parent(parent)
     _of_this_process.append(work)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -51,7 +51,14 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked, temporary_folder, was_killed
+from dlm_bridge.processes import (
+    end_with_parent,
+    how_it_ended,
+    leave_inherited,
+    signals_blocked,
+    temporary_folder,
+    was_killed,
+)
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
@@ -443,6 +450,7 @@ def _write_with_digests(
     parent: int, write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any
 ) -> None:
     """The work of a background save, in a process of its own."""
+    leave_inherited()
     end_with_parent(parent)
     write(*arguments, **options)
     with contextlib.suppress(OSError):  # on a full disk: the first rank digests what has no digest
