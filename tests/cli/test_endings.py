@@ -128,16 +128,36 @@ STARTING = (
 )
 
 
+# A command that says when its first line has set a handler: before that Python itself is interrupted.
+TOLD_WHEN_IT_STARTS = """
+import signal
+from dlm_bridge.cli.__main__ import run
+
+set_handler = signal.signal
+
+def set_first_handler(*arguments):
+    signal.signal = set_handler
+    found = set_handler(*arguments)
+    print("starts", flush=True)
+    return found
+
+signal.signal = set_first_handler
+run()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", STARTING, ids=lambda arguments: arguments[0])
 def test_ctrl_c_while_a_command_starts(arguments: tuple[str, ...], files: dict[str, str], tmp_path: Path) -> None:
     """In processes of their own, which import everything anew, at moments from the first one on."""
-    source = "from dlm_bridge.cli.__main__ import run; print('starts', flush=True); run()"
     draw, interrupted = random.Random(0), 0
     for number in range(6):
         words = [word.format(**files, out=str(tmp_path / f"out{number}")) for word in arguments]
         process = subprocess.Popen(
-            [sys.executable, "-c", source, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", TOLD_WHEN_IT_STARTS, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "starts\n"
