@@ -103,7 +103,7 @@ def run_forked(
             here, there = context.Pipe(duplex=False)
             mine = [(n, *tasks[n]) for n in share]
             process = context.Process(target=_work, args=(os.getpid(), there, mine, workers))
-            # The first process hears of Ctrl-C and ends this one, which begins without a collection.
+            # The first process hears of Ctrl-C and ends this one, which collects nothing before `leave_inherited`.
             with signals_blocked(), gc_paused():
                 process.start()
             there.close()

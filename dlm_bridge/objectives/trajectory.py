@@ -91,6 +91,7 @@ class TrajectoryDistillation(Objective):
         """[B, L] bool twice: the masks of a state of each trajectory, and those of them with a loss."""
         assert clean.commit_steps is not None
         groups, level = self.trajectories_of(clean, uniforms)
+        every = torch.ones_like(candidates)
         place = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
         rank, count = commit_ranks(clean.commit_steps, groups, candidates)
         left = torch.minimum((self.probability(level) * count).long() + 1, count)
@@ -100,7 +101,7 @@ class TrajectoryDistillation(Objective):
         elif self.trajectory_block is not None:
             taken = left
         else:
-            drawn = uniforms.token.gather(1, per_group(place, groups, torch.ones_like(candidates), "amin"))
+            drawn = uniforms.token.gather(1, per_group(place, groups, every, "amin"))
             taken = torch.minimum((drawn * left).long() + 1, left)
         predicted, region = masked & (rank < count - left + taken), candidates
         if self.trajectory_block is not None:
@@ -108,9 +109,9 @@ class TrajectoryDistillation(Objective):
             region = candidates & (block == per_group(block, groups, masked, "amin"))
             predicted = predicted & region
         if self.trajectory_complement:
-            drawn = uniforms.token.gather(1, per_group(place, groups, torch.ones_like(candidates), "amax"))
+            drawn = uniforms.token.gather(1, per_group(place, groups, every, "amax"))
             committed = region & ~masked
-            some = per_group(committed.long(), groups, torch.ones_like(candidates), "amax").bool()
+            some = per_group(committed.long(), groups, every, "amax").bool()
             replaced = (drawn < self.trajectory_complement) & some
             masked = torch.where(replaced, masked & ~region | committed, masked)
             predicted = torch.where(replaced, committed, predicted)

@@ -141,7 +141,7 @@ def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     if run.fsdp == "optim_grads_params":
         return [
             "to build the model, Megatron FSDP has each GPU's whole share of embedding and head, then of one layer at "
-            "a time, which it cuts, and then the gradients (0.1% below the peak measured on two H100s)"
+            "a time, which it cuts, and then the gradients (within 0.1% of LLaDA-8B's shape on two H100s)"
         ]
     return [
         "to build the model, Megatron FSDP has each GPU's whole tensor parallel share of the weights, which stays: "

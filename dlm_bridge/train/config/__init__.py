@@ -402,6 +402,17 @@ def check_instances(instances: int, fsdp: str | None, optimizer: str, distribute
         _exclude(INSTANCES, str(instances), (fsdp == "optim", "--fsdp optim", unsummed))
 
 
+def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
+    """`check_instances` of a model with experts."""
+    if instances > 1:
+        _exclude(
+            INSTANCES,
+            str(instances),
+            (fsdp is not None, f"--fsdp {fsdp}", "megatron-core's FSDP has no such instances of experts"),
+            remedy="leave one of them out",
+        )
+
+
 def check_ep_overlap(
     layout: Layout, dispatcher: str, fsdp: str | None, recompute: str, modules: Sequence[str]
 ) -> None:
@@ -423,17 +434,6 @@ def check_ep_overlap(
         (recompute == "selective" and "moe" in modules, "--recompute-modules moe", layers),
         remedy="leave one of them out",
     )
-
-
-def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
-    """`check_instances` of a model with experts."""
-    if instances > 1:
-        _exclude(
-            INSTANCES,
-            str(instances),
-            (fsdp is not None, f"--fsdp {fsdp}", "megatron-core's FSDP has no such instances of experts"),
-            remedy="leave one of them out",
-        )
 
 
 def _exclude(flag: str, value: str, *others: tuple[object, str, str], remedy: str = "") -> None:

@@ -79,6 +79,11 @@ def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
+def optimizer_weights(optimizer: Any) -> list[torch.Tensor]:
+    """The weights that this rank's part of megatron-core's optimizer updates."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 @contextlib.contextmanager
 def eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
     """Layers in evaluation mode: without dropout."""

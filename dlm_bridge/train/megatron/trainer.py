@@ -47,7 +47,13 @@ from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.mcore_config import DTYPES
 from dlm_bridge.train.megatron.norms import MegatronLayerNorms
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, run_schedule, set_learning_rate
+from dlm_bridge.train.megatron.schedule import (
+    eval_mode,
+    gathered_weights,
+    optimizer_weights,
+    run_schedule,
+    set_learning_rate,
+)
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
@@ -285,7 +291,7 @@ class MegatronTrainer(Trainer):
         self.check_same_data(self.local.load(self.chunks, self.optimizer)["train_blocks"])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return optimizer_weights(self.optimizer)
 
     # -- parts of the above
 

@@ -48,7 +48,7 @@ from dlm_bridge.train.megatron.engine import (
     first_on_main,
 )
 from dlm_bridge.train.megatron.lora import LoraRun
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, set_learning_rate
+from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.rl.megatron_value_model import MegatronValueModel
 from dlm_bridge.train.rl.methods import check_model, load_rows
@@ -207,7 +207,7 @@ class MegatronUpdates(UpdateEngine):
             self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.name])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        own = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        own = optimizer_weights(self.optimizer)
         return own if self.value_model is None else [*own, *self.value_model.trained_parameters()]
 
     def peak_memory(self) -> int | None:

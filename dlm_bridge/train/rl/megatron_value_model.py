@@ -18,7 +18,7 @@ from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager
 from dlm_bridge.train.megatron.engine import build_trained_model
-from dlm_bridge.train.megatron.schedule import gathered_weights, set_learning_rate
+from dlm_bridge.train.megatron.schedule import gathered_weights, optimizer_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep
 from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.rl.pipelined import PipelinedModel
@@ -56,7 +56,7 @@ class MegatronValueModel(ValueUpdates):
         set_learning_rate(self.optimizer, self.learning_rate(lr), self.config.optimizer.weight_decay)
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return optimizer_weights(self.optimizer)
 
     # -- checkpoints
 
