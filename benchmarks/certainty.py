@@ -1,8 +1,8 @@
 r"""Certainty-forcing and trajectory distillation: accuracy and forward passes per token of a small model with each.
 
-    python benchmarks/certainty.py --output DIR                      on one GPU, some minutes
-    python benchmarks/certainty.py --output DIR --size tiny --batch 128 --steps 4000 --more 1500 --rows 256 \
-        --examples 40000 --recorded 6000                             on a CPU, half an hour
+    python benchmarks/certainty.py --output DIR                      on one GPU, eight minutes
+    python benchmarks/certainty.py --output DIR --size tiny --digits 4 --batch 128 --steps 4000 --more 1500 \
+        --more-lr 1e-3 --rows 256 --examples 40000 --recorded 6000   on a CPU, half an hour
 
 The tasks, by `--task`:
 
@@ -10,14 +10,17 @@ The tasks, by `--task`:
          them is random in the data: an answer has 10^digits right wordings, as text has many.
   sums   two numbers are given, their sum is asked for: one right answer.
 
-A model is trained from nothing (`dlm-bridge sft`, objective masked). Six runs go on from its last checkpoint: "plain"
-in the same way; the others, as in the publications, on what the model itself wrote for `--recorded` training prompts,
-a token a step, where it was right: "own" with the same loss, "certain" with `--certainty-weight`, "trajectory" with
-the objective trajectory, "complement" with it and `--trajectory-complement 0.5`, "both" with certainty-forcing and the
-objective trajectory. Each is sampled greedily for prompts that no training row holds, by Fast-dLLM's rule: a step
-commits every token above a threshold, the best at least. A line for each model and threshold: right answers, forward
-passes per token. The last lines compare equal accuracies: the fewest forward passes per token of a run among the
-thresholds at which it is as accurate as "plain" (then: as "own") at its best, and those of that.
+A model is trained from nothing (`dlm-bridge sft`, objective masked). Three runs go on from its last checkpoint:
+"plain" in the same way; "own", as in the publications, on what the model itself wrote for `--recorded` training
+prompts, a token a step, where it was right; "certain" on the same with `--certainty-weight`. Then "own" writes answers
+in its turn, by the sampler that is measured, at `--record-threshold`, and four runs go on from it with those: "again"
+with the same loss; "trajectory" with the objective trajectory, whose masks all have a loss; "complement" with it and
+`--trajectory-complement 0.5`; "both" with the objective trajectory and certainty-forcing.
+
+Each is sampled greedily for prompts that no training row holds, by Fast-dLLM's rule: a step commits every token above
+a threshold, the best at least. A line for each model and threshold: right answers, forward passes per token. The last
+lines compare equal accuracies: the fewest forward passes per token of a run among the thresholds at which it is as
+accurate as the one before (plain, own, again) at its best, and those of that.
 
 DIR/results.jsonl has the same lines. What DIR holds already is not done again: a killed run goes on. On a GPU the runs
 that go on are trained at the same time.
@@ -47,47 +50,49 @@ SIZES: dict[str, dict[str, int]] = {
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
 EOS, MASK = "<eos>", "<mask>"
 
+Runs = dict[str, tuple[Path, tuple[str, ...]]]  # training data and flags of each
+Lines = list[dict[str, Any]]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--task", choices=("terms", "sums"), default="terms")
-    parser.add_argument("--digits", type=int, default=4)
+    parser.add_argument("--digits", type=int, default=6)
     parser.add_argument("--examples", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=512, help="prompts that are sampled")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3000, help="of the first run")
-    parser.add_argument("--more", type=int, default=1500, help="of those that go on from it")
-    parser.add_argument("--recorded", type=int, default=8000, help="prompts whose trajectories are recorded")
-    parser.add_argument("--keep", action="store_true", help="keep wrong answers among the trajectories too")
-    parser.add_argument("--more-lr", type=float, default=1e-3, help="learning rate of those that go on")
+    parser.add_argument("--more", type=int, default=3000, help="of those that go on from it")
+    parser.add_argument("--more-lr", type=float, default=2e-4, help="their learning rate")
+    parser.add_argument("--last", type=int, default=1000, help="steps of those that go on from `own`")
+    parser.add_argument("--last-lr", type=float, default=3e-4, help="their learning rate")
+    parser.add_argument("--recorded", type=int, default=32_000, help="prompts whose answers are recorded")
+    parser.add_argument("--record-threshold", type=float, default=0.9, help="of the answers that `own` writes")
     parser.add_argument("--weight", type=float, default=2.0)
     parser.add_argument("--temperature", type=float, default=0.5)
-    options = parser.parse_args()
-    bench = Bench(options)
+    bench = Bench(parser.parse_args())
+    options = bench.options
     bench.write()
     base = bench.train("base", bench.folder / "seed", options.steps, bench.rows, "--from-scratch")
     bench.evaluate("base", base)
-    own = bench.record(base)
+    length = str(bench.gen_length)
     certainty = ("--certainty-weight", str(options.weight), "--certainty-temperature", str(options.temperature))
-    trajectory = ("--objective", "trajectory")
-    runs: dict[str, tuple[Path, tuple[str, ...]]] = {
-        "plain": (bench.rows, ()),
-        "own": (own, ()),
-        "certain": (own, certainty),
-        "trajectory": (own, trajectory),
-        "complement": (own, (*trajectory, "--trajectory-complement", "0.5")),
-        "both": (own, (*trajectory, *certainty)),
+    answers = bench.record("base", base, "--steps", length)
+    runs: Runs = {"plain": (bench.rows, ()), "own": (answers, ()), "certain": (answers, certainty)}
+    found, folders = bench.go_on(runs, base, options.more, options.more_lr)
+    trajectory = ("--objective", "trajectory", "--trajectory-steps", length)
+    answers = bench.record("own", folders["own"], "--threshold", str(options.record_threshold))
+    runs = {
+        "again": (answers, ()),
+        "trajectory": (answers, trajectory),
+        "complement": (answers, (*trajectory, "--trajectory-complement", "0.5")),
+        "both": (answers, (*trajectory, *certainty)),
     }
-    with ThreadPoolExecutor(len(runs) if bench.device == "cuda" else 1) as threads:
-        started = {
-            name: threads.submit(bench.train, name, base, options.more, data, *flags, lr=options.more_lr)
-            for name, (data, flags) in runs.items()
-        }
-        found = {name: bench.evaluate(name, run.result()) for name, run in started.items()}
-    for reference in ("plain", "own"):
-        for name in [name for name in runs if name not in ("plain", reference)]:
+    found |= bench.go_on(runs, folders["own"], options.last, options.last_lr)[0]
+    for reference, names in (("plain", ("own", "certain")), ("own", ("certain", "again")), ("again", [*runs][1:])):
+        for name in names:
             bench.compare(reference, found[reference], name, found[name])
 
 
@@ -179,24 +184,37 @@ class Bench:
         print(f"{name}: {steps} steps, loss {losses[0]:.3f} to {sum(last) / len(last):.3f}", flush=True)
         return checkpoint
 
-    def record(self, model: Path) -> Path:
-        """The trajectories of the right answers that a model gives to training prompts."""
-        prompts, output, kept = (self.folder / f"{name}.jsonl" for name in ("prompts", "answers", "trajectories"))
+    def go_on(self, runs: Runs, model: Path, steps: int, lr: float) -> tuple[dict[str, Lines], dict[str, Path]]:
+        """Train each run from a model. Returns the lines and the last checkpoint of each."""
+        with ThreadPoolExecutor(len(runs) if self.device == "cuda" else 1) as threads:
+            started = {
+                name: threads.submit(self.train, name, model, steps, data, *flags, lr=lr)
+                for name, (data, flags) in runs.items()
+            }
+            folders = {name: run.result() for name, run in started.items()}
+        return {name: self.evaluate(name, folder) for name, folder in folders.items()}, folders
+
+    def record(self, name: str, model: Path, *sampling: str) -> Path:
+        """The right answers that a model gives to training prompts, with the steps that committed their tokens."""
+        prompts = self.folder / "prompts.jsonl"
+        output, kept = self.folder / f"answers-{name}.jsonl", self.folder / f"trajectories-{name}.jsonl"
         asked = [prompt for prompt, _ in self.known][: self.options.recorded]
         if not output.exists() or len(output.read_text().splitlines()) < len(asked):
             prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
             length = str(self.gen_length)
             command = [sys.executable, "-m", "dlm_bridge.cli", "generate", str(model), "--jsonl", str(prompts)]
             command += ["--output", str(output), "--overwrite", "--batch-size", str(self.options.batch)]
-            command += ["--gen-length", length, "--steps", length, "--block-length", length, "--commit-steps"]
+            command += ["--gen-length", length, "--block-length", length, "--commit-steps", *sampling]
             self.call("generate", command)
-        count = 0
+        count, steps = 0, 0
         with output.open() as lines, kept.open("w") as file:
             for prompt, line in zip(asked, lines, strict=True):
-                if self.options.keep or self.right(prompt, json.loads(line)["text"].replace(" ", "")):
+                row = json.loads(line)
+                if self.right(prompt, row["text"].replace(" ", "")):
                     file.write(line)
                     count += 1
-        print(f"trajectories: {count} of {len(asked)}", flush=True)
+                    steps += 1 + max(row["commit_steps"])
+        print(f"{name}: {count} of {len(asked)} answers are right, {steps / max(count, 1):.1f} steps each", flush=True)
         return kept
 
     def call(self, name: str, command: list[str]) -> None:
@@ -204,7 +222,7 @@ class Bench:
         if result.returncode:
             raise SystemExit(f"the run {name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}")
 
-    def evaluate(self, name: str, folder: Path) -> list[dict[str, Any]]:
+    def evaluate(self, name: str, folder: Path) -> Lines:
         """A line for each threshold."""
         known = [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.exists() else []
         lines = [line for line in known if line.get("model") == name]
@@ -232,7 +250,7 @@ class Bench:
             lines.append(line)
         return lines
 
-    def compare(self, reference: str, plain: list[dict[str, Any]], name: str, other: list[dict[str, Any]]) -> None:
+    def compare(self, reference: str, plain: Lines, name: str, other: Lines) -> None:
         best = max(plain, key=lambda line: (line["right"], -line["forwards_per_token"]))
         if not best["right"]:
             raise SystemExit(f"{reference} gives no right answer: train for more --steps")
