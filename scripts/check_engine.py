@@ -105,12 +105,12 @@ def ask(url: str, name: str, row: dict[str, Any], new_tokens: int) -> str:
     return str(request(f"{url}/v1/completions", body | {"prompt": row["prompt"]})["choices"][0]["text"])
 
 
-def request(address: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def request(address: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     sent = urllib.request.Request(address, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(sent, timeout=600) as response:
-            return dict(json.load(response))
+            return json.load(response)
     except urllib.error.HTTPError as error:
         if body is None:
             raise

@@ -104,9 +104,44 @@ def test_rotary_embedding(
             assert_an_ulp_apart(ours[..., rotated:], part[..., rotated:])
 
 
+@DTYPES
+@pytest.mark.parametrize(("tokens", "experts", "size"), [(3, 8, 80), (2, 1, 24), (4, 6, 1030)])
+def test_sum_of_experts(tokens: int, experts: int, size: int, dtype: torch.dtype) -> None:
+    """With weights of the dtype and in float32, as routers have them."""
+    rows = random(0, tokens * experts, size, dtype=dtype)
+    places = torch.randperm(tokens * experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for wider in {dtype, torch.float32}:
+        weights = random(2, tokens, experts, dtype=wider)
+        found, expected = (
+            function(rows, places, weights)
+            for function in (kernels.sum_experts, elementwise_kernels.sum_experts_torch)
+        )
+        assert_an_ulp_apart(found, expected)
+        if not INTERPRETED:  # the order in which PyTorch sums on a GPU
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "groups", "top_groups", "top"), [(3, 256, 8, 4, 8), (2, 24, 3, 1, 3), (5, 10, 1, 1, 4)]
+)
+def test_router(tokens: int, experts: int, groups: int, top_groups: int, top: int, normalised: bool) -> None:
+    """Also a bias that decides, and numbers of groups and experts that are no powers of two."""
+    logits, bias = random(0, tokens, experts, dtype=torch.float32), random(1, experts, dtype=torch.float32)
+    settings = (groups, top_groups, top, normalised, 2.5)
+    weights, chosen = kernels.route_in_groups(logits, bias, *settings)
+    expected, order = elementwise_kernels.route_in_groups_torch(logits, bias, *settings)
+    assert torch.equal(chosen, order)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+    alike = torch.zeros_like(logits)
+    assert kernels.route_in_groups(alike, alike[0], *settings)[1].tolist() == [list(range(top))] * tokens
+
+
 def test_nothing_to_compute() -> None:
     x = torch.zeros(0, 24, device=DEVICE)
     assert kernels.rms_norm(x, torch.ones(24, device=DEVICE), 1e-6).shape == (0, 24)
     assert kernels.silu_and_mul(x).shape == (0, 12)
     angles = torch.zeros(1, 0, 4, device=DEVICE)
     assert kernels.rotate_heads(x.view(1, 0, 24), angles, angles, None, None, 0.0, 4, 1).shape == (1, 0, 5, 4)
+    assert kernels.sum_experts(x, torch.zeros(0, dtype=torch.int64, device=DEVICE), x[:, :4]).shape == (0, 24)
+    assert kernels.route_in_groups(x, torch.ones(24, device=DEVICE), 2, 1, 3, True, 1.0)[1].shape == (0, 3)

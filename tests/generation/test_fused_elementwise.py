@@ -62,12 +62,21 @@ def packed_inputs(lengths: tuple[int, ...]) -> BodyInputs:
     return BodyInputs(tokens, None, positions, cu_seqlens=starts, max_seqlen=max(lengths))
 
 
-# One projection of queries, keys and values, and experts in the layers but the first; attention that depends on the
+# One projection of queries, keys and values, and experts in the layers but the first; experts behind a softmax router;
+# attention that depends on the
 # position beyond its rotation; norms of heads.
 EXPECTED = {
     "llada": {"FusedRMSNorm": 9, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
     "sdar": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
-    "llada2_moe": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "silu_and_mul": 3, "FusedLayer": 4},
+    "llada2_moe": {
+        "FusedRMSNorm": 17,
+        "FusedAttention": 4,
+        "FusedSwiGLU": 4,
+        "FusedExperts": 3,
+        "FusedRouter": 3,
+        "FusedLayer": 4,
+    },
+    "sdar_moe": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedExperts": 4, "FusedLayer": 4},
     "nemotron_labs_diffusion": {"FusedRMSNorm": 9, "FusedSwiGLU": 4, "FusedLayer": 4},
 }
 
@@ -76,6 +85,7 @@ EXPECTED = {
 def test_the_same_hidden_states(name: str, tmp_path: Path) -> None:
     model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
     model.to(DEVICE, torch.bfloat16)
+    model.config._experts_implementation = "grouped_mm"  # the default on a GPU
     inputs = packed_inputs((3, 1))
     groups = fused_linear.fuse_linear_layers(model)
     with fused_linear.fused_layers_installed(groups):

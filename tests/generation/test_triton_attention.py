@@ -56,6 +56,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
     mask = None
     if masked:
         mask = torch.rand(batch, 1, 1, end, generator=generator).to(DEVICE) > 0.3
+        mask[0, ..., : end // 2] = False  # padding in front of a row
         mask[..., first] = True
     whole_keys, whole_values = keys[:, :, :end].clone(), values[:, :, :end].clone()
     whole_keys[:, :, first : first + width], whole_values[:, :, first : first + width] = key, value

@@ -84,36 +84,95 @@ def rotate_heads(
         return output
     half, rest = rotated // 2, size - rotated
     half_tile = triton.next_power_of_2(half)
-    tile = _rows_per_program(tokens, _TILE // 2 // half_tile, qkv.device)
-    tiles = triton.cdiv(tokens, tile)
-    # Programs share a token's heads where there are few tokens; else angles are read once for all heads.
-    per_program = triton.cdiv(heads, min(heads, max(1, _PROGRAMS * _multiprocessors(qkv.device) // tiles)))
+    tile = _rows_per_program(tokens * heads, _TILE // 2 // half_tile, qkv.device)
     with torch.cuda.device_of(qkv):
-        _rotate_kernel[(tiles, triton.cdiv(heads, per_program))](
+        _rotate_kernel[(triton.cdiv(tokens * heads, tile),)](
             qkv,
             cos,
             sin,
             qkv if query_weight is None else query_weight,
             qkv if key_weight is None else key_weight,
             output,
-            tokens,
+            tokens * heads,
             cos.shape[0] * cos.shape[1],
             eps,
-            queries,
-            heads,
-            channels,
-            per_program,
+            QUERIES=queries,
+            HEADS=heads,
+            CHANNELS=channels,
             SIZE=size,
             HALF=half,
             REST=rest,
             HALF_TILE=half_tile,
             REST_TILE=triton.next_power_of_2(max(rest, 1)),
             NORMED=query_weight is not None,
-            TOKENS=tile,
-            num_warps=4,
+            ROWS=tile,
+            num_warps=min(4, max(1, tile * half_tile // 256)),
             enable_fp_fusion=False,  # a fused multiply-add would leave out the rounding of its product
         )
     return output
+
+
+@torch.library.custom_op("dlm_bridge::sum_experts", mutates_args=())
+def sum_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[N, H], the weighted sum of each token's experts: `sum_experts_torch` in one launch.
+
+    Args:
+        rows: [N * K, H], what the experts gave.
+        places: [N * K], the row of each token's each expert.
+        weights: [N, K], in the dtype of `rows` or in float32.
+    """
+    rows, places, weights = rows.contiguous(), places.contiguous(), weights.contiguous()
+    (tokens, experts), size = weights.shape, rows.shape[1]
+    output = rows.new_empty(tokens, size)
+    if output.numel():
+        block = min(1024, triton.next_power_of_2(size))
+        with torch.cuda.device_of(rows):
+            _sum_experts_kernel[(tokens, triton.cdiv(size, block))](
+                rows,
+                places,
+                weights,
+                output,
+                size,
+                EXPERTS=experts,
+                BLOCK=block,
+                num_warps=max(1, block // 256),
+                enable_fp_fusion=False,  # as in `rotate_heads`
+            )
+    return output
+
+
+@torch.library.custom_op("dlm_bridge::route_in_groups", mutates_args=())
+def route_in_groups(
+    logits: torch.Tensor, bias: torch.Tensor, groups: int, top_groups: int, top: int, normalised: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [N, top] in float32 and experts [N, top], of float32 logits [N, E]: `route_in_groups_torch` in a launch.
+
+    Of equal scores the expert with the lowest number wins.
+    """
+    logits, bias = logits.contiguous(), bias.contiguous()
+    tokens, experts = logits.shape
+    weights = logits.new_empty(tokens, top)
+    chosen = torch.empty(tokens, top, dtype=torch.int64, device=logits.device)
+    if tokens:
+        with torch.cuda.device_of(logits):
+            _route_kernel[(tokens,)](
+                logits,
+                bias,
+                weights,
+                chosen,
+                tokens,
+                scale,
+                GROUPS=groups,
+                MEMBERS=experts // groups,
+                GROUP_TILE=triton.next_power_of_2(groups),
+                MEMBER_TILE=triton.next_power_of_2(experts // groups),
+                TOP_GROUPS=top_groups,
+                TOP=top,
+                TOP_TILE=triton.next_power_of_2(top),
+                NORMALISED=normalised,
+                num_warps=1,
+            )
+    return weights, chosen
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -131,6 +190,29 @@ def rotate_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def sum_experts_torch(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`sum_experts` as transformers' experts compute it: products in the wider dtype, summed in float32."""
+    products = rows[places].view(*weights.shape, -1) * weights[..., None]
+    return products.sum(dim=1).to(rows.dtype)
+
+
+def route_in_groups_torch(
+    logits: torch.Tensor, bias: torch.Tensor, groups: int, top_groups: int, top: int, normalised: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid router as in DeepSeek-V3, GLM-4.5 and LLaDA2: the best `top` experts out of the best groups, where a
+    group counts as its two best experts together; the bias helps an expert to be chosen, and is not in its weight."""
+    scores = logits.sigmoid()
+    choice = scores + bias
+    in_groups = choice.unflatten(-1, (groups, -1))
+    best = in_groups.topk(2, dim=-1).values.sum(dim=-1).topk(top_groups, dim=-1).indices
+    closed = torch.ones_like(in_groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    experts = in_groups.masked_fill(closed[..., None], -torch.inf).flatten(-2).topk(top, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale, experts
 
 
 def _launch_norm(
@@ -209,55 +291,111 @@ def _silu_and_mul_kernel(gate_up, output, size, BLOCK: tl.constexpr):  # type: i
 
 @triton.jit
 def _rotate_kernel(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, query_weight, key_weight, output,
-    tokens, angles, eps, queries, heads, channels, per_program,
-    SIZE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    NORMED: tl.constexpr, TOKENS: tl.constexpr,
+    qkv, cos, sin, query_weight, key_weight, output, rows, angles, eps,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
+    NORMED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of some tokens."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    exists = token < tokens
+    """Some rows, of which each is a head of a token."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = row // HEADS, row % HEADS
     column, rest = tl.arange(0, HALF_TILE), 2 * HALF + tl.arange(0, REST_TILE)
     inside, behind = column < HALF, rest < SIZE
-    turned, kept = exists[:, None] & inside[None, :], exists[:, None] & behind[None, :]
+    turned, kept = (row < rows)[:, None] & inside[None, :], (row < rows)[:, None] & behind[None, :]
     # Products and sums are rounded to the dtype of the angles, which is that of the heads or wider.
     wider: tl.constexpr = cos.dtype.element_ty
     own: tl.constexpr = output.dtype.element_ty
-    angle = (token % angles)[:, None] * (2 * HALF) + column[None, :]
+    angle = (token % angles).to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
     cos1 = tl.load(cos + angle, mask=turned, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + HALF + angle, mask=turned, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)
     sin2 = tl.load(sin + HALF + angle, mask=turned, other=0.0).to(tl.float32)
-    first = tl.program_id(1) * per_program
-    for head in range(first, tl.minimum(first + per_program, heads)):
-        source = qkv + token[:, None] * channels + head * SIZE
-        x1 = tl.load(source + column[None, :], mask=turned, other=0.0).to(tl.float32)
-        x2 = tl.load(source + HALF + column[None, :], mask=turned, other=0.0).to(tl.float32)
-        target = output + token[:, None] * (heads * SIZE) + head * SIZE
-        if NORMED:
-            squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)
+    source = qkv + (token.to(tl.int64) * CHANNELS + head * SIZE)[:, None]
+    target = output + row.to(tl.int64)[:, None] * SIZE
+    x1 = tl.load(source + column[None, :], mask=turned, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF + column[None, :], mask=turned, other=0.0).to(tl.float32)
+    if REST > 0:
+        x3 = tl.load(source + rest[None, :], mask=kept, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)
         if REST > 0:
-            x3 = tl.load(source + rest[None, :], mask=kept, other=0.0).to(tl.float32)
-            if NORMED:
-                squares += tl.sum(x3 * x3, axis=1)
-        if NORMED:
-            scale = tl.rsqrt(squares / SIZE + eps)
-            x1 = _weighted(x1 * scale[:, None], query_weight, key_weight, head < queries, column, inside, own)
-            x2 = _weighted(x2 * scale[:, None], query_weight, key_weight, head < queries, HALF + column, inside, own)
-        y1 = (x1 * cos1).to(wider).to(tl.float32) + (-x2 * sin1).to(wider).to(tl.float32)
-        y2 = (x2 * cos2).to(wider).to(tl.float32) + (x1 * sin2).to(wider).to(tl.float32)
-        tl.store(target + column[None, :], y1.to(wider).to(own), mask=turned)
-        tl.store(target + HALF + column[None, :], y2.to(wider).to(own), mask=turned)
+            squares += tl.sum(x3 * x3, axis=1)
+        scale = tl.rsqrt(squares / SIZE + eps)[:, None]
+        is_query = (head < QUERIES)[:, None]
+        x1 = _weighted(x1 * scale, query_weight, key_weight, is_query, column, inside, own)
+        x2 = _weighted(x2 * scale, query_weight, key_weight, is_query, HALF + column, inside, own)
         if REST > 0:
-            if NORMED:
-                x3 = _weighted(x3 * scale[:, None], query_weight, key_weight, head < queries, rest, behind, own)
-            tl.store(target + rest[None, :], x3.to(own), mask=kept)
+            x3 = _weighted(x3 * scale, query_weight, key_weight, is_query, rest, behind, own)
+    y1 = (x1 * cos1).to(wider).to(tl.float32) + (-x2 * sin1).to(wider).to(tl.float32)
+    y2 = (x2 * cos2).to(wider).to(tl.float32) + (x1 * sin2).to(wider).to(tl.float32)
+    tl.store(target + column[None, :], y1.to(wider).to(own), mask=turned)
+    tl.store(target + HALF + column[None, :], y2.to(wider).to(own), mask=turned)
+    if REST > 0:
+        tl.store(target + rest[None, :], x3.to(own), mask=kept)
 
 
 @triton.jit
 def _weighted(normed, query_weight, key_weight, is_query, column, inside, own: tl.constexpr):  # type: ignore[no-untyped-def]
-    """These columns of a head, by the weights of queries or of keys."""
-    of_query = tl.load(query_weight + column, mask=inside & is_query, other=0.0)
-    of_key = tl.load(key_weight + column, mask=inside & (is_query == 0), other=0.0)
-    weight = tl.where(is_query, of_query, of_key).to(tl.float32)
-    return (weight[None, :] * normed.to(own).to(tl.float32)).to(own).to(tl.float32)
+    """These columns of heads, by the weights of queries or of keys."""
+    of_query = tl.load(query_weight + column, mask=inside, other=0.0)
+    of_key = tl.load(key_weight + column, mask=inside, other=0.0)
+    weight = tl.where(is_query, of_query[None, :], of_key[None, :]).to(tl.float32)
+    return (weight * normed.to(own).to(tl.float32)).to(own).to(tl.float32)
+
+
+@triton.jit
+def _sum_experts_kernel(  # type: ignore[no-untyped-def]
+    rows, places, weights, output, size, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < size
+    wider: tl.constexpr = weights.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for lane in tl.static_range(min(4, EXPERTS)):  # PyTorch's sum keeps four running sums
+        part = tl.zeros((BLOCK,), tl.float32)
+        for expert in tl.static_range(lane, EXPERTS, 4):
+            pair = token * EXPERTS + expert
+            value = tl.load(rows + tl.load(places + pair).to(tl.int64) * size + column, mask=there, other=0.0)
+            part += (tl.load(weights + pair).to(tl.float32) * value.to(tl.float32)).to(wider).to(tl.float32)
+        total += part
+    tl.store(output + token * size + column, total.to(output.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits, bias, weights, experts, tokens, scale,
+    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, GROUP_TILE: tl.constexpr, MEMBER_TILE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP: tl.constexpr, TOP_TILE: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUP_TILE), tl.arange(0, MEMBER_TILE)
+    exists = (group < GROUPS)[:, None] & (member < MEMBERS)[None, :]
+    expert = group[:, None] * MEMBERS + member[None, :]
+    logit = tl.load(logits + token * GROUPS * MEMBERS + expert, mask=exists, other=0.0)
+    score = 1 / (1 + tl.exp(-logit))
+    choice = tl.where(exists, score + tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32), -float("inf"))
+    if TOP_GROUPS < GROUPS:
+        best = tl.max(choice, 1)
+        at_best = tl.min(tl.where(choice == best[:, None], member[None, :], MEMBER_TILE), 1)
+        second = tl.max(tl.where(member[None, :] == at_best[:, None], -float("inf"), choice), 1)
+        of_group = tl.where(group < GROUPS, best + second, -float("inf"))
+        chosen = tl.zeros((GROUP_TILE,), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            left = tl.where(chosen > 0, -float("inf"), of_group)
+            first = tl.min(tl.where(left == tl.max(left, 0), group, GROUP_TILE), 0)
+            chosen = tl.where(group == first, 1, chosen)
+        choice = tl.where(chosen[:, None] > 0, choice, -float("inf"))
+    rank = tl.arange(0, TOP_TILE)
+    kept, kept_score, total = tl.zeros((TOP_TILE,), tl.int32), tl.zeros((TOP_TILE,), tl.float32), 0.0
+    for place in tl.static_range(TOP):
+        highest = tl.max(tl.max(choice, 1), 0)
+        first = tl.min(tl.min(tl.where(choice == highest, expert, GROUPS * MEMBERS), 1), 0)
+        own = tl.sum(tl.sum(tl.where(expert == first, score, 0.0), 1), 0)
+        choice = tl.where(expert == first, -float("inf"), choice)
+        kept, kept_score = tl.where(rank == place, first, kept), tl.where(rank == place, own, kept_score)
+        total += own
+    if NORMALISED:
+        kept_score = kept_score / (total + 1e-20)
+    tl.store(weights + token * TOP + rank, kept_score * scale, mask=rank < TOP)
+    tl.store(experts + token * TOP + rank, kept.to(tl.int64), mask=rank < TOP)

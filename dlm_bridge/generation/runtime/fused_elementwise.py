@@ -2,7 +2,7 @@
 
 A Llama layer launches 32 kernels of one operation each beside its four products and attention. Here they are four: the
 sum of a branch with the norm behind it, twice; the rotary embedding of queries and keys with their norms; the gated
-activation.
+activation. Of a layer of experts they are the choice of experts and the weighted sum of what these give, too.
 
 A module is replaced for what it computes, not for its name: its forward pass is run on a few numbers, with stand-ins
 for its parts, and must give what the formula gives, bit for bit in the model's dtype. Modules that compute something
@@ -25,6 +25,12 @@ from torch.nn.functional import silu
 
 from dlm_bridge.generation.kv_cache import is_attention
 from dlm_bridge.generation.runtime.attention import attend
+from dlm_bridge.generation.runtime.fused_experts import (
+    FusedExperts,
+    FusedRouter,
+    is_group_router,
+    supports_grouped_experts,
+)
 from dlm_bridge.generation.runtime.fused_linear import FusedGroup, FusedLinear, is_unmodified
 
 _PROBE = "dlm_bridge_probe"  # transformers' name of the attention function `_hear`
@@ -181,6 +187,10 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
                 function = FusedSwiGLU(module, products[module]) if probe.is_gated_mlp(module) else None
             elif probe.is_gated_experts(module):
                 function, method = torch.ops.dlm_bridge.silu_and_mul, "_apply_gate"
+                if supports_grouped_experts(module, model.dtype):
+                    function, method = FusedExperts(module), "forward"
+            elif _are_unmodified(module) and is_group_router(module, kernels.route_in_groups_torch):
+                function = FusedRouter(module)
             if function is not None:
                 found.append(Replacement(module, function, method))
         layers = list(model.model.layers)

@@ -22,6 +22,7 @@ import triton.language as tl
 # Score of a masked column. Finite: the difference of two infinities is NaN.
 _MASKED_SCORE: tl.constexpr = tl.constexpr(-1e30)
 _LOG2_E = 1.4426950408889634
+_SCANNED = 512  # columns of a mask that are read at once
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def attend(
             ROWS=tile,
             KEYS=tiles.keys,
             NEW=max(16, triton.next_power_of_2(width)),
+            SCANNED=_SCANNED,
             MASKED=mask is not None,
             HAS_LENGTH=length is not None,
             SPLIT=splits > 1,
@@ -196,13 +198,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     key_cache_b, key_cache_g, key_cache_c, value_cache_b, value_cache_g, value_cache_c, mask_b, mask_c,
     columns_b, columns_q,
     groups, width, rows,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SCANNED: tl.constexpr,
     MASKED: tl.constexpr, HAS_LENGTH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if HAS_LENGTH:
         end = tl.minimum(end, tl.load(length).to(tl.int32))
-    per_split = tl.cdiv(tl.cdiv(end, KEYS), tl.num_programs(2)) * KEYS
     b, g = (pair // groups).to(tl.int64), pair % groups
     n = tl.arange(0, NEW)
     written = n < width
@@ -228,7 +229,15 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
     keys_of_group = key_cache + b * key_cache_b + g * key_cache_g
     values_of_group = value_cache + b * value_cache_b + g * value_cache_g
-    for begin in range(split * per_split, tl.minimum((split + 1) * per_split, end), KEYS):
+    start = 0
+    if MASKED:  # padding in front of a row takes no turns of the loop
+        start = end
+        for begin in range(0, end, SCANNED):
+            c = begin + tl.arange(0, SCANNED)
+            unmasked = tl.load(mask + b * mask_b + c * mask_c, mask=c < end, other=0) != 0
+            start = tl.minimum(start, tl.min(tl.where(unmasked, c, end), 0))
+    per_split = tl.cdiv(tl.cdiv(end - start, KEYS), tl.num_programs(2)) * KEYS
+    for begin in range(start + split * per_split, tl.minimum(start + (split + 1) * per_split, end), KEYS):
         c = begin + tl.arange(0, KEYS)
         attended = (c < first) | ((c >= last) & (c < end))
         if MASKED:
