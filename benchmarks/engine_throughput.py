@@ -1,6 +1,6 @@
 """Throughput of a block diffusion model in `generate` and in SGLang: the same weights, prompts of the same lengths.
 
-    python benchmarks/engine_throughput.py --output DIR -- python -m sglang.launch_server --dllm-algorithm LowConfidence
+    python benchmarks/engine_throughput.py --output DIR -- python -m sglang.launch_server --dllm-algorithm NAME
     python benchmarks/engine_throughput.py --output DIR --only ours              one after the other, where SGLang has
     python benchmarks/engine_throughput.py --output DIR --only engine -- COMMAND      an environment of its own
 
