@@ -14,9 +14,9 @@ import torch.distributed as dist
 from dlm_bridge.generation.api import input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
 from dlm_bridge.generation.loop import choose_cache
-from dlm_bridge.generation.replicas import Replicas, tensor_parallel_group
+from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.rolling_canvas import cache_columns
-from dlm_bridge.generation.runtime.runner import unwrapped
+from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 
 # What is left to the allocator's fragments, CUDA graphs and libraries' workspaces.

@@ -27,8 +27,8 @@ import torch
 
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
-from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.runtime.runner import tensor_parallel_group
 from dlm_bridge.generation.token_sampling import Noise, draw_token
 from dlm_bridge.objectives.noise import random_tokens
 

@@ -122,14 +122,6 @@ class Replicas:
 ALONE = Replicas()
 
 
-def tensor_parallel_group(model: Any) -> Any:
-    """The process group that holds a model together, tensor parallel; None for a model in one process."""
-    if (getattr(model, "_tp_size", None) or 1) == 1:
-        return None
-    own = getattr(model, "shard_group", None)
-    return model._device_mesh["tp"].get_group() if own is None else own
-
-
 def in_all_processes(method: Callable[..., T]) -> Callable[..., T]:
     """Decorator of a method with one argument, of an object that every process has with its `replicas`: the first
     process calls it, the others run it in `serve`."""

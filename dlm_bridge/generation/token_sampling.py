@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns
-from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.objectives.noise import philox_uniform
 
 
@@ -120,7 +120,7 @@ def drawn_seeds(count: int, generator: torch.Generator | None = None) -> list[in
 def shared_seed(model: Any) -> int | None:
     """A seed shared by the processes of a tensor-parallel model, from the first one's global random state; None for a
     model in one process. Every process must call it: with different tokens they would deadlock."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = unwrapped(model)
     if (group := tensor_parallel_group(model)) is None:
         return None
     seed = torch.randint(2**62, (1,)).to(model.device)

@@ -13,7 +13,6 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
-from dlm_bridge.generation.replicas import tensor_parallel_group
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.fused_elementwise import at_places
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
@@ -267,6 +266,14 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def tensor_parallel_group(model: Any) -> Any:
+    """The process group that holds a model together, tensor parallel; None for a model in one process."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    own = getattr(model, "shard_group", None)
+    return model._device_mesh["tp"].get_group() if own is None else own
+
+
 def supports_kv_cache(model: Any) -> bool:
     """Whether the model is a transformers body without a prompt-learning adapter, which adds keys of its own."""
     plain = unwrapped(model)
@@ -305,7 +312,9 @@ def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> E
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
     if execution is None:  # recorded collectives only on request: no GPUs have run them yet
-        return "graph" if obstacle is None and device.type == "cuda" and not _tensor_parallel(plain) else "eager"
+        return (
+            "graph" if obstacle is None and device.type == "cuda" and tensor_parallel_group(plain) is None else "eager"
+        )
     if execution != "eager" and obstacle is not None:
         raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
     if execution == "graph" and device.type != "cuda":
@@ -315,14 +324,10 @@ def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> E
     return execution
 
 
-def _tensor_parallel(plain: Any) -> bool:
-    return tensor_parallel_group(plain) is not None
-
-
 def _graph_obstacle(model: Any, plain: Any) -> str | None:
     if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
         return "needs the whole model on one device"
-    if _tensor_parallel(plain) and not getattr(plain, "plain_shards", False):
+    if tensor_parallel_group(plain) is not None and not getattr(plain, "plain_shards", False):
         return "does not run the layers of transformers' tensor parallelism"
     if not supports_kv_cache(model):
         return "runs a transformers body without prompt-learning adapters"
