@@ -23,7 +23,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
 from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
-from dlm_bridge.generation.constraints import read_constraints
+from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.loop import denoise
 from dlm_bridge.generation.rows import PromptBatch, StopCondition, check_ids, warn_of_padding
@@ -133,15 +133,7 @@ def generate(
     keep_history = settings.return_dict and settings.output_history
     callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
     stop = StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer"))
-    constraints = read_constraints(
-        settings.constraints.get,
-        prompt_width=prompt.tokens.shape[1],
-        vocabulary_size=limits.vocabulary_size,
-        mask_token_id=limits.masked_token_id,
-        eos_token_ids=settings.eos_token_ids,
-        pad_token_id=settings.pad_token_id,
-        suppress=spec.suppress,
-    )
+    constraints = call_constraints(settings, spec, prompt.tokens.shape[1])
     result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
     _refuse_nan(callbacks, result.sequences, prompt, limits.masked_token_id)
     if not settings.return_dict:
@@ -174,6 +166,21 @@ def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -
     if not sampler.takes_commit_rule:
         raise DlmBridgeError(f"the {sampler.name} sampler takes no commit_rule: leave it out")
     return replace(spec, rule=CheckedRule(commit_rule))
+
+
+def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_width: int) -> Constraints | None:
+    """The constraints that the caller or the sampler asks for; None without any. Raises DlmBridgeError."""
+    if not settings.constraints and not spec.suppress:
+        return None
+    return read_constraints(
+        settings.constraints.get,
+        prompt_width=prompt_width,
+        vocabulary_size=settings.limits.vocabulary_size,
+        mask_token_id=settings.limits.masked_token_id,
+        eos_token_ids=settings.eos_token_ids,
+        pad_token_id=settings.pad_token_id,
+        suppress=spec.suppress,
+    )
 
 
 def _left_padded(make_prompt: Callable[..., PromptBatch], pad_token_id: int, rows: list[list[int]]) -> PromptBatch:

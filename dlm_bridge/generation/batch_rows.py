@@ -99,7 +99,7 @@ class RowPlan:
 
     settings: GenerationSettings
     spec: SamplerSpec
-    constraints: Constraints
+    constraints: Constraints | None
     rule: DenoisingRule
     key: Any
 

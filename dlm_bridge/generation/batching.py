@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.api import input_device, sampler_spec
+from dlm_bridge.generation.api import call_constraints, input_device, sampler_spec
 from dlm_bridge.generation.batch_rows import (
     Event,
     RowCommits,
@@ -42,7 +42,6 @@ from dlm_bridge.generation.batch_rows import (
     RunningRow,
 )
 from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
-from dlm_bridge.generation.constraints import read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.loop import choose_cache, denoise_rows
 from dlm_bridge.generation.rolling_canvas import (
@@ -230,18 +229,10 @@ class ContinuousBatch:
         cache_key = gen_length, prompt_length if by_prompt else 0
         if cache_key not in self._plans:
             settings = resolve_settings(self._model, None, asked, prompt_width=prompt_length)
-            spec, limits = sampler_spec(settings, None), settings.limits
-            constraints = read_constraints(
-                settings.constraints.get,
-                prompt_width=prompt_length,
-                vocabulary_size=limits.vocabulary_size,
-                mask_token_id=limits.masked_token_id,
-                eos_token_ids=settings.eos_token_ids,
-                pad_token_id=settings.pad_token_id,
-                suppress=spec.suppress,
-            )
-            key = _signature(spec), constraints.min_new_tokens
-            rule = spec.rule.constrained(constraints)
+            spec = sampler_spec(settings, None)
+            constraints = call_constraints(settings, spec, prompt_length)
+            key = _signature(spec), 0 if constraints is None else constraints.min_new_tokens
+            rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
             self._plans[cache_key] = RowPlan(settings, spec, constraints, rule, key)
         return self._plans[cache_key]
 

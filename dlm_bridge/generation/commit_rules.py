@@ -38,7 +38,7 @@ class SamplerContext:
     canvas: Canvas
     predictor: Predictor
     sampling: TokenSampling
-    constraints: Constraints
+    constraints: Constraints | None
     noise: Noise
     callbacks: StepObserver
     vocabulary_size: int
@@ -53,7 +53,11 @@ class SamplerContext:
         logits = self.predictor(selected, columns, shift)
         if self.logits_bias is not None:
             logits = self.logits_bias(logits, self.canvas, selected, columns)
-        return self.constraints(logits, self.canvas, rows, columns)
+        return self.constrain(logits, rows, columns)
+
+    def constrain(self, logits: torch.Tensor, rows: list[int], columns: Columns) -> torch.Tensor:
+        """Logits [A, N, V] of these columns after the call's constraints, if there are any."""
+        return logits if self.constraints is None else self.constraints(logits, self.canvas, rows, columns)
 
     def selected(self, rows: list[int]) -> list[int] | None:
         """None, which means all, where these are all rows of the canvas."""

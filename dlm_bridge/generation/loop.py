@@ -53,7 +53,7 @@ def denoise(
     settings: GenerationSettings,
     noise: Noise,
     stop_condition: StopCondition,
-    constraints: Constraints,
+    constraints: Constraints | None,
     callbacks: CallbackHandler,
 ) -> SamplingResult:
     """Run the sampler. Rows that have ended leave the batch after their block.
@@ -62,7 +62,7 @@ def denoise(
         DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
     """
     canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
-    rule = spec.rule.constrained(constraints)
+    rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
     kv_cache = choose_cache(spec.predictor, model, settings.cache)
     copies = 2 if spec.predictor_options.get("cfg_scale") else 1
     rows = copies * len(canvas.rows)

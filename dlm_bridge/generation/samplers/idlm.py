@@ -99,7 +99,7 @@ class StridedRule(DenoisingRule):
         refuse_empty_rows(canvas, rows)
         predictor.begin(rows)
         columns_AN = columns_from(predictor.firsts(rows), 1, canvas.tokens.device) + 1
-        logits_ANV = context.constraints(predictor.prompt(rows), canvas, rows, columns_AN)
+        logits_ANV = context.constrain(predictor.prompt(rows), rows, columns_AN)
         _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         canvas.put(rows, columns_AN, tokens_AN)
         context.callbacks.step(canvas, rows, columns_AN, logits_ANV, predictor.forwards, final=True)
@@ -117,7 +117,7 @@ class StridedRule(DenoisingRule):
         masks_AM = torch.full_like(drafts.tokens, canvas.mask_token_id)
         input_AN = torch.cat([last_A1, drafts.tokens, masks_AM], dim=1)
         columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
-        logits_ANV = context.constraints(predictor.check(rows, firsts, input_AN), canvas, rows, columns_AN)
+        logits_ANV = context.constrain(predictor.check(rows, firsts, input_AN), rows, columns_AN)
         shaped_ANV, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         places_AM = canvas.places(rows, columns_AN[:, :count])
         accepted_AM, corrected_AM = self._verify(

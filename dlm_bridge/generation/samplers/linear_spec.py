@@ -125,6 +125,7 @@ class SpeculativeRule(DenoisingRule):
         columns_AN = columns_from(firsts, self.block_length, canvas.tokens.device)
         drafts_AN = canvas.take(rows, columns_AN)
         going = list(range(len(rows))) if self.block_length > 1 else []  # places in `rows`
+        by_text = context.constraints is not None and context.constraints.by_text
         while going:
             some = [rows[place] for place in going]
             # Of all rows nothing is copied.
@@ -132,8 +133,8 @@ class SpeculativeRule(DenoisingRule):
             columns = columns_AN[which, 1:]
             logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
             # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
-            if not context.constraints.by_text:
-                logits = context.constraints(logits, canvas, some, columns)
+            if not by_text:
+                logits = context.constrain(logits, some, columns)
             shaped, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             before = drafts_AN[which, 1:]
             picked = before == canvas.mask_token_id
@@ -163,10 +164,10 @@ class SpeculativeRule(DenoisingRule):
         """
         canvas = context.canvas
         columns_AN = columns_from(firsts, drafts_AN.shape[1], drafts_AN.device) + 1
-        if context.constraints.by_text:
+        if context.constraints is not None and context.constraints.by_text:
             committed_A, logits_ANV = self._commit_one_by_one(context, block, rows, columns_AN, drafts_AN, logits_ANV)
         else:
-            logits_ANV = context.constraints(logits_ANV, canvas, rows, columns_AN)
+            logits_ANV = context.constrain(logits_ANV, rows, columns_AN)
             _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
             committed_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
             accepted_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < committed_A[:, None]
@@ -190,7 +191,7 @@ class SpeculativeRule(DenoisingRule):
         for place in range(columns_AN.shape[1]):
             some, index = [rows[one] for one in going], to_device(going, columns_AN.device)
             columns = columns_AN[index, place : place + 1]
-            logits = context.constraints(logits_ANV[index, place : place + 1], canvas, some, columns)
+            logits = context.constrain(logits_ANV[index, place : place + 1], some, columns)
             _, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             canvas.put(some, columns, tokens)
             logits_ANV[index, place : place + 1] = logits
