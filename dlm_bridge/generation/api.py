@@ -25,7 +25,7 @@ from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
 from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import KVCache
-from dlm_bridge.generation.loop import denoise
+from dlm_bridge.generation.loop import SamplingResult, denoise
 from dlm_bridge.generation.rows import PromptBatch, StopCondition, check_ids, warn_of_padding
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
@@ -131,11 +131,13 @@ def generate(
         seed = shared_seed(model)
     noise = Noise.build(generator, seed, given_rows, prompt.tokens.device)
     keep_history = settings.return_dict and settings.output_history
-    callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
+    callbacks = None
+    if streamer or keep_history:
+        callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
     stop = StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer"))
     constraints = call_constraints(settings, spec, prompt.tokens.shape[1])
     result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
-    _refuse_nan(callbacks, result.sequences, prompt, limits.masked_token_id)
+    _refuse_nan(result, prompt, limits.masked_token_id)
     if not settings.return_dict:
         return result.sequences
     if result.sequences.device.type == "cuda":
@@ -147,7 +149,7 @@ def generate(
         forwards=result.forwards + trials,
         tokens_per_forward=int(result.new_tokens) / max(row_forwards, 1),
         time=time.perf_counter() - began,
-        history=tuple(callbacks.history) if settings.output_history else None,
+        history=tuple(callbacks.history) if callbacks is not None and keep_history else None,
     )
 
 
@@ -205,12 +207,13 @@ def input_device(model: Any) -> torch.device:
     return device
 
 
-def _refuse_nan(callbacks: CallbackHandler, tokens_BS: torch.Tensor, prompt: PromptBatch, mask_token_id: int) -> None:
+def _refuse_nan(result: SamplingResult, prompt: PromptBatch, mask_token_id: int) -> None:
     """Raise DlmBridgeError where the model's logits were NaN: in the first forward pass, or later, since a rule leaves
     masks only where scores are NaN."""
+    tokens_BS, has_nan = result.sequences, result.has_nan
     pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
     real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= pads_B[:, None]
-    if callbacks.saw_nan or bool(((tokens_BS == mask_token_id) & real_BS).any()):
+    if (has_nan is not None and bool(has_nan)) or bool(((tokens_BS == mask_token_id) & real_BS).any()):
         raise DlmBridgeError(
             "the model's logits are NaN: look for NaN in its weights; float16 overflows where bfloat16 does not"
         )

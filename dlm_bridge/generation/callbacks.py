@@ -90,24 +90,13 @@ class CallbackHandler:
         self._previous = self._confidence = torch.empty(0)
         self._sent = 0  # columns of the output that the streamers have got
         self.history: list[DenoisingStep] = []
-        self.row_forwards = 0  # sum over the forward passes of the rows that took part
-        self._has_nan: torch.Tensor | None = None  # whether the first forward pass's logits hold NaN
-
-    @property
-    def saw_nan(self) -> bool:
-        """Whether the first forward pass gave NaN, by which no rule can choose. Syncs with the device."""
-        return self._has_nan is not None and bool(self._has_nan)
-
-    @property
-    def active(self) -> bool:
-        return bool(self._callbacks or self._streamers or self._keep_history)
 
     def begin(self, canvas: Canvas) -> None:
-        if self.active:
-            self._previous = canvas.snapshot()
-            self._confidence = torch.full(self._previous.shape, torch.nan, device=self._previous.device)
-            self._sent = canvas.first_open
-            self._send(self._previous[:, : self._sent])
+        """Before the first step."""
+        self._previous = canvas.snapshot()
+        self._confidence = torch.full(self._previous.shape, torch.nan, device=self._previous.device)
+        self._sent = canvas.first_open
+        self._send(self._previous[:, : self._sent])
 
     def step(
         self,
@@ -121,11 +110,6 @@ class CallbackHandler:
     ) -> None:
         """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
         change any more."""
-        self.row_forwards += len(rows)
-        if self._has_nan is None:
-            self._has_nan = logits_ANV.amax(dim=-1).isnan().any()
-        if not self.active:
-            return
         if self._callbacks or self._keep_history:
             tokens = canvas.snapshot()
             names = tuple(canvas.names[row] for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,9 +23,9 @@ MINUS_INFINITY = -torch.inf
 LogitsBias = Callable[[torch.Tensor, Canvas, list[int] | None, Columns], torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplerContext:
-    """What one call of `generate` denoises with.
+    """What one call of `generate` denoises with, and what it counts.
 
     Args:
         first_token: a block's first token is committed alone, predicted by the position before it: the best token
@@ -33,6 +33,8 @@ class SamplerContext:
         window: each step predicts so many columns from a row's first mask on, instead of the whole block.
         logits_bias: the sampler's own change of the logits.
         planner: the rule that plans the steps of the row with this name; None: that of the batch plans them all.
+        row_forwards: sum over the forward passes of the rows that took part.
+        has_nan: whether the first forward pass gave NaN, by which no rule can choose; a scalar on the device.
     """
 
     canvas: Canvas
@@ -40,12 +42,14 @@ class SamplerContext:
     sampling: TokenSampling
     constraints: Constraints | None
     noise: Noise
-    callbacks: StepObserver
+    callbacks: StepObserver | None
     vocabulary_size: int
     first_token: Literal["greedy", "sampled"] | None = None
     window: int | None = None
     logits_bias: LogitsBias | None = None
     planner: Callable[[Any], DenoisingRule] | None = None
+    row_forwards: int = field(init=False, default=0)
+    has_nan: torch.Tensor | None = field(init=False, default=None)
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
@@ -83,6 +87,15 @@ class SamplerContext:
             noise=self.noise,
             mask_token_id=canvas.mask_token_id,
         )
+
+    def report(self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, *, final: bool) -> None:
+        """Count a forward pass that predicted these columns, and tell the callbacks, after the commit; `final`: no
+        committed token can change any more."""
+        self.row_forwards += len(rows)
+        if self.has_nan is None:
+            self.has_nan = logits_ANV.amax(dim=-1).isnan().any()
+        if self.callbacks is not None:
+            self.callbacks.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
 
 
 class DenoisingRule(ABC):
@@ -217,7 +230,7 @@ class CommitRule(DenoisingRule):
         logits = context.predict(rows, columns)
         step = context.propose(rows, columns, logits, [planned[row][canvas.steps[row]] for row in rows])
         canvas.put(selected, columns, self.write(step))
-        context.callbacks.step(canvas, rows, columns, logits, predictor.forwards, final=not self.edits)
+        context.report(rows, columns, logits, final=not self.edits)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
             read = partial(read_flags, overlap_with=predictor.launch_speculatively)
@@ -238,7 +251,7 @@ class CommitRule(DenoisingRule):
             logits = context.predict(active, first, shift=True)
             _, tokens = propose_tokens(logits, canvas, active, first, sampling, context.noise)
             canvas.put(context.selected(active), first, tokens)
-            context.callbacks.step(canvas, active, first, logits, context.predictor.forwards, final=not self.edits)
+            context.report(active, first, logits, final=not self.edits)
         return active
 
 

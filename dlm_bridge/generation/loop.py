@@ -37,6 +37,7 @@ class SamplingResult:
         row_forwards: sum over the forward passes of the rows that took part.
         new_tokens: number of new tokens of all rows, each as far as its end.
         row_ends: [B], the column behind each row's last token.
+        has_nan: whether the first forward pass gave NaN, a scalar on the device; None without a forward pass.
     """
 
     sequences: torch.Tensor
@@ -44,6 +45,7 @@ class SamplingResult:
     row_forwards: int
     new_tokens: torch.Tensor
     row_ends: torch.Tensor
+    has_nan: torch.Tensor | None
 
 
 def denoise(
@@ -54,7 +56,7 @@ def denoise(
     noise: Noise,
     stop_condition: StopCondition,
     constraints: Constraints | None,
-    callbacks: CallbackHandler,
+    callbacks: CallbackHandler | None,
 ) -> SamplingResult:
     """Run the sampler. Rows that have ended leave the batch after their block.
 
@@ -81,13 +83,20 @@ def denoise(
             window=spec.window,
             logits_bias=spec.logits_bias,
         )
-        callbacks.begin(canvas)
+        if callbacks is not None:
+            callbacks.begin(canvas)
         for _ in denoise_rows(context, rule):
             pass
     sequences = canvas.output()
-    callbacks.end(sequences)
+    if callbacks is not None:
+        callbacks.end(sequences)
     return SamplingResult(
-        sequences, predictor.forwards, callbacks.row_forwards, canvas.new_tokens(), canvas.output_ends()
+        sequences,
+        predictor.forwards,
+        context.row_forwards,
+        canvas.new_tokens(),
+        canvas.output_ends(),
+        context.has_nan,
     )
 
 
@@ -113,7 +122,8 @@ def denoise_rows(
         over = canvas.close_block(rows)
         if not over:
             return False
-        context.callbacks.block(canvas, canvas.block, over)
+        if context.callbacks is not None:
+            context.callbacks.block(canvas, canvas.block, over)
         stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
         if stay is not None:
             context.noise.select_rows(stay)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.batching import ContinuousBatch
-from dlm_bridge.generation.callbacks import CallbackHandler
+from dlm_bridge.generation.commit_rules import SamplerContext
 from dlm_bridge.generation.runtime import attention, graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
     PackedRows,
@@ -372,16 +372,14 @@ def test_packed_causal_rows(
 def steps_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """What `generate` returns, and the logits of each step."""
     seen: list[torch.Tensor] = []
-    step = CallbackHandler.step
+    report = SamplerContext.report
 
-    def recording(
-        self: Any, canvas: Any, rows: Any, columns: Any, logits: torch.Tensor, *more: Any, **named: Any
-    ) -> None:
+    def recording(self: Any, rows: Any, columns: Any, logits: torch.Tensor, **named: Any) -> None:
         seen.append(logits.clone())
-        step(self, canvas, rows, columns, logits, *more, **named)
+        report(self, rows, columns, logits, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CallbackHandler, "step", recording)
+        patch.setattr(SamplerContext, "report", recording)
         return model.generate(**settings), seen
 
 

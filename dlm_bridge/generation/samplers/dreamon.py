@@ -134,7 +134,7 @@ class ExpandDeleteRule(DenoisingRule):
             growth = [plus - minus for plus, minus in zip(expanded, deleted, strict=True)]
             source_AN = canvas.resize(rows, block, 1 - deleted_AN.long() + expanded_AN.long(), growth)
             logits = logits.gather(1, source_AN[..., None].expand_as(logits))
-        context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
+        context.report(rows, block, logits, final=False)
         return [row for row, on in zip(rows, more, strict=True) if on]
 
     def _check_tokens(self, vocabulary: int) -> None:

@@ -102,7 +102,7 @@ class StridedRule(DenoisingRule):
         logits_ANV = context.constrain(predictor.prompt(rows), rows, columns_AN)
         _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
         canvas.put(rows, columns_AN, tokens_AN)
-        context.callbacks.step(canvas, rows, columns_AN, logits_ANV, predictor.forwards, final=True)
+        context.report(rows, columns_AN, logits_ANV, final=True)
         return self._go_on(context, block, rows, torch.ones_like(tokens_AN[:, 0]))
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
@@ -135,7 +135,7 @@ class StridedRule(DenoisingRule):
         committed_AN = torch.where(places_1N == accepted_A[:, None], next_A1, committed_AN)
         canvas.put(rows, columns_AN[:, : count + 1], committed_AN)
         seen_ANV = logits_ANV[:, : count + 1]
-        context.callbacks.step(canvas, rows, columns_AN[:, : count + 1], seen_ANV, predictor.forwards, final=True)
+        context.report(rows, columns_AN[:, : count + 1], seen_ANV, final=True)
         # What the masks behind the next token predict is the next draft.
         from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
         from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # of rejected rows, whose draft is dropped

@@ -142,7 +142,7 @@ class SpeculativeRule(DenoisingRule):
                 scores = probability_of(tokens, shaped).masked_fill(~picked, MINUS_INFINITY)
                 picked = (scores >= self.threshold) | best(scores)
             drafts_AN[which, 1:] = torch.where(picked, tokens, before)
-            context.callbacks.step(canvas, some, columns, logits, predictor.forwards, final=False)
+            context.report(some, columns, logits, final=False)
             if not self.threshold:
                 break
             masked_A = (drafts_AN[which] == canvas.mask_token_id).any(dim=1)
@@ -172,7 +172,7 @@ class SpeculativeRule(DenoisingRule):
             committed_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
             accepted_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < committed_A[:, None]
             canvas.put(rows, columns_AN, torch.where(accepted_AN, tokens_AN, canvas.mask_token_id))
-        context.callbacks.step(canvas, rows, columns_AN, logits_ANV, context.predictor.forwards, final=True)
+        context.report(rows, columns_AN, logits_ANV, final=True)
         return committed_A
 
     def _commit_one_by_one(

@@ -151,7 +151,7 @@ class ResamplingRule(DenoisingRule):
         tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, before_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
-        context.callbacks.step(canvas, rows, block, logits, context.predictor.forwards, final=False)
+        context.report(rows, block, logits, final=False)
         return [row for row in rows if canvas.steps[row] + 1 < self.steps]
 
 

@@ -146,7 +146,7 @@ class WINORule(DenoisingRule):
         accepted_B[index] = committed.sum(dim=1)
         after = torch.where(committed, tokens, before.masked_fill(doubted, canvas.mask_token_id))
         canvas.put(selected, block, after)
-        context.callbacks.step(canvas, rows, block, logits, predictor.forwards, final=False)
+        context.report(rows, block, logits, final=False)
         left = read_flags(canvas.masked(selected, block).any(dim=1), predictor.launch_speculatively)
         # Masks are left after so many steps only where the logits are NaN.
         return [row for row, more in zip(rows, left, strict=True) if more and canvas.steps[row] + 1 < most_steps[row]]
