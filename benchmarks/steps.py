@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_bridge.generation import loop
+from dlm_bridge.generation import api
 from dlm_bridge.models.families import family_by_name
 
 VOCABULARY = 32_000
@@ -109,7 +109,7 @@ def measure(model: Any, rows: int, settings: dict[str, Any]) -> tuple[str, Count
     model.generate(ids, **call)
     on_gpu = device.type == "cuda"
     counter, operators, seconds, waits, places = Operators(), [], [], [], Counter[str]()
-    denoise_rows = loop.denoise_rows
+    denoise_rows = api.denoise_rows
 
     def counted(*args: Any) -> Iterator[bool]:
         """Without the first step, which lays the rows out."""
@@ -129,7 +129,7 @@ def measure(model: Any, rows: int, settings: dict[str, Any]) -> tuple[str, Count
             places.update(f"{one.filename.split('site-packages/')[-1]}:{one.lineno}" for one in waiting)
             yield ended
 
-    loop.denoise_rows = counted
+    api.denoise_rows = counted
     try:
         with counter:
             model.generate(ids, **call)
@@ -143,7 +143,7 @@ def measure(model: Any, rows: int, settings: dict[str, Any]) -> tuple[str, Count
             model.generate(ids, **call)
             words.append(f"{1000 * statistics.median(seconds):.2f} ms")
     finally:
-        loop.denoise_rows = denoise_rows
+        api.denoise_rows = denoise_rows
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
     return f"{count} steps of {', '.join(words)}", places

@@ -1,18 +1,16 @@
 """`generate`: the settings, prompts and constraints of a call, the run of the sampler, and the result.
 
-Also the choice of span lengths to fill (`span_lengths`). A masked diffusion model is most confident in its first step
-where a span of masks has about the right length; CAL (arXiv 2602.00476) chooses lengths by that. Here the score is the
-first-step confidence, the mean over the span of the best token's probability, over the lengths that the caller names;
-CAL's search and its correction for the confidence's bias towards some lengths are not part of it.
+The denoising loop takes blocks from left to right, each denoised by the sampler's rule. A sampler is one choice of
+independent parts: the block layout (`canvas`), the attention pattern (`predictors`), the proposal of tokens
+(`token_sampling`) and the rule that commits them (`commit_rules`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,16 +19,17 @@ from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
-from dlm_bridge.generation.canvas import Canvas
-from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule
+from dlm_bridge.generation.canvas import Canvas, read_flags
+from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
-from dlm_bridge.generation.kv_cache import KVCache
-from dlm_bridge.generation.loop import SamplingResult, denoise
+from dlm_bridge.generation.kv_cache import CacheMode, KVCache
+from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.rows import PromptBatch, StopCondition, check_ids, warn_of_padding
-from dlm_bridge.generation.runtime.runner import ModelRunner
+from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
 from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
-from dlm_bridge.generation.token_sampling import Noise, shared_seed, without_token
+from dlm_bridge.generation.spans import fit_spans
+from dlm_bridge.generation.token_sampling import Noise, shared_seed
 
 
 @dataclass
@@ -153,6 +152,138 @@ def generate(
     )
 
 
+@dataclass(frozen=True)
+class SamplingResult:
+    """Result of the denoising loop.
+
+    Args:
+        sequences: [B, P + new].
+        forwards: forward passes of the model.
+        row_forwards: sum over the forward passes of the rows that took part.
+        new_tokens: number of new tokens of all rows, each as far as its end.
+        row_ends: [B], the column behind each row's last token.
+        has_nan: whether the first forward pass gave NaN, a scalar on the device; None without a forward pass.
+    """
+
+    sequences: torch.Tensor
+    forwards: int
+    row_forwards: int
+    new_tokens: torch.Tensor
+    row_ends: torch.Tensor
+    has_nan: torch.Tensor | None
+
+
+def denoise(
+    model: Any,
+    prompt: PromptBatch,
+    spec: SamplerSpec,
+    settings: GenerationSettings,
+    noise: Noise,
+    stop_condition: StopCondition,
+    constraints: Constraints | None,
+    callbacks: CallbackHandler | None,
+) -> SamplingResult:
+    """Run the sampler. Rows that have ended leave the batch after their block.
+
+    Raises:
+        DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
+    """
+    canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
+    rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
+    kv_cache = choose_cache(spec.predictor, model, settings.cache)
+    copies = 2 if spec.predictor_options.get("cfg_scale") else 1
+    rows = copies * len(canvas.rows)
+    with ModelRunner.open(model, settings.execution, kv_cache, rows=rows, width=canvas.width) as runner:
+        predictor = spec.predictor(runner, canvas, kv_cache, shift=settings.shift, **spec.predictor_options)
+        predictor.commits_first_token = spec.first_token is not None
+        context = SamplerContext(
+            canvas,
+            predictor,
+            spec.sampling,
+            constraints,
+            noise,
+            callbacks,
+            settings.limits.vocabulary_size,
+            first_token=spec.first_token,
+            window=spec.window,
+            logits_bias=spec.logits_bias,
+        )
+        if callbacks is not None:
+            callbacks.begin(canvas)
+        for _ in denoise_rows(context, rule):
+            pass
+    sequences = canvas.output()
+    if callbacks is not None:
+        callbacks.end(sequences)
+    return SamplingResult(
+        sequences,
+        predictor.forwards,
+        context.row_forwards,
+        canvas.new_tokens(),
+        canvas.output_ends(),
+        context.has_nan,
+    )
+
+
+def denoise_rows(
+    context: SamplerContext,
+    rule: DenoisingRule,
+    enter: Callable[[], None] = lambda: None,
+    may_launch: Callable[[], bool] = lambda: True,
+) -> Iterator[bool]:
+    """Denoise the rows of the canvas until none is left. Yields after each step: whether rows have completed a block.
+
+    Args:
+        enter: called between two steps, lets rows enter the canvas.
+        may_launch: whether a forward pass of the rows that go on may be launched before they are known.
+    """
+    canvas, predictor = context.canvas, context.predictor
+
+    def launch() -> None:
+        if may_launch():
+            predictor.launch_speculatively(done=True)
+
+    def leave_block(rows: list[int]) -> bool:
+        over = canvas.close_block(rows)
+        if not over:
+            return False
+        if context.callbacks is not None:
+            context.callbacks.block(canvas, canvas.block, over)
+        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
+        if stay is not None:
+            context.noise.select_rows(stay)
+            predictor.select_rows(stay)
+        return True
+
+    while canvas.names:
+        opening = canvas.open_block()
+        nothing_to_do: set[int] = set()
+        if opening:
+            predictor.open_block(canvas.block, opening)
+            nothing_to_do = {*opening} - {*rule.begin_block(context, canvas.block, opening)}
+        inside = [row for row in canvas.rows if canvas.inside[row]]
+        active = [row for row in inside if row not in nothing_to_do]
+        going = set(rule.denoise_step(context, canvas.block, active) if active else ())
+        for row in active:
+            canvas.steps[row] += 1
+        yield leave_block([row for row in inside if row not in going])
+        unwanted = canvas.unwanted()
+        if unwanted:
+            leave_block(unwanted)
+        enter()
+
+
+def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
+    """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
+    kinds = {kind.mode: kind for kind in predictor.caches}
+    if wanted is None:
+        storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
+        return storing[0]() if storing and supports_kv_cache(model) else KVCache()
+    if wanted not in kinds:
+        raise DlmBridgeError(f"this sampler has no cache '{wanted}', its attention allows {' or '.join(kinds)}")
+    return kinds[wanted]()
+
+
 def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
     """The parts of the call's sampler, with the caller's rule in place of its own."""
     sampler = settings.sampler
@@ -217,74 +348,3 @@ def _refuse_nan(result: SamplingResult, prompt: PromptBatch, mask_token_id: int)
         raise DlmBridgeError(
             "the model's logits are NaN: look for NaN in its weights; float16 overflows where bfloat16 does not"
         )
-
-
-def fit_spans(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    spec: SamplerSpec,
-    settings: GenerationSettings,
-    make_prompt: Callable[[list[list[int]]], PromptBatch],
-) -> tuple[list[list[int]], int, int]:
-    """The rows with each span of masks at the best of `span_lengths`; the number of forward passes, and the sum over
-    them of the rows that took part.
-
-    Spans are decided from left to right, those to the right at their given length; of equal scores the shortest length
-    wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on.
-    """
-    mask_token_id = settings.limits.masked_token_id
-    fitted = [list(row) for row in rows]
-    forwards = row_forwards = 0
-    for number in range(max((len(spans(row, mask_token_id)) for row in rows), default=0)):
-        undecided = [row for row, tokens in enumerate(fitted) if len(spans(tokens, mask_token_id)) > number]
-        scores, candidates = [], []
-        for length in settings.span_lengths:
-            tried = [resized_span(fitted[row], number, length, mask_token_id) for row in undecided]
-            prompt = make_prompt(tried)
-            stop = StopCondition((), prompt.tokens.device)
-            canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop)
-            begins = [
-                origin + spans(row, mask_token_id)[number][0]
-                for origin, row in zip(canvas.origins, tried, strict=True)
-            ]
-            columns = slice(min(begins), max(begins) + length)
-            cache = KVCache()
-            with ModelRunner.open(model, "eager", cache, rows=len(tried), width=canvas.width) as runner:
-                predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
-                predictor.open_block(columns, canvas.rows)
-                logits_ANV = predictor(None, columns)
-            if spec.logits_bias is not None:
-                logits_ANV = spec.logits_bias(logits_ANV, canvas, None, columns)
-            forwards += 1
-            row_forwards += len(tried)
-            places = [begin - columns.start for begin in begins]
-            scores.append(_span_confidence(logits_ANV, places, length, mask_token_id))
-            candidates.append(tried)
-        for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
-            fitted[undecided[place]] = candidates[best][place]
-    return fitted, forwards, row_forwards
-
-
-def spans(row: Sequence[int], mask_token_id: int) -> list[tuple[int, int]]:
-    """Begin and end of each run of masks."""
-    found, place = [], 0
-    for is_mask, run in groupby(row, lambda token: token == mask_token_id):
-        length = len(list(run))
-        if is_mask:
-            found.append((place, place + length))
-        place += length
-    return found
-
-
-def resized_span(row: Sequence[int], number: int, length: int, mask_token_id: int) -> list[int]:
-    """The row with so many masks in this span of it."""
-    begin, end = spans(row, mask_token_id)[number]
-    return [*row[:begin], *[mask_token_id] * length, *row[end:]]
-
-
-def _span_confidence(logits_ANV: torch.Tensor, begins: list[int], length: int, mask_token_id: int) -> torch.Tensor:
-    """[A], the mean over a row's span of the best token's probability."""
-    rows = torch.arange(len(begins))[:, None]
-    columns = torch.tensor(begins)[:, None] + torch.arange(length)
-    probabilities = without_token(logits_ANV[rows, columns], mask_token_id, torch.float32).softmax(dim=-1)
-    return probabilities.amax(dim=-1).mean(dim=1)

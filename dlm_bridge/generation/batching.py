@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.api import call_constraints, input_device, sampler_spec
+from dlm_bridge.generation.api import call_constraints, choose_cache, denoise_rows, input_device, sampler_spec
 from dlm_bridge.generation.batch_rows import (
     Event,
     RowCommits,
@@ -43,7 +43,6 @@ from dlm_bridge.generation.batch_rows import (
 )
 from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
-from dlm_bridge.generation.loop import choose_cache, denoise_rows
 from dlm_bridge.generation.rolling_canvas import (
     EnteringRow,
     OwnBlocksCanvas,

@@ -9,7 +9,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import SAMPLERS, generate
-from dlm_bridge.generation.api import spans
+from dlm_bridge.generation.spans import spans
 from tests.generation import published_samplers as published
 from tests.generation.published_samplers import Logits, bidirectional, block_causal
 from tests.generation.scripted import Scripted

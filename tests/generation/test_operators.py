@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import batching, generate, loop
+from dlm_bridge.generation import api, batching, generate
 from dlm_bridge.generation.batching import ContinuousBatch, RowRequest
 from tests.generation.standin import ragged
 from tests.generation.test_batches import OperatorCount
@@ -43,7 +43,7 @@ class Texts:
 def counting(patch: pytest.MonkeyPatch, module: Any) -> tuple[OperatorCount, list[int]]:
     """A count of operators, and the list of its values after each step of the runs that the module starts."""
     counter, after = OperatorCount(), []
-    denoise_rows = loop.denoise_rows
+    denoise_rows = api.denoise_rows
 
     def denoise(*args: Any) -> Iterator[bool]:
         after.append(counter.count)
@@ -59,7 +59,7 @@ def of_generate(model: Any, copies: int, **settings: Any) -> list[int]:
     """The operators of each step of `generate`."""
     _, ids, mask = ragged(LENGTHS)
     with pytest.MonkeyPatch.context() as patch:
-        counter, after = counting(patch, loop)
+        counter, after = counting(patch, api)
         with counter:
             generate(
                 model,
