@@ -94,6 +94,7 @@ class BridgeGPTModel(GPTModel):
         for setting, reason in IGNORED_SETTINGS.items():
             if getattr(self.config, setting):
                 raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
+        self._scales_queries, self._fuses_heads = scales_queries(self.config), fuses_heads(self.config)
         patch_token_dispatchers(self)
         patch_expert_biases(self)
         show_blocks_to_routers(self.decoder.layers)
@@ -197,11 +198,11 @@ class BridgeGPTModel(GPTModel):
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
         position_ids = kwargs["position_ids"]
         if position_ids is not None and (rotary := self._rotary()) is not None:
-            one_row = self.config.apply_rope_fusion and not fuses_heads(self.config)
+            one_row = self.config.apply_rope_fusion and not self._fuses_heads
             angles = rotary_angles(rotary, position_ids, one_row)
-        if scales_queries(self.config) and angles is not None:
+        if self._scales_queries and angles is not None:
             angles = with_query_scale(angles, position_ids, self.config)
-        if fuses_heads(self.config) and angles is not None:
+        if self._fuses_heads and angles is not None:
             angles = rotary_table(angles, self.config, kwargs["input_ids"].numel(), kwargs["packed_seq_params"])
         return embedded, angles, *rest
 

@@ -177,14 +177,8 @@ def _named(rank: int, sign: str) -> str:
     return f"rank {rank} ({sign.partition(' ')[2] or 'which has not started'})"
 
 
-@contextlib.contextmanager
-def watched(timeout_min: float) -> Iterator[None]:
-    """Context of a run with a `Watchdog`, where several processes run together and `timeout_min` is not zero."""
+def start_watchdog(timeout_min: float) -> Watchdog | None:
+    """A run's `Watchdog`, where several processes run together and `timeout_min` is not zero."""
     if not timeout_min or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
-        yield
-        return
-    watchdog = Watchdog(60 * timeout_min)
-    try:
-        yield
-    finally:
-        watchdog.close()
+        return None
+    return Watchdog(60 * timeout_min)

@@ -54,7 +54,7 @@ from dlm_bridge.train.data.indexed import TokenLimits
 from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
-from dlm_bridge.train.ranks import watched
+from dlm_bridge.train.ranks import start_watchdog
 from dlm_bridge.train.schedule import check_adaptation, scheduled_block_size
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -116,17 +116,18 @@ def trains_on_cpu(config: TrainConfig) -> bool:
 def training_errors(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
-    """Decorator of functions that train. Ranks watch each other (`ranks.watched`), and a lost one is a DlmBridgeError;
-    the output folder, and the parents made for it, are removed where a run ends before anything was written there."""
+    """Decorator of functions that train. Ranks watch each other (`ranks.Watchdog`), and a lost one is a
+    DlmBridgeError; the output folder, and the parents made for it, are removed where a run ends before anything was
+    written there."""
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
         output = Path(config.checkpoint.output)
         main = os.environ.get("RANK", "0") == "0"
         made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
+        watchdog = start_watchdog(config.parallel.rank_timeout)
         try:
-            with watched(config.parallel.rank_timeout):
-                return train(config, *arguments, **options)
+            return train(config, *arguments, **options)
         except RuntimeError as error:
             if not lost_process(error):
                 raise
@@ -136,6 +137,8 @@ def training_errors(
                 f"({reason}): the launcher names one that was killed; start again with --resume"
             ) from error
         finally:
+            if watchdog is not None:
+                watchdog.close()
             with contextlib.suppress(OSError):  # the first that is not empty ends it
                 for folder in made:
                     folder.rmdir()

@@ -146,7 +146,9 @@ class TrainingLoop(abc.ABC):
             if step == 0:  # for comparison; a prompt that cannot be sampled ends the run here
                 self.sample(samples, 0)
         limit = config.schedule.exit_duration
-        profiler = StepProfiler(config.logging.profiled if self.main else range(0), self.output, self.processes.device)
+        profiler = None
+        if config.logging.profiled and self.main:
+            profiler = StepProfiler(config.logging.profiled, self.output, self.processes.device)
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
         steps = config.schedule.steps
         with catch_sigterm() as terminated, TrainingProgress(self.console, steps, step, self.main) as progress:
@@ -161,14 +163,16 @@ class TrainingLoop(abc.ABC):
             pending: Callable[[], StepMetrics] | None = None  # of a step that the device may still work on
             while True:
                 step += 1
-                profiler.begin(step)
+                if profiler is not None:
+                    profiler.begin(step)
                 try:
                     metrics, stop = self.start_step(step, terminated.is_set() or time.monotonic() >= deadline)
                 finally:
                     if pending is not None:
                         write(pending())
                         pending = None
-                profiler.end(step)
+                if profiler is not None:
+                    profiler.end(step)
                 last = stop or step == steps
                 evaluates, saves, samples_now = self._due(step, last)
                 saves_locally = not saves and self.saves_locally(step)
@@ -185,7 +189,8 @@ class TrainingLoop(abc.ABC):
                 if last:
                     break
         self.finish()
-        profiler.close()
+        if profiler is not None:
+            profiler.close()
         if trackers is not None:
             trackers.close()
         if metrics_file is not None:

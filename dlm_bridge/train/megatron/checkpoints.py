@@ -282,7 +282,7 @@ class CheckpointManager:
             return None
         weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False, factors=self.factors)
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
-        state["mtp"] = sharded_mtp(self.mtp)
+        state["mtp"] = sharded_mtp(self.mtp) if self.mtp else {}
         if self.averages is not None:
             state |= self.averages.saved([*_weights_of(state, self.chunks), state["mtp"]])
         start_results_queue()

@@ -93,6 +93,7 @@ class MegatronTrainer(Trainer):
             optimizer, config.optimizer.clip_grad, config.parallel.fsdp is not None
         )
         self.attention_pattern = source.bridge.family.attention_pattern
+        self.scales_queries = scales_queries(chunks[0].config)
         self.depths: int = chunks[0].config.mtp_num_layers or 0  # of multi-token prediction
         self.packs_documents = self._packs_documents()
         self.stragglers = self._straggler_detector() if config.logging.straggler_interval else None
@@ -118,7 +119,8 @@ class MegatronTrainer(Trainer):
     def close(self) -> None:
         self.gc_schedule.close()
         super().close()
-        groups.destroy_userbuffers()
+        if self.config.parallel.tp_overlap:
+            groups.destroy_userbuffers()
         if self.config.engine.cuda_graphs:
             release_cuda_graphs()
 
@@ -140,8 +142,7 @@ class MegatronTrainer(Trainer):
         packed = self.packs_documents and any(_has_documents(batch) for batch in noisy)
         rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
         block_size = getattr(self.plain_model.config, "block_size", None)
-        absolute = scales_queries(self.chunks[0].config)
-        form = (self.attention_pattern, block_size, rank, size, packed, absolute, self.depths)
+        form = (self.attention_pattern, block_size, rank, size, packed, self.scales_queries, self.depths)
         parts = [micro_batch(batch, *form) for batch in noisy]
         if self.config.engine.cuda_graphs and any(part.attention_mask is not None or part.packed for part in parts):
             raise DlmBridgeError("--cuda-graphs: rows with an attention mask are in no graph: leave it out")
