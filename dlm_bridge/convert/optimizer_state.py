@@ -13,14 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from pathlib import Path
 
 import torch
-import xxhash
 
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, read_metadata
-from dlm_bridge.convert.formats.torch_dist_writer import combined_file_digests, write_metadata
 from dlm_bridge.convert.streaming import Bands, tensor_bands
 from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, first_of
@@ -28,7 +24,6 @@ from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
 AVERAGED = "ema"  # the first word of the keys of averaged weights
 _STATE = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.\w+\.|{AVERAGED}\.)(.+)")
-_COMMON_FILE = "__common_0.distcp"
 COMMON_STATE = "common_state/shard_0_1"  # the object that newer Megatron-LM saves in place of common.pt
 _OPTIMIZER = re.compile(rf"(chained_\d+\.)?optimizer\.|{AVERAGED}\.")
 _TRAINING_STATE = re.compile(rf"{_OPTIMIZER.pattern}|rng_state\b|rerun_state_machine_state\b|common_state/")
@@ -62,7 +57,7 @@ class OptimizerState:
     slices: list[tuple[str, tuple[int, ...], StateMapping]]
     dtypes: dict[str, torch.dtype]  # by StateMapping.megatron_key
     vocab: int  # rows of the vocabulary without padding
-    common: bytes
+    common: bytes  # what is not sharded
     common_is_object: bool  # of the distributed checkpoint; else it is common.pt
 
     @property
@@ -89,18 +84,6 @@ class OptimizerState:
             for key, stack, param in self.slices
         ]
         run_tasks(tasks, worker_count(workers))
-
-    def write_common(self, folder: Path) -> dict[str, str]:
-        """Put what is not sharded in place of a finished iteration's common.pt. Returns digests of added files."""
-        if not self.common_is_object:
-            (folder / "common.pt").write_bytes(self.common)
-            return {}
-        (folder / "common.pt").unlink()
-        (folder / _COMMON_FILE).write_bytes(self.common)
-        place = StorageLocation(_COMMON_FILE, 0, len(self.common))
-        contents = read_metadata(folder)
-        write_metadata(folder, Contents(contents.tensors, {**contents.objects, COMMON_STATE: place}))
-        return combined_file_digests({place: xxhash.xxh3_128_digest(self.common)})
 
 
 def is_training_state(key: str) -> bool:

@@ -322,6 +322,14 @@ def range_digest(path: Path, offset: int, length: int) -> str:
     return state.hexdigest()
 
 
+def combined_digests(items: Iterable[tuple[str, int, bytes]]) -> dict[str, str]:
+    """One xxh3_128 for each file, of the digests of its items in their order: (file, offset, digest)."""
+    states: dict[str, Any] = {}
+    for file, _, found in sorted(items, key=lambda item: item[:2]):
+        states.setdefault(file, xxhash.xxh3_128()).update(found)
+    return {file: state.hexdigest() for file, state in states.items()}
+
+
 def read_into(path: Path, offset: int, view: memoryview) -> None:
     """Fill the view from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
     fd = os.open(path, os.O_RDONLY)

@@ -106,8 +106,6 @@ def write_megatron(
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
         write_side_files(source, hub_folder, options.dtype, index)
         file_digests = writer.finish(plan.number)
-        if plan.state is not None:
-            file_digests |= plan.state.write_common(folder / iteration)
         if options.megatron.run_config:
             write_run_config(folder / iteration, source, plan.params, layout, plan.dtypes)
         manifest = transfer.manifest(options.megatron.name, folder)

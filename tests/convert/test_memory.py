@@ -17,7 +17,7 @@ import xxhash
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert import streaming, workers
-from dlm_bridge.convert.formats.torch_dist_writer import ItemSink, tensor_item_length
+from dlm_bridge.convert.checkpoints.torch_dist import ItemSink, tensor_item_length
 from dlm_bridge.convert.verify import verify_manifest
 from tests.checkpoints import llada_config
 from tests.convert.helpers import tree

@@ -15,8 +15,8 @@ import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import atomic, streaming, transfer
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistWriter
 from dlm_bridge.convert.formats.hub_weights import HubWriter
-from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter
 from dlm_bridge.convert.manifest import MANIFEST
 from tests.checkpoints import write_llada
 from tests.convert.helpers import no_leftovers, run_cli, tree

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.convert.formats.torch_dist_writer import plan_torch_dist
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, plan_torch_dist
 from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, ParamMapping
 from tests.checkpoints import write_llada

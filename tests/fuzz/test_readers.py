@@ -22,11 +22,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, object_item
 from dlm_bridge.convert.formats.chunked_reader import open_tensor_item, read_item_rows
 from dlm_bridge.convert.formats.dcp_metadata import read_metadata
 from dlm_bridge.convert.formats.hub_weights import HubReader, build_header
-from dlm_bridge.convert.formats.torch_dist_writer import object_item
 from dlm_bridge.convert.formats.unpickler import check_pickle
 from dlm_bridge.convert.streaming import raw_bytes
 from tests.checkpoints import write_llada

@@ -18,7 +18,6 @@ from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, RawTensor, Te
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, StoredTensor
 from dlm_bridge.convert.formats.hub_weights import read_header
-from dlm_bridge.convert.formats.torch_dist_writer import object_item, read_file_digests
 from dlm_bridge.convert.manifest import MANIFEST, Manifest
 from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys
 from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_settings
@@ -106,9 +105,9 @@ class MegatronCheckpoint(Checkpoint):
     def objects(self) -> Iterable[str]:
         """The names of what is stored beside the tensors."""
 
-    @abstractmethod
     def scaling_histories(self) -> list[str]:
         """The modules with an extra state that has content, such as an FP8 scaling history."""
+        return []
 
     @cached_property
     def reader(self) -> ChunkedReader:
@@ -282,7 +281,7 @@ class MegatronCheckpoint(Checkpoint):
         return [file for file, recorded in manifest.files.items() if found.get(file.removeprefix(prefix)) != recorded]
 
     def _file_digests(self) -> dict[str, str]:
-        return read_file_digests(self.folder, self.reader.contents)
+        return self.reader.file_digests()
 
     def _check_param(self, param: ParamMapping) -> str:
         """The stored key of a parameter. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
@@ -342,11 +341,6 @@ class DistributedCheckpoint(MegatronCheckpoint):
 
     def objects(self) -> Iterable[str]:
         return self.contents.objects
-
-    def scaling_histories(self) -> list[str]:
-        empty = len(object_item([None]))
-        objects = self.contents.objects.items()
-        return [key for key, place in objects if is_extra_state(key) and place.length > 2 * empty]
 
     def files(self) -> dict[str, int]:
         return self.contents.files(self.folder)

@@ -1,17 +1,34 @@
-"""Megatron's distributed checkpoint (`torch_dist`)."""
+"""Megatron's distributed checkpoint (`torch_dist`), read and written as megatron-core 0.16 does."""
 
 from __future__ import annotations
 
+import io
+import json
+import pickle
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+
 from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput
 from dlm_bridge.convert.checkpoints.fsdp_dtensor import PerLayerReader, singleton_names
-from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint
+from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint, is_extra_state
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
-from dlm_bridge.convert.formats.torch_dist_writer import BACKEND_FILE, TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.formats.dcp_metadata import (
+    BACKEND_FILE,
+    DCP_METADATA,
+    Chunk,
+    Contents,
+    StorageLocation,
+    StoredTensor,
+    read_metadata,
+)
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
 from dlm_bridge.convert.optimizer_state import (
     AVERAGED,
@@ -20,9 +37,40 @@ from dlm_bridge.convert.optimizer_state import (
     find_optimizer_state,
     is_optimizer_key,
 )
+from dlm_bridge.convert.streaming import (
+    Bands,
+    Sink,
+    SliceRange,
+    SparseFile,
+    allocate,
+    combined_digests,
+    distribute,
+    in_rows,
+    range_digest,
+    slice_range,
+)
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import read_json
+from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
+
+# Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
+_WITH_EXTRA_STATE = {
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
+    "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+    "input_layernorm", "post_layernorm", "eh_proj", "enorm", "hnorm", "linear_in", "linear_out",
+}  # fmt: skip
+_NO_STATE = [None]
+_COMMON_FILE = "__common_0.distcp"
+_BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 class TorchDistCheckpoint(DistributedCheckpoint):
@@ -47,7 +95,12 @@ class TorchDistCheckpoint(DistributedCheckpoint):
     def plan_output(cls, request: OutputRequest) -> PlannedOutput:
         more, dtypes = ([], {}) if request.state is None else (request.state.params, request.state.dtypes)
         plan = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
-        return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan))
+        return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan, request.state))
+
+    def scaling_histories(self) -> list[str]:
+        empty = len(object_item(_NO_STATE))
+        objects = self.contents.objects.items()
+        return [key for key, place in objects if is_extra_state(key) and place.length > 2 * empty]
 
     def use_averages(self) -> None:
         tensors = self.contents.tensors
@@ -117,3 +170,282 @@ def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
         raise DlmBridgeError(f"{path}: is not a dict")
     args = common.get("args")
     return {**common, "args": args.fields} if isinstance(args, Inert) else common
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """What one rank holds of a parameter's slice in one run, as one item."""
+
+    chunk: Chunk
+    part: SliceRange
+
+
+@dataclass
+class TorchDistPlan:
+    """Every item of a checkpoint and where it goes, before any tensor is read."""
+
+    contents: Contents
+    pieces: dict[str, list[RankSlice]]  # by ParamMapping.megatron_name
+    files: dict[str, int]  # name -> bytes
+
+
+@dataclass
+class _Planner:
+    layout: Layout
+    pieces: dict[str, list[RankSlice]] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    objects: dict[str, StorageLocation] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+    def place(self, rank: int, length: int) -> StorageLocation:
+        file = f"__{rank}_0.distcp"
+        offset = self.files.get(file, 0)
+        self.files[file] = offset + length
+        return StorageLocation(file, offset, length)
+
+
+def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistPlan:
+    """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `megatron_key`.
+
+    A rank's file holds what that rank holds; what is replicated over tensor parallel ranks is in rank 0's.
+    """
+    planner = _Planner(layout)
+    shapes: dict[str, tuple[int, ...]] = {}
+    stage_of: dict[int, int] = {}
+    empty = len(object_item(_NO_STATE))
+    for whole, param, first in in_rows(params):
+        key, dtype = param.megatron_key, dtypes[param.megatron_key]
+        if not stage_of:
+            stages = layout.stages(param.dims.layers)
+            stage_of = {layer: p for p, chunks in enumerate(stages) for chunk in chunks for layer in chunk}
+        pp_rank = _stage(param, layout, stage_of)
+        ep_rank = None if param.expert is None else param.expert // (param.dims.experts // layout.ep)
+        shapes[key] = (*(size for _, size in param.stack), *param.megatron_shape)
+        module, _, last = key.rpartition(".")
+        of_model = key.startswith(("decoder.", "mtp."))  # and not an optimizer's
+        if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
+            place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
+            planner.objects[f"{module}._extra_state/shard_{_shard(param)}"] = place
+        pieces = planner.pieces.setdefault(whole.megatron_name, [])
+        for tp_rank, axis, start, length in _runs(param, layout.tp if ep_rank is None else layout.expert_tp):
+            offsets, sizes = _box(param, axis, start, length)
+            place = planner.place(layout.rank(pp_rank, tp_rank, ep_rank), tensor_item_length(dtype, sizes))
+            chunk = Chunk(offsets, sizes, place)
+            planner.chunks.setdefault(key, []).append(chunk)
+            part = slice_range(param.megatron_shape, dtype.itemsize, axis, [(start, length)], first)
+            pieces.append(RankSlice(chunk, part))
+    tensors = {
+        key: StoredTensor(dtypes[key], dtype_name(dtypes[key]), shapes[key], tuple(chunks))
+        for key, chunks in planner.chunks.items()
+    }
+    return TorchDistPlan(Contents(tensors, planner.objects), planner.pieces, planner.files)
+
+
+class TorchDistWriter:
+    """Writes a plan's items in any order and from any thread; `finish` makes the folder a checkpoint."""
+
+    def __init__(self, folder: Path, plan: TorchDistPlan, state: OptimizerState | None = None) -> None:
+        """With an optimizer's `state`, whose slices are in the plan, what it has unsharded is the checkpoint's."""
+        self._folder, self._plan, self._state = folder, plan, state
+        self._missing = set(plan.pieces)
+        self._digests: dict[StorageLocation, bytes] = {}
+        folder.mkdir(exist_ok=True)
+        allocate(folder, plan.files)
+
+    def write(self, param: ParamMapping, bands: Bands) -> list[str]:
+        """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        key = param.megatron_key
+        dtype = self._plan.contents.tensors[key].dtype
+        assert dtype is not None
+        parts, sinks = [], []
+        with ExitStack() as stack:
+            for piece in self._plan.pieces[param.megatron_name]:
+                place = piece.chunk.place
+                sink = ItemSink(self._folder / place.file, place.offset, place.length, dtype, piece.chunk.sizes)
+                sinks.append(stack.enter_context(sink))
+                parts.append(piece.part)
+            distribute(bands, parts, sinks)
+            return [sink.finish().hex() for sink in sinks]
+
+    def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
+        """Whether the parameter's items lie there already, from a run before this one."""
+        places = self._places(param)
+        return len(places) == len(digests) and all(
+            range_digest(self._folder / place.file, place.offset, place.length) == digest
+            for place, digest in zip(places, digests, strict=True)
+        )
+
+    def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
+        """The parameter's items are there: what `write` returned, or what `has` found."""
+        self._missing.remove(param.megatron_name)
+        self._digests.update(zip(self._places(param), map(bytes.fromhex, digests), strict=True))
+
+    def finish(self, iteration: int) -> dict[str, str]:
+        """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.
+
+        Returns a digest of every file of items, as `ChunkedReader.file_digests` finds it again.
+        """
+        assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
+        data = object_item(_NO_STATE)
+        by_file: dict[str, list[StorageLocation]] = {}
+        for place in self._plan.contents.objects.values():
+            by_file.setdefault(place.file, []).append(place)
+        for file, places in by_file.items():
+            with (self._folder / file).open("r+b") as stream:
+                for place in places:
+                    stream.seek(place.offset)
+                    stream.write(data)
+                    self._digests[place] = xxhash.xxh3_128_digest(data)
+        objects = {**self._plan.contents.objects, **self._write_common(iteration)}
+        (self._folder / BACKEND_FILE).write_text(json.dumps(_BACKEND))
+        write_metadata(self._folder, Contents(self._plan.contents.tensors, objects))
+        return combined_digests((place.file, place.offset, found) for place, found in self._digests.items())
+
+    def _write_common(self, iteration: int) -> dict[str, StorageLocation]:
+        """Write what is not sharded: `common.pt`, or an object as newer Megatron-LM has it, which is returned."""
+        if self._state is None:
+            common = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": dict(CONTENT_METADATA)}
+            torch.save(common, self._folder / "common.pt")
+            return {}
+        data = self._state.common
+        if not self._state.common_is_object:
+            (self._folder / "common.pt").write_bytes(data)
+            return {}
+        (self._folder / _COMMON_FILE).write_bytes(data)
+        place = StorageLocation(_COMMON_FILE, 0, len(data))
+        self._digests[place] = xxhash.xxh3_128_digest(data)
+        return {COMMON_STATE: place}
+
+    def _places(self, param: ParamMapping) -> list[StorageLocation]:
+        return [piece.chunk.place for piece in self._plan.pieces[param.megatron_name]]
+
+
+def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int:
+    """The pipeline rank that holds a parameter: the embedding is on the first; the final norm, the output layer and
+    multi-token prediction are on the last."""
+    if param.layer is not None and not param.is_mtp:
+        return stage_of[param.layer]
+    return 0 if param.on_first_stage else layout.pp - 1
+
+
+def _runs(param: ParamMapping, tp: int) -> list[tuple[int, int | None, int, int]]:
+    """(tensor parallel rank, axis, start, length) of every run that a rank writes."""
+    axis = param.rule.tp_axis
+    if axis is None:
+        return [(0, None, 0, 0)]
+    return [
+        (tp_rank, axis, start, length)
+        for tp_rank in range(tp)
+        for start, length in param.tp_slices(tp_rank, tp)
+        if length
+    ]
+
+
+def _box(param: ParamMapping, axis: int | None, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of a run in the global tensor."""
+    offsets, sizes = [0] * len(param.megatron_shape), list(param.megatron_shape)
+    if axis is not None:
+        offsets[axis], sizes[axis] = start, length
+    return (*(index for index, _ in param.stack), *offsets), (*(1 for _ in param.stack), *sizes)
+
+
+def _shard(param: ParamMapping) -> str:
+    """How megatron-core numbers an object of a stacked module: "3_32", "3.17_32.256", or "0_1" where nothing is."""
+    stack = param.stack or ((0, 1),)
+    return ".".join(str(index) for index, _ in stack) + "_" + ".".join(str(size) for _, size in stack)
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What `torch.save` writes before and after the values, and where in `tail` their checksum stands."""
+
+    head: bytes
+    tail: bytes
+    checksums: tuple[int, ...]
+
+
+def tensor_item_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes that `torch.save` makes of a tensor of this dtype and shape. No value is touched or written."""
+    template = _template(dtype, shape)
+    return len(template.head) + prod(shape) * dtype.itemsize + len(template.tail)
+
+
+def object_item(value: object) -> bytes:
+    """`torch.save` of a small object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class ItemSink(Sink):
+    """Writes at `offset` of an existing file what `torch.save` makes of a tensor, of the tensor's bytes in order.
+
+    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one.
+    """
+
+    def __init__(self, path: Path, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        assert tensor_item_length(dtype, shape) == length, f"{path}: not what is planned at {offset}"
+        super().__init__(path, offset, checksum=True)
+        self._template, self._end = _template(dtype, shape), offset + length
+        self._unchecked(self._template.head)
+
+    def finish(self) -> bytes:
+        """All bytes of the tensor were taken: complete the item. Returns the xxh3_128 digest of the whole of it."""
+        tail = bytearray(self._template.tail)
+        for place in self._template.checksums:
+            tail[place : place + 4] = self.checksum.to_bytes(4, "little")
+        self._unchecked(tail)
+        assert self.position == self._end, f"an item ends at {self.position}, {self._end} was planned"
+        digest: bytes = self.digest.digest()
+        return digest
+
+    def _unchecked(self, data: bytes | bytearray) -> None:
+        self.digest.update(data)
+        self.put(data)
+
+
+@lru_cache(maxsize=4096)
+def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
+    stream = SparseFile()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # type: ignore[arg-type]
+    head = stream.segments[0][1]
+    if len(stream.segments) == 1:  # no values: the checksum of nothing is there already
+        return _Template(head, b"", ())
+    tail = stream.segments[1][1]
+    # Once in the data descriptor, right after the values, and once in the directory, 30 bytes before the name.
+    assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
+    return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
+
+
+def write_metadata(folder: Path, contents: Contents) -> None:
+    """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
+    # To import them takes a second, and they come last.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    def stored_at(place: StorageLocation) -> _StorageInfo:
+        return _StorageInfo(place.file, place.offset, place.length)
+
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in contents.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+        properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
+        state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            storage[MetadataIndex(name, chunk.offsets)] = stored_at(chunk.place)
+    for name, place in contents.objects.items():
+        state[name] = BytesStorageMetadata()
+        storage[MetadataIndex(name)] = stored_at(place)
+    metadata = Metadata(state, planner_data=None, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
+    with (folder / DCP_METADATA).open("wb") as stream:
+        pickle.dump(metadata, stream)

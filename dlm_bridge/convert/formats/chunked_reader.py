@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -17,7 +17,14 @@ import torch
 
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Chunk, Contents, StoredTensor
 from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_item
-from dlm_bridge.convert.streaming import FileRegion, SliceRange, raw_bytes, read_into
+from dlm_bridge.convert.streaming import (
+    FileRegion,
+    SliceRange,
+    combined_digests,
+    range_digest,
+    raw_bytes,
+    read_into,
+)
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError
 
@@ -46,6 +53,15 @@ class ChunkedReader:
     def tensor(self, key: str) -> StoredTensor:
         """A stored tensor's dtype, shape and chunks; KeyError where there is none."""
         return self.contents.tensors[key]
+
+    def file_digests(self) -> dict[str, str]:
+        """`combined_digests` of the files as they are now, every byte of every item read."""
+        places = {chunk.place for tensor in self.contents.tensors.values() for chunk in tensor.chunks}
+        places.update(self.contents.objects.values())
+        return combined_digests(
+            (file, offset, bytes.fromhex(range_digest(self.folder / file, offset, length)))
+            for file, offset, length in map(astuple, places)
+        )
 
     def check_tiled(self, key: str) -> None:
         """Raise DlmBridgeError unless the tensor's chunks cover it exactly: no gap, no overlap, a weight's dtype."""

@@ -18,6 +18,7 @@ from dlm_bridge.hub import check_plain_file
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
+BACKEND_FILE = "metadata.json"  # which torch_dist has and torch's own writer leaves out
 
 # Classes whose objects a real `.metadata` holds, by full name.
 _METADATA_CLASSES = re.compile(

@@ -33,8 +33,7 @@ import yaml
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.megatron import is_extra_state, iteration_folder
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.convert.formats.torch_dist_writer import TorchDistWriter, plan_torch_dist
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.lora.peft import (
     AdapterInfo,
     LoraAdapter,
