@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ import torch
 from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS, load_kind
-from dlm_bridge.convert.formats.hub_weights import ShardPlan
+from dlm_bridge.convert.formats.hub_weights import ShardPlan, ShardRecord, plan_by_size, plan_like
 from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
 from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
-from dlm_bridge.convert.side_files import check_shard_map, shard_plans
 from dlm_bridge.convert.streaming import BAND
 from dlm_bridge.convert.workers import Progress, check_processes, gc_paused, in_flight, worker_count
 from dlm_bridge.errors import DlmBridgeError
@@ -30,6 +29,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 
 _KINDS = [load_kind(place) for place, _ in KINDS]
 FORMATS = tuple(sorted((kind.format for kind in _KINDS if kind.writable), reverse=True))
+SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
 FIRST_ITERATION = "iter_0000000"
 ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
 _INTERPRETER = 400 << 20  # bytes of a process that has imported torch
@@ -176,7 +176,7 @@ def plan_megatron(
     report.notes += _dropped_note(source) if state is None else [state.note]
     shards = source.hub.shards
     if shards:
-        check_shard_map(source.where, shards, source.hub_names())
+        _check_shard_map(source.where, shards, source.hub_names())
     pairs = zip(source.params, params, strict=True)
     _tell_cost(
         report, [task_bytes(param, source, specs, dtypes[padded.megatron_key]) for param, padded in pairs], options
@@ -190,7 +190,7 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     _check_output(source, output, options)
     notes = source.check()
     specs = _target_specs(source, options.dtype)
-    plans = shard_plans(source, specs, shard_size)
+    plans = _shard_plans(source, specs, shard_size)
     report = _report("export", source, output, specs, options)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
@@ -313,3 +313,29 @@ def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
     and its slice lies in whole rows or columns."""
     same = all(source.spec(name)[0] == specs[name][0] == dtype for name in param.hub_names)
     return same and source.streams(param)
+
+
+def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardPlan]:
+    """The safetensors files to write: by size where asked, else the Hub's own map, else by the Hub's default size.
+
+    Raises DlmBridgeError for a shard map that does not name the model's tensors, each once, in plain files.
+    """
+    names = source.hub_names()
+    if shard_size is not None and shard_size < 1:
+        raise DlmBridgeError(f"--shard-size must be at least one byte, not {shard_size}")
+    if shard_size is not None or not source.hub.shards:
+        return plan_by_size({name: specs[name] for name in names}, shard_size or SHARD_SIZE)
+    _check_shard_map(source.where, source.hub.shards, names)
+    return plan_like(source.hub.shards, specs)
+
+
+def _check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
+    """Raise DlmBridgeError unless the map names exactly `names` and stays inside the folder."""
+    listed = [name for shard in shards for name in shard.tensors]
+    if sorted(listed) != sorted(names):
+        odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
+        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: give --shard-size")
+    for shard in shards:
+        path = PurePosixPath(shard.file)
+        if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":
+            raise DlmBridgeError(f"{where}: its shard map names the file '{shard.file}', outside the output")

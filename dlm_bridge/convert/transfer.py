@@ -30,6 +30,14 @@ from dlm_bridge.convert.atomic import (
 )
 from dlm_bridge.convert.card import CARD, folder_card
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
+from dlm_bridge.convert.checkpoints.huggingface import (
+    CARRIED_FILE,
+    HUB_FOLDER,
+    index_bytes,
+    side_file_digests,
+    write_passthrough,
+    write_side_files,
+)
 from dlm_bridge.convert.formats.hub_weights import HubWriter, ShardRecord, plan_like
 from dlm_bridge.convert.manifest import (
     MANIFEST,
@@ -50,14 +58,6 @@ from dlm_bridge.convert.planning import (
     task_bytes,
 )
 from dlm_bridge.convert.run_settings import write_run_config
-from dlm_bridge.convert.side_files import (
-    CARRIED_FILE,
-    HUB_FOLDER,
-    index_bytes,
-    side_file_digests,
-    write_passthrough,
-    write_side_files,
-)
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
+from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
-from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
 from dlm_bridge.hub import STEP_NAME, read_json
 

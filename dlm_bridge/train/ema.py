@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.optimizer_state import AVERAGED
-from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.checkpoints import save_tokenizer
 

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, open_hub
-from dlm_bridge.convert.side_files import HUB_FOLDER
+from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, HubCheckpoint, open_hub
 from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_files, checkpoint_folder

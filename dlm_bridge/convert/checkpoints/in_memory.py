@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
-from dlm_bridge.convert.side_files import list_side_files
+from dlm_bridge.convert.checkpoints.huggingface import list_side_files
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, RawTensor, TensorSpec
+from dlm_bridge.convert.checkpoints.huggingface import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
 from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, StoredTensor
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.manifest import MANIFEST, Manifest
 from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys
 from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_settings
-from dlm_bridge.convert.side_files import CARRIED_FILE, HUB_FOLDER, list_side_files
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line

@@ -32,6 +32,7 @@ import yaml
 
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.checkpoints.megatron import is_extra_state, iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, TorchDistWriter, plan_torch_dist
 from dlm_bridge.convert.lora.peft import (
@@ -47,7 +48,6 @@ from dlm_bridge.convert.lora.peft import (
 from dlm_bridge.convert.lora.tensors import STYLES, AdapterTensor, Style, adapter_tensors, possible_tensors
 from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
-from dlm_bridge.convert.side_files import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
 from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json

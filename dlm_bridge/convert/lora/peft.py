@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.checkpoints.huggingface import copy_files, list_side_files
 from dlm_bridge.convert.formats.hub_weights import TensorEntry, read_header
 from dlm_bridge.convert.lora.experts import (
     ExpertSlice,
@@ -27,7 +28,6 @@ from dlm_bridge.convert.lora.experts import (
 )
 from dlm_bridge.convert.lora.mask_only import mask_only_token
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
-from dlm_bridge.convert.side_files import copy_files, list_side_files
 from dlm_bridge.convert.streaming import read_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config

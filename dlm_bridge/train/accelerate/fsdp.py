@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.hub_weights import (
     SAFETENSORS_INDEX,
@@ -32,7 +33,6 @@ from dlm_bridge.convert.formats.hub_weights import (
     index_text,
     plan_by_size,
 )
-from dlm_bridge.convert.side_files import publish_config
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.checkpoints import (

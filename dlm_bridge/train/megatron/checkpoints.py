@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
-from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
-from dlm_bridge.convert.side_files import (
+from dlm_bridge.convert.checkpoints.huggingface import (
     CARRIED_FILE,
     HUB_FOLDER,
     side_file_digests,
     write_passthrough,
     write_side_files,
 )
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
+from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.parallel.core import (
