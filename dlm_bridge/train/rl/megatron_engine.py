@@ -1,4 +1,5 @@
-"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from models on each rank."""
+"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from models on each rank, and
+TraceRL's value model beside it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.convert.atomic import disk_errors
+from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
@@ -50,11 +53,19 @@ from dlm_bridge.train.megatron.engine import (
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
-from dlm_bridge.train.rl.megatron_value_model import MegatronValueModel
+from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.pipelined import PipelinedModel
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
-from dlm_bridge.train.rl.trainer import RankGroup, RLTrainer, UpdateEngine, UpdatePart
+from dlm_bridge.train.rl.trainer import (
+    VALUE_FOLDER,
+    RankGroup,
+    RLTrainer,
+    UpdateEngine,
+    UpdatePart,
+    ValueUpdates,
+    value_file,
+)
 from dlm_bridge.train.setup import write_config
 from dlm_bridge.train.trainer import Processes
 
@@ -252,3 +263,53 @@ def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.devic
     if (folder := checkpoint.hub.folder) is not None:
         read_generation_config(model, folder)
     return model
+
+
+class MegatronValueModel(ValueUpdates):
+    """A model of the policy's family and layout that predicts one number a token, with its optimizer."""
+
+    def __init__(
+        self, config: RLConfig, policy: PipelinedModel, overrides: dict[str, Any], checkpoint: Path | None
+    ) -> None:
+        """The policy's starting model with a value head of zeros, or what `load` sets from a `checkpoint`; `overrides`
+        as of `build_trained_model`. Every process calls it. Raises DlmBridgeError."""
+        if checkpoint is not None:
+            value_file(checkpoint, DCP_METADATA)
+        self.config = config
+        chunks, self.optimizer, _ = build_trained_model(config, policy.source, overrides, checkpoint, value_head=True)
+        self.model = dataclasses.replace(policy, chunks=chunks, sign=1)
+        self.checkpoints = CheckpointManager(config, chunks, self.optimizer, None)
+        self.clipped_step = ClippedOptimizerStep(self.optimizer, config.optimizer.clip_grad)
+
+    def values(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
+        with gathered_weights(self.model.chunks):
+            return self.model.predictions(batches)
+
+    def update(self, parts: Sequence[UpdatePart], step: int) -> float:
+        loss, _ = self.model.forward_backward(self.optimizer, parts)
+        norm = float(self.clipped_step()[1])
+        if not math.isfinite(norm) and self.config.precision.name != "fp16":
+            raise self.diverged(step, norm)
+        return loss
+
+    def set_learning_rate(self, lr: float) -> None:
+        set_learning_rate(self.optimizer, self.learning_rate(lr), self.config.optimizer.weight_decay)
+
+    def trained_parameters(self) -> Iterable[torch.Tensor]:
+        return optimizer_weights(self.optimizer)
+
+    # -- checkpoints
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write its weights and optimizer to a folder of their own in an iteration's. Every process calls it. Raises
+        DlmBridgeError where the disk refuses."""
+        own = folder / VALUE_FOLDER
+        with raised_everywhere(), disk_errors(own, MAKE_ROOM):
+            if dist.get_rank() == 0:
+                own.mkdir()
+        with gathered_weights(self.model.chunks):
+            self.checkpoints.write(own, step, {})
+
+    def load(self, folder: Path) -> None:
+        """Set weights and optimizer to those of an iteration. Raises DlmBridgeError."""
+        self.checkpoints.load(folder / VALUE_FOLDER)
