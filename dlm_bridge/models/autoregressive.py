@@ -11,6 +11,7 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Passthrough, Rule
 from dlm_bridge.models.decoder_mapping import (
+    ATTENTION_TARGETS,
     HUB_LAYER,
     LAYER,
     TIED_HEAD,
@@ -19,11 +20,13 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_rules,
     decoder_settings,
     dense_mapping,
+    moe_settings,
     outer_rules,
+    qwen3_moe_mapping,
     require_values,
+    routed_experts,
 )
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import ATTENTION_TARGETS, moe_settings, qwen3_moe_mapping, routed_experts
 
 SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 

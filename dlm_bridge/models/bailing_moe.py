@@ -15,12 +15,13 @@ from dlm_bridge.models.decoder_mapping import (
     LAYER,
     decoder_dims,
     decoder_settings,
+    expert_sizes,
     mtp_layers,
     mtp_rules,
     require_values,
+    router_settings,
 )
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import expert_sizes, router_settings
 
 # Defaults of the public config class, for keys that config.json leaves out.
 DEFAULTS: dict[str, Any] = {**llada2_moe.DEFAULTS, "routed_scaling_factor": 1.0}

@@ -15,10 +15,9 @@ from typing import Any
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.fused import FusedGatedMLP, SharedKV, stacked
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
-from dlm_bridge.models.decoder_mapping import LAYER, decoder_dims, require_values
+from dlm_bridge.models.decoder_mapping import LAYER, decoder_dims, require_values, routed_experts
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
-from dlm_bridge.models.moe import routed_experts
 
 DECODER, ENCODER = "model.decoder.", "model.encoder."
 HUB, TIED = DECODER + "layers.{layer}.", ENCODER + "language_model."

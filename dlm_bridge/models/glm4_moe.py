@@ -17,13 +17,14 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_settings,
     dense_rules,
     expert_rules,
+    expert_sizes,
     mtp_layers,
     mtp_passthrough,
     mtp_rules,
     outer_rules,
     require_values,
+    router_settings,
 )
-from dlm_bridge.models.moe import expert_sizes, router_settings
 
 LAYER = "model." + HUB_LAYER
 # Defaults of transformers' config class, for keys that config.json leaves out.

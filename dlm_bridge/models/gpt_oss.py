@@ -17,16 +17,18 @@ from dlm_bridge.mapping.fused import stacked
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping
 from dlm_bridge.models.autoregressive import autoregressive_spec
 from dlm_bridge.models.decoder_mapping import (
+    ATTENTION_TARGETS,
     HUB_LAYER,
     LAYER,
     TIED_HEAD,
     attention_rules,
     decoder_dims,
     decoder_settings,
+    moe_settings,
     outer_rules,
     require_values,
+    routed_experts,
 )
-from dlm_bridge.models.moe import ATTENTION_TARGETS, moe_settings, routed_experts
 
 if TYPE_CHECKING:
     import torch

@@ -18,10 +18,11 @@ from dlm_bridge.models.decoder_mapping import (
     decoder_settings,
     dense_rules,
     expert_rules,
+    expert_sizes,
     require_values,
+    router_settings,
 )
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import expert_sizes, router_settings
 
 HUB = "model.layers.{layer}."
 ATTENTION, MEGATRON = HUB + "attention.", LAYER + "self_attention."

@@ -10,10 +10,9 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Dims
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import ATTENTION_TARGETS, qwen3_moe_mapping, require_values
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC as LLADA
-from dlm_bridge.models.moe import ATTENTION_TARGETS, qwen3_moe_mapping
 
 # Values of the public checkpoints, which the body implements. Any other would be silently wrong.
 REQUIRED: dict[str, Any] = {

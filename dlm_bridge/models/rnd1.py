@@ -5,8 +5,8 @@ Source: the public configuration_rnd.py, modeling_rnd.py and sampling.py of Radi
 
 from __future__ import annotations
 
+from dlm_bridge.models.decoder_mapping import ATTENTION_TARGETS, QWEN3_30B_A3B, qwen3_moe_mapping
 from dlm_bridge.models.families import FamilySpec
-from dlm_bridge.models.moe import ATTENTION_TARGETS, QWEN3_30B_A3B, qwen3_moe_mapping
 
 MAPPING = qwen3_moe_mapping({**QWEN3_30B_A3B, "max_position_embeddings": 40960})
 
