@@ -378,7 +378,7 @@ def check_files(
 def _holding(folder: Path, name: str) -> str:
     """What lies in a damaged file of a Megatron checkpoint, if that can be told."""
     try:
-        from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+        from dlm_bridge.convert.formats.dcp import read_metadata
 
         tensors = read_metadata(folder).tensors
     except DlmBridgeError:

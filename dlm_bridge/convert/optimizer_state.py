@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
+from dlm_bridge.convert.formats.dcp import ChunkedReader
 from dlm_bridge.convert.streaming import Bands, tensor_bands
 from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, first_of

@@ -14,7 +14,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.checkpoints import find_checkpoint, newest_iteration
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, read_metadata
+from dlm_bridge.convert.formats.dcp import DCP_METADATA, read_metadata
 from dlm_bridge.convert.formats.hub_weights import FP8, read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.megatron import iteration_folder
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+from dlm_bridge.convert.formats.dcp import read_metadata
 from dlm_bridge.convert.verify import verify_manifest
 from dlm_bridge.hub import TRACKER
 from tests.convert.helpers import hub_tensors, no_leftovers, run_cli, save_dcp, tree

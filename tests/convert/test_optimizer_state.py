@@ -14,7 +14,7 @@ import torch
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints import find_checkpoint
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, write_metadata
-from dlm_bridge.convert.formats.dcp_metadata import Contents, StorageLocation, read_metadata
+from dlm_bridge.convert.formats.dcp import Contents, StorageLocation, read_metadata
 from dlm_bridge.convert.manifest import ChangedTensorsError
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from tests.checkpoints import write_llada

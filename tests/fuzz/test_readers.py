@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, object_item
-from dlm_bridge.convert.formats.chunked_reader import open_tensor_item, read_item_rows
-from dlm_bridge.convert.formats.dcp_metadata import read_metadata
+from dlm_bridge.convert.formats.dcp import open_tensor_item, read_item_rows, read_metadata
 from dlm_bridge.convert.formats.hub_weights import HubReader, build_header
 from dlm_bridge.convert.formats.unpickler import check_pickle
 from dlm_bridge.convert.streaming import raw_bytes

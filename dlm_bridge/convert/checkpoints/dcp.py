@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, read_metadata
+from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents, read_metadata
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.models.families import FamilySpec, find_family

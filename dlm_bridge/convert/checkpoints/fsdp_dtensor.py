@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import BACKEND_FILE, DCP_METADATA, Contents, StoredTensor, read_metadata
+from dlm_bridge.convert.formats.dcp import (
+    BACKEND_FILE,
+    DCP_METADATA,
+    ChunkedReader,
+    Contents,
+    StoredTensor,
+    read_metadata,
+)
 from dlm_bridge.convert.formats.legacy_writer import rank_names
 from dlm_bridge.convert.formats.unpickler import Inert, read_torch_item
 from dlm_bridge.errors import DlmBridgeError

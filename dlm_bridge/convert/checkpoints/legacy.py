@@ -16,8 +16,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput, RawTensor
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import Chunk, Contents, StorageLocation, StoredTensor
+from dlm_bridge.convert.formats.dcp import Chunk, ChunkedReader, Contents, StorageLocation, StoredTensor
 from dlm_bridge.convert.formats.legacy_writer import (
     LAYER_OF,
     RANK_FILE,

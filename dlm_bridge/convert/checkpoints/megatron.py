@@ -16,8 +16,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, RawTensor, TensorSpec
 from dlm_bridge.convert.checkpoints.huggingface import CARRIED_FILE, HUB_FOLDER, list_side_files
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA, Contents, StoredTensor
+from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents, StoredTensor
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.manifest import MANIFEST, Manifest
 from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys

@@ -19,11 +19,11 @@ import xxhash
 from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput
 from dlm_bridge.convert.checkpoints.fsdp_dtensor import PerLayerReader, singleton_names
 from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint, is_extra_state
-from dlm_bridge.convert.formats.chunked_reader import ChunkedReader
-from dlm_bridge.convert.formats.dcp_metadata import (
+from dlm_bridge.convert.formats.dcp import (
     BACKEND_FILE,
     DCP_METADATA,
     Chunk,
+    ChunkedReader,
     Contents,
     StorageLocation,
     StoredTensor,

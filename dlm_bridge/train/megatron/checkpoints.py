@@ -32,7 +32,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
     write_passthrough,
     write_side_files,
 )
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
+from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.atomic import disk_errors
-from dlm_bridge.convert.formats.dcp_metadata import DCP_METADATA
+from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
