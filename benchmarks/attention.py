@@ -28,7 +28,8 @@ LAYERS = 12
 @dataclass(frozen=True)
 class Shape:
     """Rows of the batch, query groups, heads of a group, new positions, the first of them, and how many are seen; of
-    the new ones, by blocks of `block`."""
+    the new ones, by blocks of `block`. With `padded`, rows have padding of different lengths in front, up to so many
+    columns, and how many columns are seen is on the device, as in a recorded graph."""
 
     name: str
     batch: int
@@ -39,6 +40,7 @@ class Shape:
     end: int
     size: int = 128
     block: int | None = None
+    padded: int | None = None
 
 
 SHAPES = (
@@ -46,6 +48,8 @@ SHAPES = (
     Shape("SDAR-4B, 128 rows, 256", 128, 8, 4, 4, 252, 256),
     Shape("SDAR-4B, 128 rows, 192, two blocks", 128, 8, 4, 8, 184, 192, block=4),
     Shape("SDAR-4B, 128 rows, 256, two blocks", 128, 8, 4, 8, 248, 256, block=4),
+    Shape("SDAR-4B, 128 padded rows, 368", 128, 8, 4, 4, 364, 368, padded=200),
+    Shape("SDAR-4B, 128 padded rows, 368, two blocks", 128, 8, 4, 8, 360, 368, block=4, padded=200),
     Shape("SDAR-4B, 16 rows, 256", 16, 8, 4, 4, 252, 256),
     Shape("SDAR-4B, 1 row, 2048", 1, 8, 4, 4, 2044, 2048),
     Shape("LLaDA-8B, 1 row, 384", 1, 32, 1, 32, 160, 384),
@@ -65,9 +69,10 @@ def main() -> None:
         layers = [inputs(shape) for _ in range(LAYERS)]
         expected = attention.attend_torch(*layers[0]).double()
         error = ((triton_kernels.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
-        least = 4 * shape.batch * shape.groups * shape.end * shape.size / BYTES_PER_S * 1e6
+        seen = shape.batch * shape.end if layers[0][7] is None else int(layers[0][7].sum())
+        least = 4 * seen * shape.groups * shape.size / BYTES_PER_S * 1e6
         console.print(
-            f"{shape.name:36} PyTorch {microseconds(attention.attend_torch, layers):6.1f}   kernel "
+            f"{shape.name:42} PyTorch {microseconds(attention.attend_torch, layers):6.1f}   kernel "
             f"{microseconds(triton_kernels.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
         )
         if options.tune:
@@ -82,7 +87,12 @@ def inputs(shape: Shape) -> tuple[Any, ...]:
     kept = (shape.batch, shape.groups, -(-shape.end // 64) * 64, shape.size)
     keys, values = (torch.randn(kept, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     columns = torch.arange(shape.first, shape.first + shape.new, device="cuda")
-    return query, key, value, keys, values, columns, shape.end, None, None, None, shape.block
+    if shape.padded is None:
+        return query, key, value, keys, values, columns, shape.end, None, None, None, shape.block
+    padding = shape.padded - shape.padded * torch.rand(shape.batch, 1, device="cuda") ** 2  # most prompts are short
+    mask = (torch.arange(shape.end, device="cuda") >= padding)[:, None, None]
+    length = torch.tensor([shape.end], device="cuda")
+    return query, key, value, keys, values, columns, shape.end, mask, None, length, shape.block
 
 
 def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:
