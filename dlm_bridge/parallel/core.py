@@ -7,15 +7,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.overrides import check_version, installed_version
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     raise DlmBridgeError("this needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'")
+
+if isinstance(platform.current(), platform.CPU):
+    # megatron-core takes their optimizers, norms and products wherever they can be imported, and these need a GPU.
+    sys.modules.update(dict.fromkeys(("transformer_engine", "apex")))  # type: ignore[arg-type]
 
 version = installed_version()
 check_version(version)  # once, whatever the platform: everything that uses megatron-core imports it from here

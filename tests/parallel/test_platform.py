@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import mmap
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -347,3 +348,26 @@ def test_env_lists_overrides_only_of_an_installed_megatron_core(
     said = capsys.readouterr().out
     assert "torch.Tensor" not in said
     assert "megatron-core is not installed" in said
+
+
+@needs_megatron
+def test_the_cpu_does_without_packages_of_gpus(tmp_path: Path) -> None:
+    """Where Transformer Engine is installed too, megatron-core's optimizers on the CPU are torch's."""
+    for name in ("transformer_engine", "apex"):
+        for module in ("__init__", "pytorch/__init__", "pytorch/optimizers", "optimizers"):
+            file = tmp_path / name / f"{module}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("class FusedAdam:\n    pass\n\n\nFusedSGD = multi_tensor_scale = FusedAdam\n")
+    (metadata := tmp_path / "transformer_engine-2.20.2.dist-info/METADATA").parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    code = "from dlm_bridge.parallel import core; from megatron.core import optimizer as o; print(o.Adam, o.SGD)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {platform.VARIABLE: "cpu"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip() == f"{torch.optim.AdamW} {torch.optim.SGD}"
