@@ -20,7 +20,7 @@ with the same loss; "trajectory" with the objective trajectory, whose masks all 
 Each is sampled greedily for prompts that no training row holds, by Fast-dLLM's rule: a step commits every token above
 a threshold, the best at least. A line for each model and threshold: right answers, forward passes per token. The last
 lines compare equal accuracies: the fewest forward passes per token of a run among the thresholds at which it is as
-accurate as the one before (plain, own, again) at its best, and those of that.
+accurate as the one before ("plain", "own") at its best, and those of that.
 
 DIR/results.jsonl has the same lines. What DIR holds already is not done again: a killed run goes on. On a GPU the runs
 that go on are trained at the same time.
@@ -91,7 +91,7 @@ def main() -> None:
         "both": (answers, (*trajectory, *certainty)),
     }
     found |= bench.go_on(runs, folders["own"], options.last, options.last_lr)[0]
-    for reference, names in (("plain", ("own", "certain")), ("own", ("certain", "again")), ("again", [*runs][1:])):
+    for reference, names in (("plain", ("own", "certain")), ("own", ("certain", *runs))):
         for name in names:
             bench.compare(reference, found[reference], name, found[name])
 
