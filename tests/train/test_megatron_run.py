@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -358,30 +357,6 @@ def test_a_resume_of_an_optimizer_in_many_padded_buckets(tmp_path: Path, on_mega
 def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precision: str, momentum: float) -> None:
     settings = [f"optimizer.sgd_momentum={momentum}"]
     goes_on_as_if_not_stopped(on_megatron, tmp_path, optimizer="sgd", megatron=settings, precision=precision)
-
-
-WANDB = """
-config = {}
-
-class Run:
-    def log(self, values, step=None, **_): open(FILE, "a").write(f"{step} {values['loss']}\\n")
-    def finish(self): pass
-
-def init(project, dir): return Run()
-"""
-
-
-def test_wandb_has_every_step_through_accelerates_tracker(
-    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-    (tmp_path / "wandb.py").write_text(f"FILE = {str(tmp_path / 'logged')!r}\n{WANDB}")
-    monkeypatch.syspath_prepend(tmp_path)
-    rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
-    assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
-    monkeypatch.delitem(sys.modules, "wandb")
 
 
 @pytest.mark.parametrize(
