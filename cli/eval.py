@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
 from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
 from dlm_bridge.errors import DlmBridgeError, printable
+
+if TYPE_CHECKING:
+    from dlm_bridge.evaluation.perplexity import Perplexity
+    from dlm_bridge.generation.replicas import Replicas
+    from dlm_bridge.loading import LoadedModel
 
 MEASURING = "Measuring"
 NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of generate
@@ -131,25 +139,27 @@ def evaluate(
 
       torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
     """
-    names = [name.strip() for group in tasks or [] for name in group.split(",") if name.strip()]
-    if not names and perplexity is None:
-        raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
+    request = EvaluationRequest(
+        tasks=[name.strip() for group in tasks or [] for name in group.split(",") if name.strip()],
+        perplexity=perplexity,
+        limit=limit,
+        shots=shots,
+        chat=chat,
+        mc_samples=mc_samples,
+        batch_size=parse_batch_size(batch_size),
+        max_length=max_length,
+        window=window,
+        seed=seed,
+        sampler=parse_settings(set_ or []),
+    )
+    request.check()
     if output is not None and not overwrite and (output / "results.json").exists():
         raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or give --overwrite")
-    if names:
-        _check_harness()
-    sampler = parse_settings(set_ or [])
-    rows = parse_batch_size(batch_size)
-    for name in NOT_OF_TASKS:
-        if name in sampler:
-            raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
     # Imported only now: a mistyped option should answer at once.
     import torch.distributed as dist
     from transformers.utils import logging
 
-    from dlm_bridge.evaluation.perplexity import text_perplexity
     from dlm_bridge.evaluation.report import report, write
-    from dlm_bridge.generation.batch_size import plan_shared_batch
     from dlm_bridge.loading import Placement, join_replicas, load_model
 
     logging.set_verbosity_error()
@@ -161,64 +171,15 @@ def evaluate(
             model, placement, dtype=dtype, family=family, revision=revision, like=like, tokenizer=tokenizer
         )
         replicas = join_replicas(placement)
-        context = getattr(opened.model.config, "max_position_embeddings", None) or max_length
-        max_length, window = min(max_length, context), min(window, context)
-        if context < 2:
-            raise DlmBridgeError(f"{model}: has {context} position, and a text needs two: its config.json is damaged")
-        if rows is None:
-            plan = plan_shared_batch(
-                replicas, opened.model, [max_length], sampler, diffusion=opened.diffusion, scored=True
-            )
-            rows = plan.rows
-            if replicas.leads:
-                typer.echo(plan.summary, err=True)
-        text = found = None
-        if perplexity is not None:
-            text = text_perplexity(
-                opened.model,
-                opened.tokenizer,
-                perplexity,
-                diffusion=opened.diffusion,
-                samples=mc_samples,
-                window=window,
-                limit=limit,
-                seed=seed,
-                batch_size=rows,
-                replicas=replicas,
-            )
-        if names:
-            from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
-
-            settings_of_tasks = HarnessSettings(
-                samples=mc_samples,
-                batch_size=rows,
-                max_length=max_length,
-                seed=seed,
-                limit=limit,
-                shots=shots,
-                chat=chat,
-                sampler=sampler,
-            )
-            found = run_tasks(opened, names, settings_of_tasks, replicas)
+        request = request.fit(model, opened, replicas)
+        text = request.measure_text(opened, replicas)
+        found = request.run_tasks(opened, replicas)
     finally:
         if dist.is_initialized() and not joined:
             dist.destroy_process_group()
     if not replicas.leads:
         return
-    settings: dict[str, Any] = {
-        "tasks": names,
-        "perplexity": None if perplexity is None else str(perplexity),
-        "limit": limit,
-        "shots": shots,
-        "chat": chat,
-        "mc_samples": mc_samples if opened.diffusion else None,
-        "batch_size": rows,
-        "processes": replicas.shares,
-        "max_length": max_length,
-        "seed": seed,
-        "sampler": sampler,
-    }
-    facts = report(model, opened, settings, found, text)
+    facts = report(model, opened, request.record(opened, replicas), found, text)
     if output is not None:
         write(output, facts, found, overwrite)
     if as_json:
@@ -227,11 +188,104 @@ def evaluate(
         _show(facts)
 
 
-def _check_harness() -> None:
-    from importlib.util import find_spec
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is measured, and how."""
 
-    if find_spec("lm_eval") is None:
-        raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
+    tasks: list[str]
+    perplexity: Path | None
+    limit: int | None
+    shots: int | None
+    chat: bool
+    mc_samples: int
+    batch_size: int | None  # None: as memory allows
+    max_length: int
+    window: int
+    seed: int
+    sampler: dict[str, Any]
+
+    def check(self) -> None:
+        """Raise DlmBridgeError for what no model could do."""
+        if not self.tasks and self.perplexity is None:
+            raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
+        if self.tasks and importlib.util.find_spec("lm_eval") is None:
+            raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
+        for name in NOT_OF_TASKS:
+            if name in self.sampler:
+                raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
+
+    def fit(self, name: str, opened: LoadedModel, replicas: Replicas) -> EvaluationRequest:
+        """The request with rows no longer than the model's context, and as many of them together as memory allows
+        where none are given. The model is called `name` in errors."""
+        from dlm_bridge.generation.batch_size import plan_shared_batch
+
+        context = getattr(opened.model.config, "max_position_embeddings", None) or self.max_length
+        if context < 2:
+            raise DlmBridgeError(f"{name}: has {context} position, and a text needs two: its config.json is damaged")
+        max_length, rows = min(self.max_length, context), self.batch_size
+        if rows is None:
+            plan = plan_shared_batch(
+                replicas, opened.model, [max_length], self.sampler, diffusion=opened.diffusion, scored=True
+            )
+            rows = plan.rows
+            if replicas.leads:
+                typer.echo(plan.summary, err=True)
+        return dataclasses.replace(self, max_length=max_length, window=min(self.window, context), batch_size=rows)
+
+    def measure_text(self, opened: LoadedModel, replicas: Replicas) -> Perplexity | None:
+        """The perplexity of the text, if one is given."""
+        from dlm_bridge.evaluation.perplexity import text_perplexity
+
+        if self.perplexity is None:
+            return None
+        assert self.batch_size is not None
+        return text_perplexity(
+            opened.model,
+            opened.tokenizer,
+            self.perplexity,
+            diffusion=opened.diffusion,
+            samples=self.mc_samples,
+            window=self.window,
+            limit=self.limit,
+            seed=self.seed,
+            batch_size=self.batch_size,
+            replicas=replicas,
+        )
+
+    def run_tasks(self, opened: LoadedModel, replicas: Replicas) -> dict[str, Any] | None:
+        """The results of the tasks, if any are given, as lm-evaluation-harness gives them."""
+        if not self.tasks:
+            return None
+        from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
+
+        assert self.batch_size is not None
+        settings = HarnessSettings(
+            samples=self.mc_samples,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+            seed=self.seed,
+            limit=self.limit,
+            shots=self.shots,
+            chat=self.chat,
+            sampler=self.sampler,
+        )
+        return run_tasks(opened, self.tasks, settings, replicas)
+
+    def record(self, opened: LoadedModel, replicas: Replicas) -> dict[str, Any]:
+        """The settings as results.json has them."""
+        return {
+            "tasks": self.tasks,
+            "perplexity": None if self.perplexity is None else str(self.perplexity),
+            "limit": self.limit,
+            "shots": self.shots,
+            "chat": self.chat,
+            "mc_samples": self.mc_samples if opened.diffusion else None,
+            "batch_size": self.batch_size,
+            "processes": replicas.shares,
+            "max_length": self.max_length,
+            "seed": self.seed,
+            "sampler": self.sampler,
+        }
 
 
 def _show(facts: Mapping[str, Any]) -> None:

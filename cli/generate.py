@@ -65,7 +65,26 @@ def _command() -> Callable[..., None]:
 
         run(request)
 
-    annotations: dict[str, Any] = {
+    annotations = _run_options() | _sampling_options() | _loading_options()
+    defaults: dict[str, Any] = {
+        "model": inspect.Parameter.empty,
+        "field": "prompt",
+        "batch_size": "8",
+        "dtype": "keep",
+        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "show", "as_json"), False),
+    }
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+    command.__annotations__ = annotations
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
+    return command
+
+
+def _run_options() -> dict[str, Any]:
+    """Prompts, outputs and how rows are sampled together."""
+    return {
         "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
         "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
@@ -91,6 +110,11 @@ def _command() -> Callable[..., None]:
         "svg": Annotated[Path | None, Option(metavar="FILE", help="Write an animated picture of the denoising.")],
         "as_json": Annotated[bool, Option("--json", help="One JSON object on stdout.")],
     }
+
+
+def _sampling_options() -> dict[str, Any]:
+    """An option for each of `SETTINGS`, and --set."""
+    annotations: dict[str, Any] = {}
     for name, (kind, text) in SETTINGS.items():
         flags = [f"--{word.replace('_', '-')}" for word in (name, *ALIASES.get(name, ()))]
         more: dict[str, Any] = {"rich_help_panel": "Sampling"}
@@ -101,8 +125,13 @@ def _command() -> Callable[..., None]:
         list[str] | None,
         Option("--set", metavar="NAME=VALUE", rich_help_panel="Sampling", help="Any other setting. May be repeated."),
     ]
+    return annotations
+
+
+def _loading_options() -> dict[str, Any]:
+    """Which model, and where it goes."""
     panel: dict[str, Any] = {"rich_help_panel": LOADING}
-    annotations |= {
+    return {
         "dtype": Annotated[
             str,
             Option(help="keep (as stored), bf16, fp16 or fp32.", autocompletion=completes(cast_dtypes), **panel),
@@ -135,17 +164,3 @@ def _command() -> Callable[..., None]:
             str | None, Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", **panel)
         ],
     }
-    defaults: dict[str, Any] = {
-        "model": inspect.Parameter.empty,
-        "field": "prompt",
-        "batch_size": "8",
-        "dtype": "keep",
-        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "show", "as_json"), False),
-    }
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
-    command.__annotations__ = annotations
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
-    return command
