@@ -87,8 +87,23 @@ class Canvas:
         pad_token_id: int,
         stop_condition: StopCondition,
     ) -> None:
-        device = prompt.tokens.device
         batch, self.prompt_width = prompt.tokens.shape
+        device = prompt.tokens.device
+        self.mask_token_id = limits.masked_token_id
+        self._pad_token_id = pad_token_id
+        # What follows a mask inside a prompt is given: it does not end a row.
+        self._stop_condition = StopCondition((), device) if limits.inside else stop_condition
+        self.names: list[Any] = list(range(batch))  # which row of the batch each row of the canvas is
+        self._lay_out_columns(prompt, layout, limits)
+        self.block = slice(0, 0)
+        self._blocks_opened = 0
+        self.inside, self.steps = [False] * batch, [0] * batch
+        self.memory = RowMemory(batch, device)
+        self._fill(prompt, layout.closing if limits.gen_length else None)
+        self._begin_output(prompt)
+
+    def _lay_out_columns(self, prompt: PromptBatch, layout: BlockLayout, limits: PromptLimits) -> None:
+        """Where each row and each block begins and ends."""
         lengths = [self.prompt_width - pad for pad in prompt.pads]
         block = layout.block_length
         if layout.aligned and block is not None:
@@ -99,14 +114,14 @@ class Canvas:
             self.origins = list(prompt.pads)
         self.starts = [origin + length for origin, length in zip(self.origins, lengths, strict=True)]  # of new tokens
         self._gen_length = gen_length = limits.gen_length
-        closing = layout.closing if gen_length else None
-        new = gen_length - (closing is not None)
-        stop = max(self.starts) + new + layout.spare
+        closing = int(layout.closing is not None and gen_length > 0)
+        stop = max(self.starts) + gen_length - closing + layout.spare
         if layout.aligned and block is not None:
             stop = first - (first - stop) // block * block  # whole blocks
-        self.width = stop + (closing is not None)
-        holes = prompt.holes or ((),) * batch
-        self.stops, self.ends = [stop] * batch, [self.width] * batch
+        self.width = stop + closing
+        holes = prompt.holes or ((),) * len(lengths)
+        self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
+        self.stops, self.ends = [stop] * len(lengths), [self.width] * len(lengths)
         self.grows = layout.first_masks is not None
         if layout.first_masks is not None:
             first_masks = 0 if limits.inside else min(layout.first_masks, gen_length)
@@ -121,18 +136,13 @@ class Canvas:
         self.blocks = [slice(begin, min(begin + block, stop)) for begin in range(first, stop, block)]
         if prompt.holes and first:
             self.blocks.insert(0, slice(0, first))
-        self.block = slice(0, 0)
-        self._blocks_opened = 0
-        self.inside, self.steps = [False] * batch, [0] * batch
-        self.memory = RowMemory(batch, device)
-        self.mask_token_id = mask_token_id = limits.masked_token_id
-        self._pad_token_id = pad_token_id
-        # What follows a mask inside a prompt is given: it does not end a row.
-        self._stop_condition = StopCondition((), device) if limits.inside else stop_condition
 
-        self.tokens = torch.full((batch, self.width), mask_token_id, device=device)
-        for row, (origin, length) in enumerate(zip(self.origins, lengths, strict=True)):
-            self.tokens[row, origin : origin + length] = prompt.tokens[row, self.prompt_width - length :]
+    def _fill(self, prompt: PromptBatch, closing: int | None) -> None:
+        """The tokens, and the tensors that follow from the columns of the rows."""
+        device = prompt.tokens.device
+        self.tokens = torch.full((len(self.names), self.width), self.mask_token_id, device=device)
+        for row, (origin, start) in enumerate(zip(self.origins, self.starts, strict=True)):
+            self.tokens[row, origin:start] = prompt.tokens[row, self.prompt_width - (start - origin) :]
         if closing is not None:
             self.tokens[:, -1] = closing
         self._columns = torch.arange(self.width, device=device)
@@ -140,28 +150,29 @@ class Canvas:
         self._index: tuple[list[int], torch.Tensor] | None = None
         self._places = self._columns - torch.tensor(self.origins, device=device)[:, None]
         self._measure_rows()
-        self._output = torch.full((batch, self.prompt_width + gen_length), pad_token_id, device=device)
+        self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
+        if any(self.holes):
+            self._is_hole = torch.zeros(self.tokens.shape, dtype=torch.bool)
+            for row, columns in enumerate(self.holes):
+                self._is_hole[row, sorted(columns)] = True
+            self._is_hole = self._is_hole.to(device)
+
+    def _begin_output(self, prompt: PromptBatch) -> None:
+        """The output with the prompts alone, and which of its columns they give."""
+        batch, device = len(self.names), prompt.tokens.device
+        self._output = torch.full((batch, self.prompt_width + self._gen_length), self._pad_token_id, device=device)
         self._output[:, : self.prompt_width] = prompt.tokens
         self._output_columns = torch.arange(self._output.shape[1], device=device)
         # [B], the column of the output behind each row's last one; of rows that grow and shrink.
         self._output_ends = torch.full((batch,), self._output.shape[1], device=device)
-        self.names: list[Any] = list(range(batch))  # which row of the batch each row of the canvas is
-        self.holes = [{origin + hole for hole in gaps} for origin, gaps in zip(self.origins, holes, strict=True)]
-        self._is_hole: torch.Tensor | None = None  # [B, S]; None: no prompt has a hole
-        if any(self.holes):
-            self._is_hole = torch.zeros(batch, self.width, dtype=torch.bool)
-            for row, columns in enumerate(self.holes):
-                self._is_hole[row, sorted(columns)] = True
-            self._is_hole = self._is_hole.to(device)
-        self._hole_count = sum(map(len, holes))
+        self._hole_count = sum(map(len, self.holes))
         # The given columns of prompts, and the first column of the output that is not given.
         self._given = torch.ones(batch, self.prompt_width, dtype=torch.bool, device=device)
-        if self._is_hole is not None:
-            for row, (pad, gaps) in enumerate(zip(prompt.pads, holes, strict=True)):
+        self.first_open = self.prompt_width
+        for row, (pad, gaps) in enumerate(zip(prompt.pads, prompt.holes, strict=False)):
+            if gaps:
                 self._given[row, [pad + gap for gap in gaps]] = False
-        self.first_open = min(
-            (pad + gaps[0] for pad, gaps in zip(prompt.pads, holes, strict=True) if gaps), default=self.prompt_width
-        )
+                self.first_open = min(self.first_open, pad + gaps[0])
 
     @property
     def rows(self) -> list[int]:
