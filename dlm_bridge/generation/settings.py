@@ -98,42 +98,18 @@ def resolve_settings(
         DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
     """
     family = _family_of(model)
-    sources = _callers_sources(model, generation_config, keywords)
-    for source in sources:
-        check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
-    defaults = _sampler_defaults(model, family)
-    kind = _sampler_class(family, noise_process(model.config), sources, defaults["algorithm"])
-    _refuse_unknown(keywords, KEYWORD, kind)
-    if generation_config is not None:
-        _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
-    sources = [_Source(one.where, _with_own_block_name(one.values, kind)) for one in sources]
-    sources += _default_sources(model, defaults, kind)
+    kind, sources = _sampler_and_sources(model, family, generation_config, keywords)
     temperature = _temperature(sources)
     _refuse_unsupported(sources, temperature, kind)
     infill = bool(_find(sources, "infill", False)[0])
     inside = infill and kind.resizes
     gen_length = _gen_length(sources, prompt_width, infill and not inside)
-    parameters = {name: _parameter(sources, name, kind) for name in kind.parameters()}
-    parameters |= {"gen_length": gen_length, "temperature": temperature}
-    block_name = kind.block_parameter()
-    shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
-    if infill:
-        _refuse_infill(family, kind, parameters)
-        # The spec is that of one block, or of the whole canvas.
-        parameters["gen_length"] = parameters[block_name] if block_name else prompt_width + gen_length + 1
-    elif shortens and block_name and _find(sources, block_name, None)[1] in (MODEL, FAMILY, SAMPLER):
-        parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
-    if block_name and _find(sources, block_name, None)[1] in (KEYWORD, GIVEN, STORED):
-        _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters[block_name])
+    given = {"gen_length": gen_length, "temperature": temperature}
+    parameters = _sampler_parameters(model, family, kind, sources, given, prompt_width if infill else None)
 
     config = model.config
-    mask_token_id, _ = _find(sources, "mask_token_id", getattr(config, "mask_token_id", None))
-    mask_token_id = family.mask_token_id if mask_token_id is None else mask_token_id
-    if mask_token_id is None and (kind.needs_mask or infill or parameters.get("p_uniform") is not None):
-        raise DlmBridgeError(
-            "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
-            "trained with random tokens instead"
-        )
+    needs_mask = kind.needs_mask or infill or parameters.get("p_uniform") is not None
+    mask_token_id = _mask_token_id(model, family, sources, needs_mask)
     context = getattr(config, "max_position_embeddings", None)
     eos = eos_token_ids(_find(sources, "eos_token_id", getattr(config, "eos_token_id", None))[0])
     named = [ids for source in sources if (ids := eos_token_ids(source.values.get("eos_token_id")))]
@@ -186,6 +162,22 @@ def _family_of(model: Any) -> FamilySpec:
     if not isinstance(family, FamilySpec) or family.kind != "diffusion":
         raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
     return family
+
+
+def _sampler_and_sources(
+    model: Any, family: FamilySpec, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> tuple[type[Sampler], list[_Source]]:
+    """The sampler, and where its settings are searched: what the caller and the checkpoint give, then the defaults."""
+    sources = _callers_sources(model, generation_config, keywords)
+    for source in sources:
+        check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
+    defaults = _sampler_defaults(model, family)
+    kind = _sampler_class(family, noise_process(model.config), sources, defaults["algorithm"])
+    _refuse_unknown(keywords, KEYWORD, kind)
+    if generation_config is not None:
+        _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
+    sources = [_Source(one.where, _with_own_block_name(one.values, kind)) for one in sources]
+    return kind, sources + _default_sources(model, defaults, kind)
 
 
 def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
@@ -258,6 +250,43 @@ def _parameter(sources: list[_Source], name: str, kind: type[Sampler]) -> Any:
         return _find(sources, name, None)[0]
     given = [source.values[name] for source in sources if source.values.get(name) is not None]
     return given[0] if given else None
+
+
+def _sampler_parameters(
+    model: Any,
+    family: FamilySpec,
+    kind: type[Sampler],
+    sources: list[_Source],
+    given: Mapping[str, Any],
+    infilled_width: int | None,
+) -> dict[str, Any]:
+    """The parameters of the sampler, with those that are `given`; `infilled_width` is the width of prompts to fill."""
+    parameters = {**{name: _parameter(sources, name, kind) for name in kind.parameters()}, **given}
+    block_name = kind.block_parameter()
+    where = _find(sources, block_name, None)[1] if block_name else None
+    shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
+    if infilled_width is not None:
+        _refuse_infill(family, kind, parameters)
+        # The spec is that of one block, or of the whole canvas.
+        whole = infilled_width + parameters["gen_length"] + 1
+        parameters["gen_length"] = parameters[block_name] if block_name else whole
+    elif shortens and block_name and where in (MODEL, FAMILY, SAMPLER):
+        parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
+    if block_name and where in (KEYWORD, GIVEN, STORED):
+        _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters[block_name])
+    return parameters
+
+
+def _mask_token_id(model: Any, family: FamilySpec, sources: list[_Source], needed: bool) -> int | None:
+    """The mask token. Raises DlmBridgeError where there is none and it is `needed`."""
+    found: int | None = _find(sources, "mask_token_id", getattr(model.config, "mask_token_id", None))[0]
+    found = family.mask_token_id if found is None else found
+    if found is None and needed:
+        raise DlmBridgeError(
+            "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
+            "trained with random tokens instead"
+        )
+    return found
 
 
 def _set_fields(config: GenerationConfig) -> dict[str, Any]:
