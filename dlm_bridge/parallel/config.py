@@ -86,22 +86,8 @@ def model_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.expert_tp,
-        "context_parallel_size": parallel.cp,
-        "cp_comm_type": CP_COMMUNICATION[parallel.cp_comm_type],
-        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_cp_sizes or ()) or None,
-        # megatron-core trains experts under tensor parallelism only so.
-        "sequence_parallel": dims.experts > 0 and layout.tp > 1,
         "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
-        "pipeline_model_parallel_layout": _pipeline(layout, dims.layers, overrides.get("mtp_num_layers") or 0),
-        # Interleaved stages send forwards and backwards at once. In one batch, which is the default, two stages that
-        # are each other's neighbour on both sides would take the one for the other.
-        "overlap_p2p_comm": layout.vp > 1,
-        "batch_p2p_comm": layout.vp == 1,
+        **_parallel_arguments(dims, layout, parallel, predicting or 0),
         # Every parameter is loaded afterwards. Initialisation stays on, because with it off megatron-core leaves
         # out the attributes that its gradient norm and optimizer go by (`tensor_model_parallel`).
         "init_method": leave_empty,
@@ -127,6 +113,29 @@ def model_config(
 def leave_empty(tensor: torch.Tensor) -> torch.Tensor:
     """An initialisation that does nothing: the values are loaded."""
     return tensor
+
+
+def _parallel_arguments(
+    dims: Dims, layout: Layout, parallel: ContextParallelConfig, predicting: int
+) -> dict[str, Any]:
+    """TransformerConfig's fields for a layout, and for so many multi-token prediction layers that are trained."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "context_parallel_size": parallel.cp,
+        "cp_comm_type": CP_COMMUNICATION[parallel.cp_comm_type],
+        "hierarchical_context_parallel_sizes": list(parallel.hierarchical_cp_sizes or ()) or None,
+        # megatron-core trains experts under tensor parallelism only so.
+        "sequence_parallel": dims.experts > 0 and layout.tp > 1,
+        "pipeline_model_parallel_layout": _pipeline(layout, dims.layers, predicting),
+        # Interleaved stages send forwards and backwards at once. In one batch, which is the default, two stages that
+        # are each other's neighbour on both sides would take the one for the other.
+        "overlap_p2p_comm": layout.vp > 1,
+        "batch_p2p_comm": layout.vp == 1,
+    }
 
 
 def _check_attention(transformer: TransformerConfig, parallel: ContextParallelConfig) -> None:
