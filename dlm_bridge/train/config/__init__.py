@@ -158,28 +158,20 @@ class TrainConfig:
             raise OptionError("--lora-quantize", "with --sharding fsdp: quantized weights cannot be sharded")
 
     def _check_megatron(self) -> None:
-        parallel, optimizer = self.parallel, self.optimizer
+        """What holds between options of the Megatron engine. Raises DlmBridgeError."""
+        parallel = self.parallel
         if parallel.fsdp is not None:
-            _exclude(
-                "--fsdp",
-                parallel.fsdp,
-                (parallel.pp > 1, f"--pp {parallel.pp}", "megatron-core's FSDP has no pipeline"),
-                (optimizer.name != "adamw", f"--optimizer {optimizer.name}", "megatron-core's FSDP has AdamW only"),
-                (optimizer.cpu_offload, "--optimizer-cpu-offload", "megatron-core's FSDP does not offload"),
-                (not parallel.distributed_optimizer, "--no-distributed-optimizer", "FSDP shards the optimizer"),
-                (self.checkpoint.async_save, "--async-save", "FSDP's checkpoints are written at once"),
-                (self.logging.norm_interval, "--norm-interval", "norms of its shards are not measured"),
-                (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
-                remedy="leave one of them out",
-            )
-        check_instances(parallel.optimizer_instances, parallel.fsdp, optimizer.name, parallel.distributed_optimizer)
+            self._check_fsdp(parallel.fsdp)
+        check_instances(
+            parallel.optimizer_instances, parallel.fsdp, self.optimizer.name, parallel.distributed_optimizer
+        )
         if parallel.tp_overlap:
             self._check_tp_overlap()
         if parallel.ep_overlap:
             self._check_ep_overlap()
         if self.engine.cuda_graphs:
             self._check_cuda_graphs()
-        if optimizer.name == "muon":
+        if self.optimizer.name == "muon":
             cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
             _exclude(
                 "--optimizer",
@@ -199,29 +191,54 @@ class TrainConfig:
                 remedy="leave it out",
             )
         if self.checkpoint.local_folder is not None:
-            lost = "local checkpoints do not hold its state"
-            _exclude(
-                "--local-folder",
-                "",
-                (parallel.fsdp, "--fsdp", lost),
-                (self.precision.fp8_params, "--fp8-params", lost),
-                (optimizer.cpu_offload, "--optimizer-cpu-offload", lost),
-                (optimizer.ema_decay, "--ema-decay", lost),
-            )
+            self._check_local_checkpoints()
         if parallel.sequence_parallel is False and parallel.tp > 1 and parallel.ep > 1:
             raise OptionError(
                 "--no-sequence-parallel",
                 f"with --tp {parallel.tp} --ep {parallel.ep}: megatron-core needs it for experts",
             )
-        if optimizer.cpu_offload and optimizer.ema_decay:
+        if self.optimizer.cpu_offload:
+            self._check_offload()
+        _ = parallel.context  # made to be checked
+
+    def _check_fsdp(self, fsdp: str) -> None:
+        """Raise OptionError for what megatron-core's FSDP does not have."""
+        parallel, optimizer = self.parallel, self.optimizer
+        _exclude(
+            "--fsdp",
+            fsdp,
+            (parallel.pp > 1, f"--pp {parallel.pp}", "megatron-core's FSDP has no pipeline"),
+            (optimizer.name != "adamw", f"--optimizer {optimizer.name}", "megatron-core's FSDP has AdamW only"),
+            (optimizer.cpu_offload, "--optimizer-cpu-offload", "megatron-core's FSDP does not offload"),
+            (not parallel.distributed_optimizer, "--no-distributed-optimizer", "FSDP shards the optimizer"),
+            (self.checkpoint.async_save, "--async-save", "FSDP's checkpoints are written at once"),
+            (self.logging.norm_interval, "--norm-interval", "norms of its shards are not measured"),
+            (optimizer.ema_decay, "--ema-decay", "its shards are not averaged"),
+            remedy="leave one of them out",
+        )
+
+    def _check_local_checkpoints(self) -> None:
+        """Raise OptionError for what keeps a state that local checkpoints do not hold."""
+        lost = "local checkpoints do not hold its state"
+        _exclude(
+            "--local-folder",
+            "",
+            (self.parallel.fsdp, "--fsdp", lost),
+            (self.precision.fp8_params, "--fp8-params", lost),
+            (self.optimizer.cpu_offload, "--optimizer-cpu-offload", lost),
+            (self.optimizer.ema_decay, "--ema-decay", lost),
+        )
+
+    def _check_offload(self) -> None:
+        """Raise OptionError for an optimizer whose state megatron-core does not keep on the CPU."""
+        if self.optimizer.ema_decay:
             raise OptionError(
                 "--optimizer-cpu-offload", "with --ema-decay: averages stay on the device: leave one out"
             )
-        if optimizer.cpu_offload and optimizer.name != "adamw":
+        if self.optimizer.name != "adamw":
             raise OptionError("--optimizer-cpu-offload", "needs --optimizer adamw")
-        if optimizer.cpu_offload and self.precision.name == "fp32":
+        if self.precision.name == "fp32":
             raise OptionError("--optimizer-cpu-offload", "with --precision fp32 is not in megatron-core: use bf16")
-        _ = parallel.context  # made to be checked
 
     def _check_tp_overlap(self) -> None:
         """Raise OptionError for what Transformer Engine's userbuffers cannot compute, or would compute wrong."""
