@@ -1,4 +1,4 @@
-"""Monitoring of a run beside its metrics: texts sampled to DIR/samples.jsonl, TensorBoard, Weights & Biases, and
+"""Monitoring of a run: where its metrics go, texts sampled to DIR/samples.jsonl, TensorBoard, Weights & Biases, and
 `--profile-steps A:B`, a trace of some steps by torch's profiler with, on a GPU, a snapshot of its memory.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.errors import DlmBridgeError
@@ -20,11 +21,70 @@ from dlm_bridge.generation.native import random_state_preserved
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
-from dlm_bridge.train.metrics import MAKE_ROOM, StepMetrics, append_line, read_rows, write_rows
+from dlm_bridge.train.metrics import (
+    MAKE_ROOM,
+    MetricsFile,
+    StepMetrics,
+    TrainingProgress,
+    append_line,
+    read_rows,
+    write_rows,
+)
 
 SAMPLES_FILE = "samples.jsonl"
 FOLDER = "profile"
 MEMORY_EVENTS = 1_000_000  # allocations of which a snapshot keeps the history
+
+
+class RunMonitor:
+    """What a run's steps are written to: metrics.jsonl, the progress, trackers and a profile.
+
+    All of it is the main process's; in the others nothing is written. As a context manager it shows the progress.
+    """
+
+    def __init__(
+        self, config: TrainConfig, output: Path, device: torch.device, console: Console, step: int, main: bool
+    ) -> None:
+        """Of a run that goes on after `step`."""
+        logging = config.logging
+        self.metrics_file = MetricsFile(output / "metrics.jsonl", step) if main else None
+        self._trackers = Trackers(config, output) if main and logging.trackers else None
+        self._profiler = StepProfiler(logging.profiled, output, device) if main and logging.profiled else None
+        self._progress = TrainingProgress(console, config.schedule.steps, step, main)
+
+    def __enter__(self) -> RunMonitor:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__(*error)
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if self._profiler is not None:
+            self._profiler.begin(step)
+
+    def end(self, step: int) -> None:
+        """After a step, whose work the device may not have finished."""
+        if self._profiler is not None:
+            self._profiler.end(step)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """The metrics of a step. Raises DlmBridgeError where the disk refuses."""
+        if self.metrics_file is not None:
+            self.metrics_file.append(metrics)
+        if self._trackers is not None:
+            self._trackers.log(metrics)
+        self._progress.show(metrics)
+
+    def close(self) -> None:
+        """After the last step."""
+        if self._profiler is not None:
+            self._profiler.close()
+        if self._trackers is not None:
+            self._trackers.close()
+        if self.metrics_file is not None:
+            self.metrics_file.close()
 
 
 class TextSamples:

@@ -35,12 +35,11 @@ from dlm_bridge.train.metrics import (
     DeferredMetrics,
     MetricsFile,
     StepMetrics,
-    TrainingProgress,
     flops_per_token,
     peak_flops,
     plot_loss,
 )
-from dlm_bridge.train.monitoring import StepProfiler, TextSamples, Trackers
+from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
 
@@ -138,63 +137,45 @@ class TrainingLoop(abc.ABC):
     def run(self, step: int) -> Path:
         """Train from after `step` and return the last checkpoint's folder."""
         config = self.config
-        metrics_file = MetricsFile(self.output / "metrics.jsonl", step) if self.main else None
-        trackers = Trackers(config, self.output) if self.main and config.logging.trackers else None
+        monitor = RunMonitor(config, self.output, self.processes.device, self.console, step, self.main)
         samples = None
         if config.logging.sample_interval:
             samples = TextSamples(config, self.tokenizer, self.output, step, self.main)
             if step == 0:  # for comparison; a prompt that cannot be sampled ends the run here
                 self.sample(samples, 0)
         limit = config.schedule.exit_duration
-        profiler = None
-        if config.logging.profiled and self.main:
-            profiler = StepProfiler(config.logging.profiled, self.output, self.processes.device)
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
         steps = config.schedule.steps
-        with catch_sigterm() as terminated, TrainingProgress(self.console, steps, step, self.main) as progress:
-
-            def write(metrics: StepMetrics) -> None:
-                if metrics_file is not None:
-                    metrics_file.append(metrics)
-                if trackers is not None:
-                    trackers.log(metrics)
-                progress.show(metrics)
-
+        with catch_sigterm() as terminated, monitor:
             pending: Callable[[], StepMetrics] | None = None  # of a step that the device may still work on
             while True:
                 step += 1
-                if profiler is not None:
-                    profiler.begin(step)
+                monitor.begin(step)
                 try:
                     metrics, stop = self.start_step(step, terminated.is_set() or time.monotonic() >= deadline)
                 finally:
                     if pending is not None:
-                        write(pending())
+                        monitor.write(pending())
                         pending = None
-                if profiler is not None:
-                    profiler.end(step)
+                monitor.end(step)
                 last = stop or step == steps
                 evaluates, saves, samples_now = self._due(step, last)
                 saves_locally = not saves and self.saves_locally(step)
                 if not (evaluates or saves or samples_now or saves_locally):
                     pending = metrics
                     continue
-                write(self.evaluated(metrics()) if evaluates else metrics())
+                monitor.write(self.evaluated(metrics()) if evaluates else metrics())
                 if samples is not None and samples_now:
                     self.sample(samples, step)
                 if saves:
-                    folder = self.save(step, metrics_file)
+                    folder = self.save(step, monitor.metrics_file)
                 if saves_locally:
-                    self.save_locally(step, metrics_file)
+                    self.save_locally(step, monitor.metrics_file)
                 if last:
                     break
         self.finish()
-        if profiler is not None:
-            profiler.close()
-        if trackers is not None:
-            trackers.close()
-        if metrics_file is not None:
-            metrics_file.close()
+        monitor.close()
+        if self.main:
             done = "done" if step == steps else f"stopped early (continue with --resume), step {step}"
             self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
         return folder
