@@ -13,7 +13,13 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.train.config import TrainConfig, check_ep_overlap, check_instances, check_instances_of_experts
+from dlm_bridge.train.config import (
+    TrainConfig,
+    check_ep_overlap,
+    check_instances,
+    check_instances_of_experts,
+    check_userbuffers,
+)
 from dlm_bridge.train.config.options import check_option, options_of
 from dlm_bridge.train.config.sections import check_optimizer
 
@@ -227,10 +233,8 @@ class PlannedRun:
                 raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")
 
     def _check_overlap(self, model: PlannedModel) -> None:
-        if self.tp_overlap and model.latent_attention:
-            raise DlmBridgeError(
-                "--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out"
-            )
+        if self.tp_overlap:
+            check_userbuffers(model.latent_attention)
         if self.ep_overlap:
             check_ep_overlap(self.layout, self.moe_dispatcher, self.fsdp, self.recompute, self.recompute_modules)
 

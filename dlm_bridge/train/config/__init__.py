@@ -430,6 +430,12 @@ def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
         )
 
 
+def check_userbuffers(latent_attention: bool) -> None:
+    """Raise OptionError for a model whose layers have no tensor parallel communication to overlap."""
+    if latent_attention:
+        raise OptionError("--tp-overlap", ": multi-head latent attention's layers have no userbuffers: leave it out")
+
+
 def check_ep_overlap(
     layout: Layout, dispatcher: str, fsdp: str | None, recompute: str, modules: Sequence[str]
 ) -> None:

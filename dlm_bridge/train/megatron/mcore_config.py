@@ -24,7 +24,7 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
-from dlm_bridge.train.config import TrainConfig, check_instances_of_experts
+from dlm_bridge.train.config import TrainConfig, check_instances_of_experts, check_userbuffers
 from dlm_bridge.train.megatron.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -325,8 +325,8 @@ def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: 
     """Raise DlmBridgeError for a model whose communication cannot be overlapped as asked: one of so many `experts`,
     that `predicts` or not with multi-token prediction layers, and is `described` by `Mapping.settings`."""
     parallel = config.parallel
-    if parallel.tp_overlap and described.get("multi_latent_attention"):
-        raise DlmBridgeError("--tp-overlap: multi-head latent attention's layers have no userbuffers: leave it out")
+    if parallel.tp_overlap:
+        check_userbuffers(bool(described.get("multi_latent_attention")))
     if config.engine.cuda_graphs and experts:
         raise DlmBridgeError("--cuda-graphs: experts get another number of tokens in each step: leave it out")
     if config.engine.cuda_graphs and predicts:
