@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
-from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
+from dlm_bridge.cli.help import LOADING, Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer, TpPlan
 from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
@@ -78,50 +78,20 @@ def evaluate(
             rich_help_panel=MEASURING,
         ),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="keep (as stored), bf16, fp16 or fp32.",
-            rich_help_panel=LOADING,
-            autocompletion=completes(cast_dtypes),
-        ),
-    ] = "keep",
-    device: Annotated[
-        str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
-    ] = None,
-    device_map: Annotated[
-        str | None, typer.Option(metavar="MAP", help="Several GPUs, CPU and disk: auto.", rich_help_panel=LOADING)
-    ] = None,
-    tp_plan: Annotated[
-        str | None,
-        typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
-    ] = None,
+    dtype: Dtype = "keep",
+    device: Device = None,
+    device_map: DeviceMap = None,
+    tp_plan: TpPlan = None,
     tp: Annotated[
         int | None,
         typer.Option(
             min=1, help="The same in groups of N processes, each with a share of the rows.", rich_help_panel=LOADING
         ),
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            help="The model family, where config.json cannot tell.",
-            rich_help_panel=LOADING,
-            autocompletion=completes(family_names),
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING
-        ),
-    ] = None,
+    tokenizer: Tokenizer = None,
+    family: Family = None,
+    revision: Revision = None,
+    like: Like = None,
 ) -> None:
     """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.
 

@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_batch_size, parse_settings
-from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names, general_choices, sampler_names
+from dlm_bridge.cli.help import (
+    LOADING,
+    Device,
+    DeviceMap,
+    Dtype,
+    Family,
+    Like,
+    Revision,
+    Tokenizer,
+    TpPlan,
+    completes,
+    general_choices,
+    sampler_names,
+)
 from dlm_bridge.errors import DlmBridgeError
 
 HELP = """Sample from a model: a diffusion one with its family's sampler, an autoregressive one with transformers' own.
@@ -132,35 +145,18 @@ def _loading_options() -> dict[str, Any]:
     """Which model, and where it goes."""
     panel: dict[str, Any] = {"rich_help_panel": LOADING}
     return {
-        "dtype": Annotated[
-            str,
-            Option(help="keep (as stored), bf16, fp16 or fp32.", autocompletion=completes(cast_dtypes), **panel),
-        ],
-        "device": Annotated[str | None, Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", **panel)],
-        "device_map": Annotated[
-            str | None,
-            Option(metavar="MAP", help="Several GPUs, CPU and disk: auto, or a JSON object of devices.", **panel),
-        ],
+        "dtype": Dtype,
+        "device": Device,
+        "device_map": DeviceMap,
         "offload_folder": Annotated[
             str | None, Option(metavar="DIR", help="Where --device-map puts what goes to the disk.", **panel)
         ],
-        "tp_plan": Annotated[
-            str | None, Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", **panel)
-        ],
+        "tp_plan": TpPlan,
         "tp": Annotated[
             int | None, Option(min=1, help="The same in groups of N processes, each with a share of --jsonl.", **panel)
         ],
-        "tokenizer": Annotated[str | None, Option(help="Folder or id; the model's own by default.", **panel)],
-        "family": Annotated[
-            str | None,
-            Option(
-                help="The model family, where config.json cannot tell.",
-                autocompletion=completes(family_names),
-                **panel,
-            ),
-        ],
-        "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.", **panel)],
-        "like": Annotated[
-            str | None, Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", **panel)
-        ],
+        "tokenizer": Tokenizer,
+        "family": Family,
+        "revision": Revision,
+        "like": Like,
     }

@@ -1,11 +1,11 @@
-"""Help pages that fit a terminal of 80 columns, and the values that a shell completes."""
+"""Help pages that fit a terminal of 80 columns, the values that a shell completes, and how a model is loaded."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -194,3 +194,45 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
         return options_of(TrainConfig)[key].choices
 
     return choices
+
+
+# Options of the commands that load a model.
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="keep (as stored), bf16, fp16 or fp32.",
+        autocompletion=completes(cast_dtypes),
+        rich_help_panel=LOADING,
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MAP",
+        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
+        rich_help_panel=LOADING,
+    ),
+]
+TpPlan = Annotated[
+    str | None,
+    typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
+]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        help="The model family, where config.json cannot tell.",
+        autocompletion=completes(family_names),
+        rich_help_panel=LOADING,
+    ),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
+Like = Annotated[
+    str | None,
+    typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING),
+]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import LOADING, cast_dtypes, completes, family_names
+from dlm_bridge.cli.help import Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer
 from dlm_bridge.errors import DlmBridgeError
 
 if TYPE_CHECKING:
@@ -17,41 +17,6 @@ if TYPE_CHECKING:
 LIMITS = "Limits"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="keep (as stored), bf16, fp16 or fp32.",
-        autocompletion=completes(cast_dtypes),
-        rich_help_panel=LOADING,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MAP",
-        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-        rich_help_panel=LOADING,
-    ),
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
-]
-Family = Annotated[
-    str | None,
-    typer.Option(
-        help="The model family, where config.json cannot tell.",
-        autocompletion=completes(family_names),
-        rich_help_panel=LOADING,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
-Like = Annotated[
-    str | None,
-    typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING),
-]
 
 
 def register(app: typer.Typer) -> None:
