@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,15 +51,13 @@ def import_(
     from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora.megatron import write_megatron_adapter
     from dlm_bridge.convert.lora.peft import PeftAdapter
-    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
-    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
     opened = open_checkpoint(base, family=family)
     report = write_megatron_adapter(
         PeftAdapter(source, opened),
         opened,
         output,
-        Layout(tp=tp, pp=pp, vp=vp, **split),
+        convert.parse_layout(tp, pp, vp, 1, None, pipeline_split),
         style,
         overwrite,
         accept_changed_tensors,
@@ -127,7 +124,7 @@ def export(
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        convert.print_json(report)
         return
     where = printable(f"{report['source']} -> {report['output']}: {report['style']} LoRA of {report['base']}")
     typer.echo(

@@ -165,7 +165,7 @@ def import_(
     """
     from dlm_bridge.bridge import Bridge
 
-    layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
+    layout = parse_layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_hf(source, revision, family, dequantize_fp8, dequantize_mxfp4)
     with progress_bar("importing") as progress:
         report = bridge.to_megatron(
@@ -273,7 +273,7 @@ def reshard(
     sources = [context.get_parameter_source(name) for name in ("tp", "pp", "vp", "ep", "etp", "pipeline_split")]
     if all(each is None or each.name == "DEFAULT" for each in sources):
         raise DlmBridgeError(f"reshard {source}: give the new layout, such as --tp 2 --pp 4, or --tp 1 to merge it")
-    layout = _layout(tp, pp, vp, ep, etp, pipeline_split)
+    layout = parse_layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_megatron(source, like, hf_config, family)
     with progress_bar("resharding") as progress:
         report = bridge.to_megatron(
@@ -310,7 +310,8 @@ def inspect(
     show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
 
 
-def _layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
+def parse_layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
+    """The layout that the options say. Raises DlmBridgeError for a split that cannot be read."""
     from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
@@ -414,6 +415,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
+    """For --json: an object on stdout."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 

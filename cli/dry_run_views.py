@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import typer
 
+from dlm_bridge.cli.convert import print_json
 from dlm_bridge.errors import printable
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ SHOWN_PIECES = 20  # of the data
 def show_dry_run(run: DryRun, as_json: bool) -> None:
     """Everything about a run that does not start."""
     if as_json:
-        typer.echo(json.dumps(run.as_dict(), indent=2, ensure_ascii=False))
+        print_json(run.as_dict())
         return
     from rich.console import Console
     from rich.text import Text

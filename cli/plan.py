@@ -156,7 +156,6 @@ def plan(
     from dlm_bridge.cli import plan_views
     from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.mapping.dtypes import parse_size
-    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
     from dlm_bridge.plan.memory import memory_plan
     from dlm_bridge.plan.model import open_model
     from dlm_bridge.plan.recommend import recommend as run_search
@@ -173,9 +172,8 @@ def plan(
         if value <= 0:
             raise DlmBridgeError(f"--{name} must be above 0, not {value}")
     model = open_model(path, revision, family)
-    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
     run = PlannedRun(
-        layout=Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split),
+        layout=convert.parse_layout(tp, pp, vp, ep, etp, pipeline_split),
         gpus=gpus,
         seq_length=seq_length,
         cp=cp,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
+from dlm_bridge.cli.convert import print_json
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
@@ -31,7 +29,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
         value = plan.as_dict() | {"gpu_memory_bytes": gpu_memory, "fits": plan.peak.total <= gpu_memory}
         if found is not None:
             value["recommendation"] = found.as_dict()
-        typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        print_json(value)
         return
     from rich.console import Console
     from rich.text import Text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +54,7 @@ def push(
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        convert.print_json(report)
         return
     what = "would upload" if report["dry_run"] else "uploaded"
     typer.echo(f"{what} {len(report['files'])} files, {report['bytes']:,} bytes, to {report['repo_id']}")
