@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep
+from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep, StepObserver
 from dlm_bridge.generation.canvas import Canvas, read_flags
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
@@ -194,20 +194,7 @@ def denoise(
     copies = 2 if spec.predictor_options.get("cfg_scale") else 1
     rows = copies * len(canvas.rows)
     with ModelRunner.open(model, settings.execution, kv_cache, rows=rows, width=canvas.width) as runner:
-        predictor = spec.predictor(runner, canvas, kv_cache, shift=settings.shift, **spec.predictor_options)
-        predictor.commits_first_token = spec.first_token is not None
-        context = SamplerContext(
-            canvas,
-            predictor,
-            spec.sampling,
-            constraints,
-            noise,
-            callbacks,
-            settings.limits.vocabulary_size,
-            first_token=spec.first_token,
-            window=spec.window,
-            logits_bias=spec.logits_bias,
-        )
+        context = sampler_context(spec, settings, runner, canvas, kv_cache, noise, constraints, callbacks)
         if callbacks is not None:
             callbacks.begin(canvas)
         for _ in denoise_rows(context, rule):
@@ -217,11 +204,40 @@ def denoise(
         callbacks.end(sequences)
     return SamplingResult(
         sequences,
-        predictor.forwards,
+        context.predictor.forwards,
         context.row_forwards,
         canvas.new_tokens(),
         canvas.output_ends(),
         context.has_nan,
+    )
+
+
+def sampler_context(
+    spec: SamplerSpec,
+    settings: GenerationSettings,
+    runner: ModelRunner,
+    canvas: Canvas,
+    kv_cache: KVCache,
+    noise: Noise,
+    constraints: Constraints | None,
+    callbacks: StepObserver | None,
+    planner: Callable[[Any], DenoisingRule] | None = None,
+) -> SamplerContext:
+    """What the rows of a canvas are denoised with."""
+    predictor = spec.predictor(runner, canvas, kv_cache, shift=settings.shift, **spec.predictor_options)
+    predictor.commits_first_token = spec.first_token is not None
+    return SamplerContext(
+        canvas,
+        predictor,
+        spec.sampling,
+        constraints,
+        noise,
+        callbacks,
+        settings.limits.vocabulary_size,
+        first_token=spec.first_token,
+        window=spec.window,
+        logits_bias=spec.logits_bias,
+        planner=planner,
     )
 
 

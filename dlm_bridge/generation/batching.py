@@ -29,7 +29,14 @@ import torch
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.api import call_constraints, choose_cache, denoise_rows, input_device, sampler_spec
+from dlm_bridge.generation.api import (
+    call_constraints,
+    choose_cache,
+    denoise_rows,
+    input_device,
+    sampler_context,
+    sampler_spec,
+)
 from dlm_bridge.generation.batch_rows import (
     Event,
     RowCommits,
@@ -41,7 +48,7 @@ from dlm_bridge.generation.batch_rows import (
     RowTokens,
     RunningRow,
 )
-from dlm_bridge.generation.commit_rules import CommitRule, SamplerContext
+from dlm_bridge.generation.commit_rules import CommitRule
 from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
 from dlm_bridge.generation.rolling_canvas import (
     EnteringRow,
@@ -276,24 +283,20 @@ class ContinuousBatch:
         reporter: RowReporter,
     ) -> Iterator[None]:
         """Denoise these rows, and those that enter later, until none is left. Yields at boundaries."""
-        spec, settings = plan.spec, plan.settings
         noise = Noise([], self._device)
         self._admit(entering, canvas, noise, None)
-        predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
-        predictor.commits_first_token = spec.first_token is not None
-        context = SamplerContext(
+        context = sampler_context(
+            plan.spec,
+            plan.settings,
+            runner,
             canvas,
-            predictor,
-            spec.sampling,
-            plan.constraints,
+            cache,
             noise,
+            plan.constraints,
             reporter,
-            settings.limits.vocabulary_size,
-            first_token=spec.first_token,
-            window=spec.window,
-            logits_bias=spec.logits_bias,
             planner=lambda name: self._running[name].plan.rule,
         )
+        predictor = context.predictor
 
         def enter() -> None:
             if not canvas.admits:
