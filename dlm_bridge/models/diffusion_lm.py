@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +23,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.hub import cached_file
 
@@ -279,6 +279,25 @@ class DiffusionLM:
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             copy_remote_code(self.config, Path(save_directory))
+
+
+def attend(
+    layer: Any,
+    q_BHSD: torch.Tensor,
+    k_BHSD: torch.Tensor,
+    v_BHSD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    eager: Callable[..., Any],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output [B, S, hidden size] and the weights of an attention layer that makes its heads itself, by the
+    attention function that its config names; `eager` is that of the layer's body."""
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
+    dropout = layer.attention_dropout if layer.training else 0.0
+    output_BSHD, weights = function(
+        layer, q_BHSD, k_BHSD, v_BHSD, attention_mask, dropout=dropout, scaling=layer.scaling, **kwargs
+    )
+    return layer.o_proj(output_BSHD.flatten(2).contiguous()), weights
 
 
 def _assert_all_loaded(info: Any, where: Any) -> None:

@@ -7,14 +7,12 @@ The same layers with bidirectional attention and rotary embedding in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    ALL_ATTENTION_FUNCTIONS,
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -27,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
+from dlm_bridge.models.diffusion_lm import DiffusionLM, attend, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada import REQUIRED, SPEC, check_config
 
@@ -164,20 +162,7 @@ class LLaDAAttention(LlamaAttention):
         # cos and sin are fp32 where the config asks for full precision: the products are then, too.
         q_BHSD, k_BHSD = apply_rotary_pos_emb(q_BHSD, k_BHSD, *position_embeddings)
         q_BHSD, k_BHSD = q_BHSD.to(v_BHSD.dtype), k_BHSD.to(v_BHSD.dtype)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attend(
-            self,
-            q_BHSD,
-            k_BHSD,
-            v_BHSD,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(*shape_BS, -1).contiguous()), weights
+        return attend(self, q_BHSD, k_BHSD, v_BHSD, attention_mask, eager_attention_forward, **kwargs)
 
 
 class LLaDARotaryEmbedding(LlamaRotaryEmbedding):

@@ -7,7 +7,7 @@ QKV in one matrix, block-causal attention, the router in its own dtype; of LLaDA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,6 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import (
-    ALL_ATTENTION_FUNCTIONS,
     Glm4MoeAttention,
     Glm4MoeDecoderLayer,
     Glm4MoeForCausalLM,
@@ -32,7 +31,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
 )
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.models.diffusion_lm import register_hub_names
+from dlm_bridge.models.diffusion_lm import attend, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada2_moe import MERGED, SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_converters
@@ -166,20 +165,7 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
         cache = past_key_values if cache is None else cache
         if cache is not None:  # of Ling, which transformers samples
             k_BHSD, v_BHSD = cache.update(k_BHSD, v_BHSD, self.layer_idx)
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attend(
-            self,
-            q_BHSD,
-            k_BHSD,
-            v_BHSD,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
-        return self.o_proj(output.reshape(*shape_BS, -1).contiguous()), weights
+        return attend(self, q_BHSD, k_BHSD, v_BHSD, attention_mask, eager_attention_forward, **kwargs)
 
 
 def routing_blocks(positions_BS: torch.Tensor, block_size: int) -> torch.Tensor:
