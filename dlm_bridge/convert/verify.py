@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
@@ -98,32 +98,19 @@ def verify_pair(
     differences += [Difference(n, "missing", f"not in {right.where}") for n in here_specs if n not in there_specs]
     differences += [Difference(n, "missing", f"not in {left.where}") for n in there_specs if n not in here_specs]
     common = [name for name in here_specs if name in there_specs]
-    total = _nbytes(common, here_specs)
-    found: dict[str, Difference] = {}
     non_finite: dict[str, int] = {}
-    for group in _groups(common, left, right):
-        for name in group:
-            if problem := _compare_specs(name, here_specs[name], there_specs[name]):
-                found[name] = problem
 
-    def compare(group: Sequence[str]) -> None:
-        try:
-            here, there = left.read_group(group), right.read_group(group)
-        except DlmBridgeError as error:
-            found.update({name: Difference(name, "unreadable", str(error)) for name in group})
-            return
-        for name in group:
-            non_finite[name] = count_non_finite(raw_bytes(here[name].contiguous()), here[name].dtype)
-            if name not in found and not same_bits(here[name], there[name]):
-                found[name] = Difference(name, "values", _first_difference(here[name], there[name]))
-            if progress is not None:
-                progress(here[name].nbytes, total)
+    def compare(name: str, here: torch.Tensor, there: torch.Tensor) -> Difference | None:
+        non_finite[name] = count_non_finite(raw_bytes(here.contiguous()), here.dtype)
+        problem = _compare_specs(name, here_specs[name], there_specs[name])
+        if problem is None and not same_bits(here, there):
+            problem = Difference(name, "values", _first_difference(here, there))
+        return problem
 
-    tasks = [(2 * _nbytes(group, here_specs), partial(compare, group)) for group in _groups(common, left, right)]
-    run_tasks(tasks, worker_count(workers))
-    differences += [found[name] for name in common if name in found]
+    differences += _compare_tensors(common, here_specs, (left, right), compare, workers, progress)
     differences += [*_copies(left), *_copies(right)]
     notes = non_finite_note(non_finite)
+    total = _nbytes(common, here_specs)
     return Verdict(left.where, right.where, not differences, len(common), total, differences, notes=notes)
 
 
@@ -160,33 +147,21 @@ def verify_manifest(
     differences += [Difference(n, "missing", f"{MANIFEST} has it") for n in records if n not in specs]
     differences += [Difference(n, "extra", f"{MANIFEST} does not have it") for n in specs if n not in records]
     common = [name for name in specs if name in records]
-    total = _nbytes(common, specs)
-    found: dict[str, Difference] = {}
     non_finite: dict[str, int] = {}
 
-    def compare(group: Sequence[str]) -> None:
-        try:
-            tensors = checkpoint.read_group(group)
-        except DlmBridgeError as error:
-            found.update({name: Difference(name, "unreadable", str(error)) for name in group})
-            return
-        for name in group:
-            now = record_of(tensors[name])
-            non_finite[name] = now.non_finite
-            problem = _compare_record(name, now, records[name])
-            if problem is not None:
-                found[name] = problem
-            if progress is not None:
-                progress(tensors[name].nbytes, total)
+    def compare(name: str, tensor: torch.Tensor) -> Difference | None:
+        now = record_of(tensor)
+        non_finite[name] = now.non_finite
+        return _compare_record(name, now, records[name])
 
-    groups = _groups(common, checkpoint)
-    run_tasks([(2 * _nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(workers))
-    differences += [found[name] for name in common if name in found]
+    found = _compare_tensors(common, specs, (checkpoint,), compare, workers, progress)
+    differences += found
     differences += [*_compare_files(checkpoint.root, manifest), *_copies(checkpoint)]
     if not found:
         detail = f"its bytes around the tensors are not what {MANIFEST} says"
         differences += [Difference(file, "file", detail) for file in checkpoint.changed_files(manifest)]
     notes = [*non_finite_note(non_finite), *manifest.changed_note()]
+    total = _nbytes(common, specs)
     return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences, notes=notes)
 
 
@@ -230,6 +205,37 @@ def _unmapped(checkpoint: Checkpoint) -> list[Difference]:
 
 def _copies(checkpoint: Checkpoint) -> list[Difference]:
     return [Difference(key, "values", detail) for key, detail in checkpoint.differing_copies()]
+
+
+def _compare_tensors(
+    names: Sequence[str],
+    specs: dict[str, TensorSpec],
+    sides: Sequence[Checkpoint],
+    compare: Callable[..., Difference | None],
+    workers: int | None,
+    progress: Progress | None,
+) -> list[Difference]:
+    """What `compare` finds of each name and its tensor on each side, and tensors that cannot be read, in the order of
+    the names."""
+    total = _nbytes(names, specs)
+    found: dict[str, Difference] = {}
+
+    def compare_group(group: Sequence[str]) -> None:
+        try:
+            tensors = [side.read_group(group) for side in sides]
+        except DlmBridgeError as error:
+            found.update({name: Difference(name, "unreadable", str(error)) for name in group})
+            return
+        for name in group:
+            problem = compare(name, *(side[name] for side in tensors))
+            if problem is not None:
+                found[name] = problem
+            if progress is not None:
+                progress(tensors[0][name].nbytes, total)
+
+    groups = _groups(names, *sides)
+    run_tasks([(2 * _nbytes(group, specs), partial(compare_group, group)) for group in groups], worker_count(workers))
+    return [found[name] for name in names if name in found]
 
 
 def _groups(names: Iterable[str], *sides: Checkpoint) -> list[list[str]]:
