@@ -126,17 +126,15 @@ def evaluate(
     if output is not None and not overwrite and (output / "results.json").exists():
         raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or give --overwrite")
     # Imported only now: a mistyped option should answer at once.
-    import torch.distributed as dist
     from transformers.utils import logging
 
     from dlm_bridge.evaluation.report import report, write
-    from dlm_bridge.loading import Placement, join_replicas, load_model
+    from dlm_bridge.loading import Placement, join_replicas, load_model, process_group_ends
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placement = Placement(device, device_map, tp_plan=tp_plan, replicated=True, tp=tp)
-    joined = dist.is_initialized()  # by a caller in this process, whose group stays
-    try:
+    with process_group_ends():
         opened = load_model(
             model, placement, dtype=dtype, family=family, revision=revision, like=like, tokenizer=tokenizer
         )
@@ -144,9 +142,6 @@ def evaluate(
         request = request.fit(model, opened, replicas)
         text = request.measure_text(opened, replicas)
         found = request.run_tasks(opened, replicas)
-    finally:
-        if dist.is_initialized() and not joined:
-            dist.destroy_process_group()
     if not replicas.leads:
         return
     facts = report(model, opened, request.record(opened, replicas), found, text)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -42,7 +41,7 @@ from dlm_bridge.generation.texts import (
     seeds_of,
     write_texts,
 )
-from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
+from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model, process_group_ends
 
 
 def run(request: Request) -> None:
@@ -60,24 +59,20 @@ def run(request: Request) -> None:
         replicated=request.jsonl is not None,  # which many processes can share
         tp=request.tp,
     )
-    joined = dist.is_initialized()  # by a caller in this process, whose group stays
-    loaded = load_model(
-        request.model,
-        placement,
-        dtype=request.dtype,
-        family=request.family,
-        revision=request.revision,
-        like=request.like,
-        tokenizer=request.tokenizer,
-    )
-    try:
+    with process_group_ends():
+        loaded = load_model(
+            request.model,
+            placement,
+            dtype=request.dtype,
+            family=request.family,
+            revision=request.revision,
+            like=request.like,
+            tokenizer=request.tokenizer,
+        )
         if request.jsonl is None:
             _sample_one(request, loaded, request.settings)
         else:
             _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
-    finally:
-        if dist.is_initialized() and not joined:
-            dist.destroy_process_group()
 
 
 def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:

@@ -202,6 +202,17 @@ def join_replicas(placement: Placement) -> Replicas:
     return Replicas.of_launcher(placement.tp_size)
 
 
+@contextmanager
+def process_group_ends() -> Iterator[None]:
+    """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
+    joined = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not joined:
+            dist.destroy_process_group()
+
+
 def load_tokenizer(
     place: str | os.PathLike[str], name: str, remedy: str = "", *, local_files_only: bool = False
 ) -> Any:

@@ -18,6 +18,7 @@ from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading import process_group_ends
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.models.rope import rope_parameters, window_settings
 
@@ -225,13 +226,12 @@ def _one_process() -> Iterator[None]:
     from dlm_bridge.parallel import groups, overrides
     from dlm_bridge.parallel.core import parallel_state
 
-    joined, grouped = torch.distributed.is_initialized(), parallel_state.model_parallel_is_initialized()
-    try:
-        groups.initialize(Layout())
-        yield
-    finally:
-        if not grouped:
-            groups.destroy()
-            overrides.uninstall()
-        if not joined and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    grouped = parallel_state.model_parallel_is_initialized()
+    with process_group_ends():
+        try:
+            groups.initialize(Layout())
+            yield
+        finally:
+            if not grouped:
+                groups.destroy()
+                overrides.uninstall()
