@@ -40,7 +40,7 @@ class Command(TyperCommand):
         for paragraph in _paragraphs(self.help or "", console.width - 2):
             console.print(Padding(Text(paragraph), (0, 1, 1, 1)))
         for title, parameters in self._panels(ctx).items():
-            console.print(Panel(_table(parameters), title=title, title_align="left", border_style="dim"))
+            console.print(Panel(parameter_table(parameters), title=title, title_align="left", border_style="dim"))
 
     def _panels(self, ctx: Any) -> dict[str, list[Any]]:
         """The parameters by the title of their panel."""
@@ -53,7 +53,8 @@ class Command(TyperCommand):
         return {title: found for title, found in panels.items() if found}
 
 
-def _table(parameters: list[Any]) -> Table:
+def parameter_table(parameters: list[Any]) -> Table:
+    """Names beside explanations, a row for each parameter."""
     from rich.table import Table
     from rich.text import Text
 
@@ -65,7 +66,8 @@ def _table(parameters: list[Any]) -> Table:
         if parameter.param_type_name == "argument":
             shown.append(parameter.metavar or parameter.name.upper(), "bold cyan")
         else:
-            names = [*parameter.opts, *parameter.secondary_opts]
+            # Click has those of --help in no order.
+            names = sorted([*parameter.opts, *parameter.secondary_opts], key=lambda name: not name.startswith("--"))
             shown.append(names[0], "bold cyan")
             if kind := _kind_of_value(parameter):
                 shown.append(f" {kind}", "yellow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import typer.main
+from rich.console import Console
 
 from dlm_bridge.cli.app import app, main
+from dlm_bridge.cli.help import parameter_table
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import families
 from dlm_bridge.objectives.registry import OBJECTIVES
@@ -56,6 +59,15 @@ def test_help_cuts_nothing(
                 assert len(re.findall(rf"│ {re.escape(name)}(?![\w-])", page)) == 1, name
         missing = set(parameter.help.replace(",", " ").split()) - shown
         assert not missing, f"{parameter.name}: {missing} in no line"
+
+
+@pytest.mark.parametrize("names", [["-h", "--help"], ["--help", "-h"]])
+def test_long_names_come_first(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    option = next(each for each in COMMANDS[("inspect",)].params if each.param_type_name == "option")
+    monkeypatch.setattr(option, "opts", names)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(parameter_table([option]))
+    assert console.export_text().startswith("--help")
 
 
 def test_examples_are_commands_that_a_shell_reads(
