@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
+from dlm_bridge.convert.formats.hub_weights import check_safetensors
 from dlm_bridge.convert.formats.unpickler import check_whole_archive
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
-from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
+from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.hub import (
     ADAPTER_CONFIG,
@@ -378,11 +379,7 @@ def check_whole(file: Path) -> None:
     check_plain_file(file)
     if file.suffix == ".bin":
         return check_whole_archive(file)
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DlmBridgeError(f"{file}: not a whole safetensors file: {one_line(error)}") from error
+    return check_safetensors(file)
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | str:

@@ -202,17 +202,22 @@ def read_bin(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
 
 
+def check_safetensors(path: Path) -> None:
+    """Raise DlmBridgeError for a file that is truncated or damaged, by its header and its length."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
+
+
 def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
     """Read and check a header; safetensors' own reader judges it first. `quantised` is a dtype of no weight that it
     lets through, by its name in the header.
 
     Raises DlmBridgeError naming the file.
     """
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
+    check_safetensors(path)
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         text = stream.read(length)
