@@ -18,6 +18,7 @@ from dlm_bridge.train.config import (
     check_ep_overlap,
     check_instances,
     check_instances_of_experts,
+    check_sequence_of_experts,
     check_userbuffers,
 )
 from dlm_bridge.train.config.options import check_option, options_of
@@ -208,14 +209,11 @@ class PlannedRun:
         layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
         if model.dims.experts:
             check_instances_of_experts(self.optimizer_instances, self.fsdp)
+            check_sequence_of_experts(layout.tp, self.sharded_sequence)
         self._check_overlap(model)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
             raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
-        if layout.ep > 1 and layout.tp > 1 and not self.sharded_sequence:
-            raise DlmBridgeError(
-                f"--tp {layout.tp} --ep {layout.ep} needs sequence parallelism: leave out --no-sequence-parallel"
-            )
 
     def check_values(self) -> None:
         """`check` of each setting alone, as the training options declare it."""

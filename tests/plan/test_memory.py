@@ -188,7 +188,8 @@ def test_what_megatron_refuses_is_refused(changes: dict[str, Any], said: str) ->
         plan(**changes)
 
 
-def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
-    run = PlannedRun(layout=Layout(tp=2, ep=2), gpus=4, seq_length=1024, sequence_parallel=False)
-    with pytest.raises(DlmBridgeError, match="needs sequence parallelism"):
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, ep=2)], ids=str)
+def test_experts_under_tensor_parallelism_need_sequence_parallelism(layout: Layout) -> None:
+    run = PlannedRun(layout=layout, gpus=4, seq_length=1024, sequence_parallel=False)
+    with pytest.raises(DlmBridgeError, match="--no-sequence-parallel"):
         memory_plan(MOE, run)

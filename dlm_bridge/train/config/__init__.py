@@ -192,11 +192,8 @@ class TrainConfig:
             )
         if self.checkpoint.local_folder is not None:
             self._check_local_checkpoints()
-        if parallel.sequence_parallel is False and parallel.tp > 1 and parallel.ep > 1:
-            raise OptionError(
-                "--no-sequence-parallel",
-                f"with --tp {parallel.tp} --ep {parallel.ep}: megatron-core needs it for experts",
-            )
+        if parallel.ep > 1:
+            check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
         if self.optimizer.cpu_offload:
             self._check_offload()
         _ = parallel.context  # made to be checked
@@ -427,6 +424,15 @@ def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
             str(instances),
             (fsdp is not None, f"--fsdp {fsdp}", "megatron-core's FSDP has no such instances of experts"),
             remedy="leave one of them out",
+        )
+
+
+def check_sequence_of_experts(tp: int, sharded_sequence: bool) -> None:
+    """Raise OptionError for tensor parallelism in which megatron-core trains no experts."""
+    if tp > 1 and not sharded_sequence:
+        raise OptionError(
+            "--tp",
+            f"{tp} without sequence parallelism: megatron-core trains no experts so: leave out --no-sequence-parallel",
         )
 
 

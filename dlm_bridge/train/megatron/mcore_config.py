@@ -24,7 +24,12 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
-from dlm_bridge.train.config import TrainConfig, check_instances_of_experts, check_userbuffers
+from dlm_bridge.train.config import (
+    TrainConfig,
+    check_instances_of_experts,
+    check_sequence_of_experts,
+    check_userbuffers,
+)
 from dlm_bridge.train.megatron.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -311,11 +316,7 @@ def check_sequence(config: TrainConfig) -> None:
 def check_experts(config: TrainConfig) -> None:
     """Raise DlmBridgeError for a layout in which megatron-core trains no experts."""
     parallel = config.parallel
-    if parallel.tp > 1 and not parallel.sharded_sequence:
-        raise DlmBridgeError(
-            f"--tp {parallel.tp} without sequence parallelism: megatron-core trains no experts so: leave out "
-            "--no-sequence-parallel"
-        )
+    check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
     check_instances_of_experts(parallel.optimizer_instances, parallel.fsdp)
     if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
         raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
