@@ -82,6 +82,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
             architecture = registry.family_by_name(name).architectures[0]
             table.add_row("" if number else row["family"], form, f"{name}\n  {architecture}")
     console.print(table)
+    console.print("Each was checked against what its family was checked against, under a causal mask.")
     for row in rows:
         if row["why_not_megatron"] and not row["derived_from"]:
             console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)
