@@ -91,6 +91,8 @@ OF_A_HUB_FOLDER = (
     ("preprocess", "{text}", "--tokenizer", "{it}", "--output", "{out}", "--workers", "1"),
 )
 VRPO = ("rl", "--method", "vrpo", "--data", "{pairs}", *SHORT)
+REWARD = ("--reward", "{reward}:short", "--gen-length", "8", "--group-size", "2")
+GRPO = ("rl", "--method", "diffu-grpo", "--data", "{prompts}", *SHORT, *REWARD)
 
 
 Run = Callable[[tuple[str, ...]], None]
@@ -248,7 +250,15 @@ def _resume(engine: str) -> tuple[str, ...]:
 
 UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
 KINDS: dict[str, Kind] = {
-    "diffusion": Kind(_diffusion, (*OF_A_HUB_FOLDER, (*VRPO, "--model", "{it}"))),
+    "diffusion": Kind(
+        _diffusion,
+        (
+            *OF_A_HUB_FOLDER,
+            (*VRPO, "--model", "{it}"),
+            (*GRPO, "--model", "{it}"),
+            ("verify", "{diffusion}", "{it}", "--logits"),
+        ),
+    ),
     "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"), UPCYCLE)),
     "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin", ("llama",)),
     "llama_dlm": Kind(_to_dlm, (GENERATE, SFT), needs=("llama",)),
@@ -273,6 +283,7 @@ KINDS: dict[str, Kind] = {
             ("export", "{it}", "{out}"),
             ("reshard", "{it}", "{out}", "--pp", "2"),
             ("verify", "{diffusion}", "{it}"),
+            ("verify", "{diffusion}", "{it}", "--logits"),
             ("pretrain", "--engine", "megatron", "--model", "{it}", "--data", "{text}", *SHORT),
         ),
         "*.distcp",
@@ -330,6 +341,7 @@ KINDS: dict[str, Kind] = {
             ("pretrain", "--model", "{diffusion}", "--data", "{it}/pair", *SHORT),
             ("sft", "--model", "{diffusion}", "--data", "{it}/chats.jsonl", *SHORT),
             (*VRPO[:4], "{it}/pairs.jsonl", *VRPO[5:], "--model", "{diffusion}"),
+            (*GRPO[:4], "{it}/prompts.jsonl", *GRPO[5:], "--model", "{diffusion}"),
             ("preprocess", "{it}/rows.jsonl", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
             ("preprocess", "{it}/rows.parquet", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
             ("generate", "{diffusion}", "--jsonl", "{it}/prompts.jsonl", "--gen-length", "4"),
@@ -356,6 +368,8 @@ def write_data(root: Path) -> None:
     """The sound data that commands on models read."""
     lines = [f"the {number} cats and the dogs of the house" for number in range(40)]
     (root / "text.txt").write_text("\n".join(lines) + "\n")
+    reward = "def short(prompts, completions, rows):\n    return [-len(text) for text in completions]\n"
+    (root / "reward.py").write_text(reward)
     rows = {
         "rows": [{"text": line} for line in lines],
         "prompts": [{"prompt": line[:8]} for line in lines[:3]],

@@ -77,6 +77,7 @@ class Fuzzer:
         done = damage(folder, random, KINDS[kind].weights)
         places = {
             "it": str(folder), "out": str(place / "out"), "text": str(self._root / "text.txt"),
+            "reward": str(self._root / "reward.py"),
             **{name: str(self._root / f"{name}.jsonl") for name in ("chats", "pairs", "prompts", "rows")},
             **{name: str(self._root / name) for name in KINDS},
         }  # fmt: skip
