@@ -311,10 +311,8 @@ def release(model: Any) -> None:
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
-    if execution is None:  # recorded collectives only on request: no GPUs have run them yet
-        return (
-            "graph" if obstacle is None and device.type == "cuda" and tensor_parallel_group(plain) is None else "eager"
-        )
+    if execution is None:
+        return "graph" if obstacle is None and device.type == "cuda" else "eager"
     if execution != "eager" and obstacle is not None:
         raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
     if execution == "graph" and device.type != "cuda":
