@@ -10,6 +10,9 @@ Greedy, as many new tokens of each row, whatever they are. With random weights n
 block, which writes its keys and values; ours are written in the next block's first one. Each way takes the prompts
 twice, of which the first time does not count: it compiles and records.
 
+SGLang knows LLaDA2's config by the checkpoint's own configuration_llada2_moe.py: --code takes a folder that has it, as
+an exported one does. SDAR needs none.
+
 A line for each way: seconds, new tokens per second; then the ratio. DIR/rows.jsonl has the same lines. To the engine's
 command are added the folder, the port and the number of rows.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--only", choices=("ours", "engine"))
     parser.add_argument("--execution", choices=("eager", "graph", "compiled"), default="graph", help="of ours")
+    parser.add_argument("--code", type=Path, help="a folder with the .py files and auto_map of the public checkpoint")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for the engine's start")
     parser.add_argument("engine", nargs="*", metavar="COMMAND", help="after --: starts the engine")
     options = parser.parse_args()
@@ -97,6 +102,11 @@ def measure_ours(options: argparse.Namespace) -> None:
 def measure_engine(options: argparse.Namespace) -> None:
     """Start the engine and send all prompts at once."""
     folder = options.output / "model"
+    if options.code is not None:
+        for file in options.code.glob("*.py"):
+            shutil.copy(file, folder)
+        config, theirs = (json.loads((one / "config.json").read_text()) for one in (folder, options.code))
+        (folder / "config.json").write_text(json.dumps({**theirs, **config, "auto_map": theirs["auto_map"]}))
     url = f"http://127.0.0.1:{PORT}"
     command = [*options.engine, "--model-path", str(folder), "--trust-remote-code", "--skip-tokenizer-init"]
     command += ["--dtype", "bfloat16", "--max-running-requests", str(options.rows), "--disable-radix-cache"]
