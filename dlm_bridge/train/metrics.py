@@ -135,7 +135,9 @@ def append_line(file: io.FileIO, line: str) -> None:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a file of rows anew. Raises DlmBridgeError where the disk refuses."""
     with atomic_file(path, overwrite=True) as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")  # half of a surrogate pair
+            file.write(f"{line.decode()}\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -54,6 +54,14 @@ def test_reopening_drops_later_rows_and_a_torn_one(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 9.0)]
 
 
+def test_reopening_keeps_any_text(tmp_path: Path) -> None:
+    """Also half of a surrogate pair, which JSON can name and UTF-8 cannot hold."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "text": "\\ud800 \u00e9"}\n')
+    MetricsFile(path, 1).close()
+    assert read_rows(path) == [{"step": 1, "text": "\ud800 \u00e9"}]
+
+
 def test_rows_are_strict_json() -> None:
     row = json.loads(_row(1, grad_norm=float("inf")).to_json(), parse_constant=pytest.fail)
     assert row["grad_norm"] is None
