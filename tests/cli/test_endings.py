@@ -282,6 +282,7 @@ def _start(case: Case, busy: Path, log: Path) -> int:
 def become(case: Case, busy: str, log: str) -> None:
     """Be the command's process; does not return."""
     code = 1
+    processes.leave_inherited()
     try:
         os.setsid()
         said = os.open(log, os.O_WRONLY | os.O_CREAT)

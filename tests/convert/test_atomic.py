@@ -19,6 +19,7 @@ from dlm_bridge.cli.app import main
 from dlm_bridge.convert import atomic, streaming, transfer
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.processes import leave_inherited
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
 MOMENTS = ["write 1", "write 40", "write 77", "sync", "place", "clean"]
@@ -35,6 +36,7 @@ def run_victim(action: str, source: Path, output: Path, moment: str, overwrite: 
 
 
 def _victim(action: str, source: Path, output: Path, moment: str, overwrite: bool) -> None:
+    leave_inherited()
     count = 0
 
     def dies_before(module: Any, name: str, label: str) -> None:
@@ -123,6 +125,7 @@ def test_sigint_to_a_running_import(tmp_path: Path, llada: Path) -> None:
 
 
 def _slow_import(source: Path, output: Path, errors: Path, busy: Any) -> None:
+    leave_inherited()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     real = streaming.write_at
 

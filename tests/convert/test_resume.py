@@ -18,6 +18,7 @@ from dlm_bridge.convert import atomic, streaming, transfer
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistWriter
 from dlm_bridge.convert.formats.hub_weights import HubWriter
 from dlm_bridge.convert.manifest import MANIFEST
+from dlm_bridge.processes import leave_inherited
 from tests.checkpoints import write_llada
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
@@ -68,6 +69,7 @@ def killed_run(action: str, source: Path, output: Path, moment: int, resume: boo
 
 
 def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) -> None:
+    leave_inherited()
     atomic._EVERY = 1  # every param is flushed and noted at once
     left = moment
 
@@ -133,6 +135,7 @@ def test_killed_when_all_is_written(
 
 
 def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
+    leave_inherited()
     atomic._EVERY = 1
     setattr(atomic.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
     convert(action, source, output)

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.processes import leave_inherited
 from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, run_cli, same, tree
 
@@ -200,6 +201,7 @@ def test_a_file_that_may_not_be_read_is_called_that(llada: Path, name: str) -> N
 
 
 def _open_as_another_user(source: Path, told: Any) -> None:
+    leave_inherited()
     if os.getuid() == 0:  # who may read everything
         os.setuid(65534)
     try:
