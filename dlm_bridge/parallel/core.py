@@ -19,9 +19,14 @@ from dlm_bridge.parallel.overrides import check_version, installed_version
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     raise DlmBridgeError("this needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'")
 
-if isinstance(platform.current(), platform.CPU):
-    # megatron-core takes their optimizers, norms and products wherever they can be imported, and these need a GPU.
+
+def hide_gpu_packages() -> None:
+    """Let imports of Transformer Engine and apex fail in this process, as where they are not installed."""
     sys.modules.update(dict.fromkeys(("transformer_engine", "apex")))  # type: ignore[arg-type]
+
+
+if isinstance(platform.current(), platform.CPU):
+    hide_gpu_packages()  # a row of `mcore_patches`, but megatron-core takes them when it is imported
 
 version = installed_version()
 check_version(version)  # once, whatever the platform: everything that uses megatron-core imports it from here

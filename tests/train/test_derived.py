@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.models.families import FamilySpec, families
 from tests.autoregressive.cases import CASES
-from tests.train.chats import chatty, conversation, write_rows
+from tests.train.chats import chatty, conversation, three_steps, write_rows
 from tests.train.conftest import VOCAB, Run
 
 pytest.importorskip("megatron.core")
@@ -32,18 +31,10 @@ def test_both_engines_train_alike(
     if "sliding_window" in BODIES[form.derived_from].config:
         changed["sliding_window"] = None  # as in Mistral 0.3 and Phi-4; megatron-core has causal windows only
     BODIES[form.derived_from].write(tmp_path / "ar", **changed)
-    chatty(copy.deepcopy(tokenizer)).save_pretrained(tmp_path / "ar")
+    chatty(tokenizer).save_pretrained(tmp_path / "ar")
     convert_to_dlm(tmp_path / "ar", tmp_path / "dlm", to=form.name)
-    options = {
-        "task": "sft",
-        "model": str(tmp_path / "dlm"),
-        "data": [str(write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)]))],
-        "seq_length": 96,
-        "micro_batch_size": 2,
-        "steps": 3,
-        "lr": 1e-3,
-        "save_interval": 0,
-    }
+    rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
+    options = three_steps(tmp_path / "dlm", rows)
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
     assert len(ours) == 3
     for key in ("loss", "grad_norm"):

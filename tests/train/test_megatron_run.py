@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
-from tests.train.chats import chatty, conversation, write_rows
+from tests.train.chats import chatty, conversation, three_steps, write_rows
 from tests.train.conftest import VOCAB, Run, read_metrics
 
 CASES = {
@@ -63,20 +62,8 @@ def test_sft_has_the_losses_of_the_accelerate_engine(
 ) -> None:
     folder = _model(name, tmp_path / "model", seed_folder, tokenizer)
     rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
-    options = {
-        "task": "sft",
-        "model": str(folder),
-        "data": [str(rows)],
-        "packing": packing,
-        "seq_length": 96,
-        "micro_batch_size": 2,
-        "steps": 3,
-        "length_variation": 0.0,
-        "lr": 1e-3,
-        "save_interval": 0,
-        "eval_interval": 3,
-        "split": "60,40,0",
-    }
+    evaluated = {"packing": packing, "length_variation": 0.0, "eval_interval": 3, "split": "60,40,0"}
+    options = three_steps(folder, rows, **evaluated)
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
     for key in ("loss", "grad_norm", "eval_loss"):
         assert [row[key] for row in ours if key in row] == pytest.approx(
@@ -94,18 +81,8 @@ def test_drafts_have_the_losses_of_the_accelerate_engine(
     folder = _model("sdar", tmp_path / "model", seed_folder, tokenizer)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "delete_token_id": 50, "split_token_id": 51}))
-    options = {
-        "task": "sft",
-        "model": str(folder),
-        "data": [str(write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)]))],
-        "objective": "block_editing",
-        "indel_probability": 0.3,
-        "seq_length": 96,
-        "micro_batch_size": 2,
-        "steps": 3,
-        "lr": 1e-3,
-        "save_interval": 0,
-    }
+    rows = write_rows(tmp_path / "chats.jsonl", [conversation(number) for number in range(24)])
+    options = three_steps(folder, rows, objective="block_editing", indel_probability=0.3)
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs], rel=1e-4), key
@@ -135,20 +112,9 @@ def test_trajectories_have_the_losses_of_the_accelerate_engine(
         }
         for number in range(24)
     ]
-    options = {
-        "task": "sft",
-        "model": str(folder),
-        "data": [str(write_rows(tmp_path / "rows.jsonl", recorded))],
-        "objective": objective,
-        "packing": packing,
-        "seq_length": 16,
-        "micro_batch_size": 2,
-        "steps": 3,
-        "lr": 1e-3,
-        "save_interval": 0,
-        "eval_interval": 3,
-        "split": "60,40,0",
-    }
+    evaluated = {"packing": packing, "eval_interval": 3, "split": "60,40,0"}
+    rows = write_rows(tmp_path / "rows.jsonl", recorded)
+    options = three_steps(folder, rows, objective=objective, seq_length=16, **evaluated)
     ours, theirs = on_megatron(tmp_path / "megatron", **options), run(tmp_path / "accelerate", **options)
     for key in ("loss", "grad_norm", "eval_loss"):
         assert [row[key] for row in ours if key in row] == pytest.approx(
@@ -159,7 +125,7 @@ def test_trajectories_have_the_losses_of_the_accelerate_engine(
 
 def _model(name: str, folder: Path, seed_folder: Path, tokenizer: Any) -> Path:
     """A folder with the config.json of a case and a tokenizer with a chat template."""
-    chat = chatty(copy.deepcopy(tokenizer))
+    chat = chatty(tokenizer)
     chat.save_pretrained(folder)
     case = CASES[name]
     if case is None:

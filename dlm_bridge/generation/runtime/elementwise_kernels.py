@@ -160,7 +160,6 @@ def route_in_groups(
                 bias,
                 weights,
                 chosen,
-                tokens,
                 scale,
                 GROUPS=groups,
                 MEMBERS=experts // groups,
@@ -364,7 +363,7 @@ def _sum_experts_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _route_kernel(  # type: ignore[no-untyped-def]
-    logits, bias, weights, experts, tokens, scale,
+    logits, bias, weights, experts, scale,
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, GROUP_TILE: tl.constexpr, MEMBER_TILE: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOP: tl.constexpr, TOP_TILE: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip

@@ -144,6 +144,14 @@ CPU_PATCHES = (
         when=ON_CPU,
         replaces={"megatron.core.dist_checkpointing.mapping.ShardedTensor.init_data": process.init_data_on_cpu},
     ),
+    Patch(
+        target="transformer_engine, apex",
+        what="cannot be imported",
+        why="their optimizers, norms and products are taken wherever they are installed, and need a GPU",
+        source="optimizer/__init__.py:13",
+        when=ON_CPU,
+        code="dlm_bridge.parallel.core:hide_gpu_packages",
+    ),
 )
 
 TORCH_ADAM_PATCHES = (
