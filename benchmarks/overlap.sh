@@ -15,7 +15,7 @@
 set -u
 cd "$(dirname "$0")/.."
 part=$1 output=$2 limit=${LIMIT:-120} failed=0
-export OMP_NUM_THREADS=1 PYTHONPATH=$PWD
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export UB_SKIPMC=${UB_SKIPMC:-1}  # userbuffers by CUDA IPC; 0: by NVLink multicast
 python=${PYTHON:-python}
 sides=(--only without --only ours)

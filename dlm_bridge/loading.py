@@ -80,7 +80,10 @@ class Placement:
             )
         if processes > 1:
             device = self._own_device()
-            return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+            if device.type == "cpu":
+                return {}
+            torch.accelerator.set_device_index(device.index)  # nothing of this process is to be on the first one
+            return {"device_map": {"": str(device)}}
         if self.device_map is not None:
             more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
             return {"device_map": _device_map(self.device_map), **more}
@@ -206,11 +209,14 @@ def join_replicas(placement: Placement) -> Replicas:
 @contextmanager
 def process_group_ends() -> Iterator[None]:
     """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
+    from dlm_bridge.generation.runtime.runner import release_all
+
     joined = dist.is_initialized()
     try:
         yield
     finally:
         if dist.is_initialized() and not joined:
+            release_all()
             dist.destroy_process_group()
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from dlm_bridge.generation.runtime import graphs, runner
+from dlm_bridge.loading import process_group_ends
 from tests.families.case import FamilyCase, some_slow
 from tests.families.nemotron_labs_diffusion import CASES as SELF_SPECULATING
 from tests.generation.conftest import load, prompts
@@ -53,6 +55,38 @@ def test_bidirectional(llada: Any, cache: str, execution: str) -> None:
         expected = llada.generate(tokens, **settings, execution="eager")
         for _ in range(2):  # the second call replays what the first has recorded
             assert torch.equal(llada.generate(tokens, **settings, execution=execution), expected)
+
+
+@pytest.mark.gpu2
+def test_a_model_on_another_gpu_than_the_current_one(folder: Path) -> None:
+    tokens = prompts(3, 9)
+    settings = {"gen_length": 32, "block_length": 8, "eos_token_id": None}
+    expected = load(folder).generate(tokens, **settings).cpu()
+    model = load(folder).to("cuda:1")
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens.to("cuda:1"), **settings, execution="graph").cpu(), expected)
+    assert runner._graphed_bodies[model]._recorded
+    assert torch.cuda.current_device() == 0
+
+
+def test_graphs_are_gone_before_their_process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs that have recorded its collectives."""
+    model, left = load(folder).to(DEVICE), []
+    destroy = dist.destroy_process_group
+
+    def counted() -> None:
+        left.append(len(body._recorded))
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", counted)
+    with process_group_ends():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        settings = {"gen_length": 32, "block_length": 8, "eos_token_id": None, "execution": EXECUTIONS[0]}
+        for _ in range(2):
+            model.generate(prompts(3, 9).to(DEVICE), **settings)
+        body = runner._graphed_bodies[model]  # something may still refer to it
+        assert body._recorded
+    assert left == [0]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

@@ -128,7 +128,9 @@ class GraphedBody:
             yield
 
     def end(self) -> None:
-        """Give the fused weights memory of their own again."""
+        """Forget what was recorded, and give the fused weights memory of their own again."""
+        self._seen.clear()
+        self._recorded.clear()
         fused_linear.separate_weights(self._fused)
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -97,7 +97,8 @@ class ModelRunner:
         if execution == "eager":
             cache.allocate(plain, rows, width)
             return cls(plain, None, cache, packs=packs)
-        body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
+        with _current_device(plain):
+            body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
         cache.buffers = body.buffers
         runner = cls(plain, body, cache, packs=packs)
         body.holder = weakref.ref(runner) if hold else None
@@ -105,7 +106,13 @@ class ModelRunner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Forward passes run in here; outside, the model is as it was."""
+        """Forward passes run in here, where the model's device is the current one, as recorded graphs and Triton need
+        it; outside, the model is as it was."""
+        with _current_device(self._model), self._prepared():
+            yield
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
         if self.plain:
             yield
             return
@@ -308,6 +315,13 @@ def release(model: Any) -> None:
         body.end()
 
 
+def release_all() -> None:
+    """`release` of every model. Due before a process group is destroyed: NCCL waits until no graph is left that has
+    recorded one of the group's collectives."""
+    for model in list(_graphed_bodies):
+        release(model)
+
+
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
@@ -330,6 +344,11 @@ def _graph_obstacle(model: Any, plain: Any) -> str | None:
     if not supports_kv_cache(model):
         return "runs a transformers body without prompt-learning adapters"
     return None
+
+
+def _current_device(model: Any) -> AbstractContextManager[Any]:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
