@@ -232,7 +232,8 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
     weights = gradients = optimizer = 0.0
     for count, shards in zip((dense, experts), run.shards, strict=True):
         held = count / shards if run.fsdp == "optim_grads_params" else count
-        weights += (2 if low else 4) * held
+        if not (low and run.own_shards):  # FSDP2 casts what it gathers
+            weights += (2 if low else 4) * held
         gradients += run.gradient_bytes * (
             count / shards if run.fsdp in ("optim_grads", "optim_grads_params") else count
         )
