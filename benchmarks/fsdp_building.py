@@ -30,8 +30,7 @@ from rich.console import Console
 
 from dlm_bridge.convert.checkpoints import in_memory
 from dlm_bridge.models.initialisation import Constant
-from dlm_bridge.plan.memory import memory_plan
-from dlm_bridge.plan.model import open_model
+from dlm_bridge.plan.dry_run import memory_of
 from dlm_bridge.plan.run import run_of
 from dlm_bridge.train.config import TrainConfig
 
@@ -103,7 +102,9 @@ def measure(options: argparse.Namespace) -> None:
     began = time.monotonic()
     with assembled(config) as trainer:
         objective = str(trainer.config.objective.name)
-        plan = memory_plan(open_model(str(options.model)), run_of(config, objective, dist.get_world_size())).peak
+        planned, _ = memory_of(config, run_of(config, objective, dist.get_world_size()), None)
+        assert planned is not None
+        plan = planned.peak
         say(
             f"building {_peak():.2f} GiB (plan {plan.building / GIB:.2f}) in {time.monotonic() - began:.0f} s, steps "
             f"planned {plan.allocated / GIB:.2f} GiB"

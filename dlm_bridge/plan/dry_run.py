@@ -34,7 +34,7 @@ from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
 from dlm_bridge.train.setup import check_data, check_output, check_same_model, resolve_objective
 
-MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, their 16-bit copies in weights"
+MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, what it casts to 16 bits in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
 ADAPTER = "no memory plan of an adapter: its base model has weights, but neither gradients nor optimizer state"
 OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
