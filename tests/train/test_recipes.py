@@ -53,6 +53,7 @@ def test_there_is_a_recipe_of_every_kind() -> None:
         "llada-moe-7b-a1b",
         "llada2-mini-16b-a1.4b",
         "megadlms-1.7b",
+        "sdar-30b-a3b",
     }
     listed = (CONFIGS / "README.md").read_text()
     assert all(f"`{path.parent.name}/{path.name}`" in listed for path in RECIPES)
