@@ -200,7 +200,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
         else:
             check_value(name, GENERAL_SETTINGS.get(name) or TRANSFORMERS_SETTINGS.get(name), value, where)
     algorithm = values.get("algorithm")
-    if algorithm is not None and algorithm not in SAMPLERS:
+    if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in SAMPLERS):
         raise DlmBridgeError(
             f"unknown algorithm {algorithm!r}: known are {', '.join(SAMPLERS)}; register_sampler adds another, before "
             f"the model is loaded{where}"

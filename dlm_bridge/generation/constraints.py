@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -286,12 +287,12 @@ def read_constraints(
         DlmBridgeError: a wrong value, by its setting's name.
     """
     penalty = asked("repetition_penalty")
-    if penalty is not None and (isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not penalty > 0):
+    if penalty is not None and (type(penalty) not in (int, float) or not 0 < penalty <= sys.float_info.max):
         raise DlmBridgeError(f"repetition_penalty must be a number above 0, not {penalty!r}")
     counts = {}
     for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
         counts[name] = asked(name) or 0
-        if type(counts[name]) is not int or counts[name] < 0:
+        if type(counts[name]) is not int or not 0 <= counts[name] < 2**63:
             raise DlmBridgeError(f"{name} must be a whole number, 0 or above, not {counts[name]!r}")
     words = asked("bad_words_ids") or []
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in words):
@@ -301,9 +302,11 @@ def read_constraints(
     if not isinstance(banned, (list, tuple)):
         raise DlmBridgeError(f"suppress_tokens must be a list of token ids, not {banned!r}")
     for name, tokens in (("bad_words_ids", [token for word in words for token in word]), ("suppress_tokens", banned)):
-        wrong = next((token for token in tokens if type(token) is not int or not 0 <= token < vocabulary_size), None)
-        if wrong is not None:
-            raise DlmBridgeError(f"{name} holds {wrong!r}, which is no token of the vocabulary of {vocabulary_size}")
+        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary_size]
+        if wrong:
+            raise DlmBridgeError(
+                f"{name} holds {wrong[0]!r}, which is no token of the vocabulary of {vocabulary_size}"
+            )
     ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # others no model proposes
     fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)
     never = {*suppress, *banned, *(word[0] for word in words if len(word) == 1), *(ends if fewest > 0 else ())}

@@ -146,15 +146,19 @@ def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for a prompt that the model cannot continue under these keywords: an empty one, or one that
-    leaves no room in the context."""
+    """Raise DlmBridgeError for a prompt that the model cannot continue under these keywords: an empty one, one with a
+    token that is none of the vocabulary, or one that leaves no room in the context."""
     if canvases.has_canvas(model):
         canvases.check_prompt(model, prompt, given)
         return
     count = len(prompt)
     if not count:
         raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    text = model.config.get_text_config()
+    outside = next((token for token in prompt if not 0 <= token < text.vocab_size), None)
+    if outside is not None:
+        raise DlmBridgeError(f"the prompt holds token {outside}, outside the vocabulary of {text.vocab_size}")
+    context = getattr(text, "max_position_embeddings", None)
     new = given.get("max_new_tokens")
     if context is not None and new is not None and count + new > context:
         raise DlmBridgeError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dlm_bridge.errors import shortened
 from dlm_bridge.serving.choices import Choice
 
 # Fields of OpenAI's that say nothing about the text.
@@ -78,6 +79,7 @@ class RequestError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        message = " ".join(shortened(message).split())  # it may quote the request
         super().__init__(message)
         self.status, self.retry_after_s = status, retry_after_s
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -295,7 +295,10 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
     ("arguments", "message"),
     [
         ({"repetition_penalty": -1}, "repetition_penalty must be a number above 0, not -1"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty must be a number above 0"),
         ({"min_new_tokens": -1}, "min_new_tokens must be a whole number, 0 or above, not -1"),
+        ({"min_new_tokens": 2**63}, "min_new_tokens must be a whole number"),
+        ({"bad_words_ids": [[None]]}, "bad_words_ids holds None"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size must be a whole number"),
         ({"bad_words_ids": [1, 2]}, "bad_words_ids must be a list of lists of token ids"),
         ({"bad_words_ids": [[VOCABULARY]]}, "bad_words_ids holds 48, which is no token of the vocabulary of 48"),

@@ -183,6 +183,13 @@ def test_an_autoregressive_model_answers_alike(autoregressive: Running, given: d
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_an_autoregressive_model_is_given_tokens_of_its_vocabulary(autoregressive: Running, token: int) -> None:
+    answer = httpx.post(f"{autoregressive.address}/v1/completions", json={"prompt": [5, token], "max_tokens": 4})
+    assert answer.status_code == 400
+    assert str(token) in answer.json()["error"]["message"]
+
+
 def test_as_transformers_chat_asks(server: Running) -> None:
     """First whether the model is loaded, then with a generation config, which can hold a sampler's settings."""
     ready = httpx.post(f"{server.address}/load_model", json={"model": "any"}).text
