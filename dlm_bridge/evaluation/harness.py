@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, library_cause
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
@@ -374,8 +375,10 @@ def run_tasks(
                 fewshot_random_seed=settings.seed,
                 bootstrap_iters=1000,
             )
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise DlmBridgeError(f"--tasks {','.join(names)}: {one_line(error)[:300]}") from error
+    except Exception as error:
+        if _is_a_mistake_of_ours(error):
+            raise
+        raise DlmBridgeError(f"--tasks {','.join(names)}: {library_cause(error)}") from error
     replicas.broadcast()  # the others have answered all requests
     return {**results, "sampled": getattr(asked, "sampled", {})}
 
@@ -399,6 +402,15 @@ def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:
     if "temperature" in given:
         given["do_sample"] = given["temperature"] > 0
     return given
+
+
+def _is_a_mistake_of_ours(error: Exception) -> bool:
+    """Whether an exception that `run_tasks` caught was raised by the model's side, and not by the harness's reading of
+    a task and its data, which may raise anything. Those three types say what is wrong with an input."""
+    if isinstance(error, (OSError, ValueError, KeyError)):
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(isinstance(frame.f_locals.get("self"), TemplateLM) for frame in frames)
 
 
 def _is_harness_task(name: str) -> bool:

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dlm_bridge.cli.eval import evaluate
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation import harness
-from dlm_bridge.evaluation.harness import FOLDER, LOCAL
+from dlm_bridge.evaluation.harness import FOLDER, LOCAL, local_task
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 from dlm_bridge.loading import LoadedModel, Placement, load_model
@@ -322,6 +322,35 @@ def test_a_task_of_ones_own_may_ask_for_greedy_answers(
             likelihood_bounds(model.model, [answer], 4)[0].value, rel=1e-4
         )
     assert "acc,none" in facts["tasks"]["own"]["metrics"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"task": "own',  # no YAML
+        {"frobnicate": 1},
+        {"metric_list": 3},
+        {"doc_to_text": False},  # while the requests are built
+        {"doc_to_target": {}},
+        {"metric_list": [{"metric": "frobnicate"}]},  # when the answers are there
+    ],
+)
+def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
+    task = tmp_path / "own.yaml"
+    task.write_text(wrong if isinstance(wrong, str) else json.dumps({**local_task("sums"), "task": "own", **wrong}))
+    with pytest.raises(DlmBridgeError) as error:
+        run("llada", tasks=[str(task)], limit=1, set_=["gen_length=4"])
+    assert str(task) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(harness, "batch_of_rows", fail)
+    with pytest.raises(TypeError, match="a mistake"):
+        run("llada", tasks=["sums"], limit=1, set_=["gen_length=4"])
 
 
 @pytest.mark.parametrize(
