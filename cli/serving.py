@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.help import Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
     from dlm_bridge.loading import LoadedModel
@@ -102,7 +102,7 @@ def serve(
     defaults, rows = parse_settings(setting or []), parse_batch_size(batch_size)
     sock = bind(host, port)  # before the model is loaded, which may take minutes
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
-    name = Path(model).resolve().name if Path(model).is_dir() else model
+    name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
     served = ServedModel(loaded, name, defaults, max_length)
     served.check()
     if rows is None:
@@ -110,7 +110,7 @@ def serve(
         rows = plan.rows
         typer.echo(plan.summary, err=True)
     scheduler = Scheduler(row_sampler(served), batch_size=rows, queue_size=queue_size)
-    said = f"{model} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
+    said = f"{printable(model)} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
     limits = Limits(max_body * 2**20, timeout, api_key or None)
     Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True)).serve_forever()
 
@@ -136,8 +136,9 @@ def web_app(
     from dlm_bridge.generation.display.web_page import PageModel, serve_page
 
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
-    page_model = PageModel(loaded.model, loaded.tokenizer, model, diffusion=loaded.diffusion)
-    typer.echo(f"{model} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)")
+    shown = printable(model)
+    page_model = PageModel(loaded.model, loaded.tokenizer, shown, diffusion=loaded.diffusion)
+    typer.echo(f"{shown} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)")
     try:
         serve_page(page_model, port)
     finally:

@@ -25,6 +25,10 @@ from tests.cli.conftest import TEMPLATE, TOKENIZER
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+from fastapi.testclient import TestClient  # noqa: E402
+
+from dlm_bridge.serving.server import Server  # noqa: E402
+
 WAIT_S = 300
 
 
@@ -129,6 +133,22 @@ def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pyte
             assert refusal(*words) == 2, named
             (line,) = capsys.readouterr().err.splitlines()
             assert named in line
+
+
+def test_a_folder_s_name_is_printable(
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, models = tmp_path / "it\x1b[31m", []
+    shutil.copytree(llada, folder)
+
+    def serve_forever(server: Server) -> None:
+        server._when_ready()
+        models.append(TestClient(server.config.app).get("/v1/models").json()["data"][0]["id"])
+
+    monkeypatch.setattr(Server, "serve_forever", serve_forever)
+    assert refusal(str(folder), "--port", "0") == 0
+    assert models == [r"it\x1b[31m"]
+    assert models[0] in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

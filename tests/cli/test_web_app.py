@@ -18,6 +18,7 @@ import pytest
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.generation.display import web_page
 from dlm_bridge.generation.display.web_page import CHAT, CONTINUE, FILL, PageModel, serve_page
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.loading import load_model
@@ -135,6 +136,20 @@ def test_generation_ends_where_nobody_reads_it(page_model: PageModel) -> None:
     *_, last = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"})
     assert "8 forwards" in last
     assert 8 < len(passes) < 128  # the next call follows the last forward pass of the first one
+
+
+def test_a_folder_s_name_is_printable(
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, names = tmp_path / "it\x1b[31m", []
+    shutil.copytree(llada, folder)
+    monkeypatch.setattr(web_page, "serve_page", lambda page_model, port: names.append(page_model.name))
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "app", str(folder)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    assert names[0].endswith(r"it\x1b[31m")
+    assert names[0] in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
