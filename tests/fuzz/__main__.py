@@ -16,7 +16,9 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,23 +42,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--state", type=Path, help="where to go on, and the counts")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of inputs")
+    parser.add_argument("--commands", default="", help="such as serve,eval; all by default")
     parser.add_argument("--show", action="store_true", help="every case")
     parser.add_argument("--keep", type=Path, help="folder of the sound inputs, kept for the next run")
     options = parser.parse_args()
-    state = {"next": options.seed, "cases": 0, "codes": {}, "faults": []}
+    state: dict[str, Any] = {"next": options.seed, "cases": 0, "codes": {}, "answers": {}, "faults": []}
     if options.state is not None and options.state.exists():
-        state = json.loads(options.state.read_text())
+        state |= json.loads(options.state.read_text())
     _import()
     root = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
-        fuzzer = Fuzzer(root, tuple(options.kinds.split(",")))
+        fuzzer = Fuzzer(root, tuple(options.kinds.split(",")), tuple(filter(None, options.commands.split(","))))
         while state["cases"] < options.cases:
             case = fuzzer.run(state["next"])
             state["next"] += 1
             state["cases"] += 1
-            codes = Counter(state["codes"])
-            codes[str(case.outcome.code)] += 1
-            state["codes"] = dict(codes)
+            state["codes"] = Counter(state["codes"]) + Counter([str(case.outcome.code)])
+            state["answers"] = Counter(state["answers"]) + Counter(map(str, case.outcome.answers.values()))
             if case.faults:
                 state["faults"].append([case.seed, case.kind, case.words[0], case.faults])
             if case.faults or options.show:
@@ -66,8 +68,8 @@ def main() -> None:
     finally:
         if options.keep is None:
             shutil.rmtree(root, ignore_errors=True)
-    codes = ", ".join(f"{count} ended with {code}" for code, count in sorted(state["codes"].items()))
-    print(f"{state['cases']} cases: {codes}; {len(state['faults'])} faults")
+    requests = f"requests: {_counts('answered with', state['answers'])}; " if state["answers"] else ""
+    print(f"{state['cases']} cases: {_counts('ended with', state['codes'])}; {requests}{len(state['faults'])} faults")
     sys.exit(bool(state["faults"]))
 
 
@@ -85,6 +87,10 @@ def _import() -> None:
     gc.freeze()
 
 
+def _counts(what: str, counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{count} {what} {code}" for code, count in sorted(counts.items()))
+
+
 def tell(case: Case) -> None:
     """A case, to be read and to be run again."""
     outcome = case.outcome
@@ -94,6 +100,8 @@ def tell(case: Case) -> None:
     print(ascii(f"  $ dlm-bridge {' '.join(case.words)}")[1:-1])
     for done in case.damage:
         print(ascii(f"  {done}")[1:-1])
+    if outcome.answers:
+        print(f"  answers: {_counts('with', Counter(outcome.answers.values()))}")
     for line in outcome.stderr.splitlines()[-(12 if case.faults else 2) :]:
         print(ascii(f"  | {line[:300]}")[1:-1])
     sys.stdout.flush()

@@ -26,7 +26,7 @@ def damage(folder: Path, random: Random, weights: str) -> list[str]:
 
 
 def _damage(folder: Path, random: Random, weights: str) -> str:
-    files = sorted(path for path in folder.rglob("*") if _is_plain(path) and path.suffix not in (".py", ".png"))
+    files = sorted(path for path in folder.rglob("*") if is_plain(path) and path.suffix not in (".py", ".png"))
     if not files:
         return "nothing is left"
     chosen = [path for path in files if path.match(weights)]
@@ -34,7 +34,7 @@ def _damage(folder: Path, random: Random, weights: str) -> str:
     pool = random.choice([files, chosen or files, texts or files])
     path = random.choice(pool)
     kinds: list[Damage] = [flip, truncate, splice, zeros, remove, replace]
-    if path.suffix == ".json":
+    if path.suffix in (".json", ".yaml"):
         kinds += [mutate_json] * 6
     if path.suffix == ".jsonl":
         kinds += [mutate_line] * 4
@@ -46,7 +46,7 @@ def _damage(folder: Path, random: Random, weights: str) -> str:
     return f"{done.__name__} {path.relative_to(folder)}: {done(path, random)}"
 
 
-def _is_plain(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
     """A file of the copy's own: what a link leads to is not to be damaged."""
     return path.is_file() and not path.is_symlink()
 

@@ -67,16 +67,25 @@ SHORT = (
 GENERATE = ("generate", "{it}", "--prompt", "the", "--gen-length", "4")
 CHAT = ("generate", "{it}", "--chat", "--prompt", "the", "--gen-length", "4", "--json")
 PERPLEXITY = ("eval", "{it}", "--perplexity", "{text}", "--limit", "2", "--window", "16", "--mc-samples", "1")
+TASKS = ("eval", "{it}", "--tasks", "sums,orders", "--limit", "2", "--mc-samples", "1")
+# These run until they are interrupted: once they listen, `serve` is sent the requests of {requests}.
+SERVE = ("serve", "{it}", "--port", "{port}", "--timeout", "20", "--set", "gen_length=8")
+APP = ("app", "{it}", "--port", "{port}")
 PRETRAIN = ("pretrain", "--model", "{it}", "--data", "{text}", *SHORT)
 SFT = ("sft", "--model", "{it}", "--data", "{chats}", *SHORT)
 OF_ANY_MODEL = (
     GENERATE,
     CHAT,
     PERPLEXITY,
+    TASKS,
+    (*TASKS, "--chat", "--json", "--output", "{out}"),
+    SERVE,
+    APP,
     PRETRAIN,
     SFT,
     (*PRETRAIN, "--dry-run"),
     ("plan", "{it}", "--gpus", "2", "--seq-length", "32"),
+    ("plan", "{it}", "--gpus", "2", "--seq-length", "32", "--recommend", "--json"),
     ("inspect", "{it}"),
     ("inspect", "{it}", "--json"),
     ("verify", "{it}"),
@@ -101,12 +110,14 @@ Run = Callable[[tuple[str, ...]], None]
 @dataclass(frozen=True)
 class Kind:
     """A kind of input. `build(root, target, run)` makes a sound one; `run` is a command in a process of its own.
-    `weights` match its weight files, `needs` are the kinds that it is made of or read with."""
+    `weights` match its weight files, `needs` are the kinds that it is made of or read with, `rounds` is how often a
+    copy is damaged."""
 
     build: Callable[[Path, Path, Run], None]
     commands: tuple[tuple[str, ...], ...]
     weights: str = "*.safetensors"
     needs: tuple[str, ...] = ()
+    rounds: int = 1
 
 
 def _diffusion(_: Path, target: Path, __: Run) -> None:
@@ -227,6 +238,26 @@ def _data(root: Path, target: Path, run: Run) -> None:
     )
 
 
+def _requests(root: Path, target: Path, _: Run) -> None:
+    """Many of each request: one command reads them all."""
+    target.mkdir()
+    for request in (root / "requests").iterdir():
+        for number in range(5):
+            shutil.copyfile(request, target / f"{request.stem}-{number}.json")
+
+
+def _tasks(root: Path, target: Path, __: Run) -> None:
+    """The local tasks, as files that a user writes, with their data where a case's copy of them is."""
+    from dlm_bridge.evaluation.harness import FOLDER, LOCAL, local_task
+
+    target.mkdir()
+    for name in LOCAL:
+        shutil.copyfile(FOLDER / f"{name}.jsonl", target / f"{name}.jsonl")
+        data = {"data_files": {"test": str(root / "case" / "it" / f"{name}.jsonl")}}
+        config = {**local_task(name), "task": f"own_{name}", "dataset_kwargs": data}
+        (target / f"{name}.yaml").write_text(json.dumps(config, indent=1))  # JSON is YAML
+
+
 def _resume(engine: str) -> tuple[str, ...]:
     return (
         "pretrain",
@@ -261,13 +292,14 @@ KINDS: dict[str, Kind] = {
     ),
     "llama": Kind(_llama, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}"), UPCYCLE)),
     "pickled": Kind(_pickled, (*OF_A_HUB_FOLDER, ("convert-to-dlm", "{it}", "{out}")), "*.bin", ("llama",)),
-    "llama_dlm": Kind(_to_dlm, (GENERATE, SFT), needs=("llama",)),
+    "llama_dlm": Kind(_to_dlm, (GENERATE, SFT, SERVE), needs=("llama",)),
     "adapter": Kind(
         _adapter,
         (
             GENERATE,
             CHAT,
             PERPLEXITY,
+            SERVE,
             ("push", "{it}", "me/model", "--dry-run"),
             ("adapter", "import", "{it}", "{out}", "--base", "{llama_dlm}"),
             ("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}", "--merge"),
@@ -361,7 +393,51 @@ KINDS: dict[str, Kind] = {
         "pair.*",
         ("diffusion",),
     ),
+    "damaged_requests": Kind(
+        _requests,
+        tuple(("serve", model, *SERVE[2:]) for model in ("{diffusion}", "{llama}")),
+        needs=("diffusion", "llama"),
+        rounds=30,
+    ),
+    "tasks": Kind(
+        _tasks,
+        tuple(
+            ("eval", model, "--tasks", f"{{it}}/{name}.yaml", *TASKS[4:])
+            for model in ("{diffusion}", "{llama}")
+            for name in ("sums", "orders")
+        ),
+        "*.yaml",
+        ("diffusion", "llama"),
+    ),
 }
+
+MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": [{"type": "text", "text": "is"}]}]
+# By route, with "." for "/".
+REQUESTS: dict[str, dict[str, Any]] = {
+    "completions": {
+        "prompt": "the", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 1, "n": 2,
+        "stop": ["a", "b"], "logit_bias": {}, "echo": False, "repetition_penalty": 1.1, "suppress_tokens": [5],
+    },
+    "completions-plain": {"prompt": "the", "max_tokens": 4},
+    "completions-tokens": {
+        "prompt": [[5, 6], [7]], "max_tokens": 4, "bad_words_ids": [[5], [6, 7]], "min_new_tokens": 1,
+    },
+    "completions-stream": {
+        "prompt": ["a", "b"], "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True},
+    },
+    "chat.completions": {
+        "model": "x", "messages": MESSAGES, "max_completion_tokens": 4, "user": "me", "tools": [], "top_logprobs": 0,
+        "response_format": {"type": "text"}, "eos_token_id": EOS, "no_repeat_ngram_size": 2,
+    },
+    "chat.completions-config": {
+        "messages": MESSAGES, "stream": True,
+        "generation_config": {"max_new_tokens": 4, "temperature": 1.0, "do_sample": True, "pad_token_id": EOS},
+    },
+    "commits": {
+        "prompt": "the", "max_tokens": 4, "steps": 2, "block_length": 4, "remasking": "random", "threshold": 0.5,
+    },
+    "commits-chat": {"messages": MESSAGES, "max_tokens": 4, "cfg_scale": 0.5, "algorithm": "llada", "cache": "prefix"},
+}  # fmt: skip
 
 
 def write_data(root: Path) -> None:
@@ -378,5 +454,8 @@ def write_data(root: Path) -> None:
             {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}]} for _ in lines
         ],
     }
+    (root / "requests").mkdir(exist_ok=True)
+    for name, request in REQUESTS.items():
+        (root / "requests" / f"{name}.json").write_text(json.dumps(request))
     for name, content in rows.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))

@@ -9,22 +9,27 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from random import Random
 from typing import NoReturn
 
-from tests.fuzz.damage import damage
+from tests.fuzz.damage import damage, is_plain
 from tests.fuzz.inputs import KINDS, write_data
 
+# Commands that run until they are interrupted, and the exit codes that they end with.
+ENDS = {"serve": (2, 130), "app": (2, 130)}
 CPU_S = 45  # of a case, whose time depends on what else the machine does
 IDLE_S, BUSY_TICKS = 90, 100  # without using so much of it, since the threads of a waiting process use a little
 LONGEST_S = 1200
 ROOM = 6 << 30  # bytes that a case may ask the system for
 LINES, LENGTH = 6, 2000  # of a refusal
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_PROGRESS = re.compile(r"\[\d+:\d\d[<,].*\]$")  # a bar of tqdm's, with its times
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Outcome:
     stdout: str
     stderr: str
     seconds: float
+    answers: dict[str, int] = field(default_factory=dict)  # the HTTP status by request
 
 
 @dataclass
@@ -50,11 +56,14 @@ class Case:
 
 
 class Fuzzer:
-    """Makes the sound inputs in `root` once, and runs cases on damaged copies of them."""
+    """Makes the sound inputs in `root` once, and runs cases on damaged copies of them; all commands by default."""
 
-    def __init__(self, root: Path, kinds: tuple[str, ...] = tuple(KINDS)) -> None:
+    def __init__(self, root: Path, kinds: tuple[str, ...] = tuple(KINDS), commands: tuple[str, ...] = ()) -> None:
         self._root = root
-        self.kinds = kinds
+        self._commands = {
+            kind: [words for words in KINDS[kind].commands if not commands or words[0] in commands] for kind in kinds
+        }
+        self.kinds = kinds = tuple(kind for kind, some in self._commands.items() if some)
         root.mkdir(parents=True, exist_ok=True)
         write_data(root)
         needed = set(kinds)
@@ -68,21 +77,22 @@ class Fuzzer:
         """The case of a seed."""
         random = Random(seed)
         kind = random.choice(self.kinds)
-        words = random.choice(KINDS[kind].commands)
+        words = random.choice(self._commands[kind])
         place = self._root / "case"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         folder = place / _folder_name(random)
         shutil.copytree(self._root / kind, folder, symlinks=True)
-        done = damage(folder, random, KINDS[kind].weights)
+        done = [one for _ in range(KINDS[kind].rounds) for one in damage(folder, random, KINDS[kind].weights)]
         places = {
             "it": str(folder), "out": str(place / "out"), "text": str(self._root / "text.txt"),
-            "reward": str(self._root / "reward.py"),
+            "reward": str(self._root / "reward.py"), "port": str(_free_port()),
             **{name: str(self._root / f"{name}.jsonl") for name in ("chats", "pairs", "prompts", "rows")},
             **{name: str(self._root / name) for name in KINDS},
         }  # fmt: skip
         filled = tuple(word.format(**places) for word in words)
-        case = Case(seed, kind, filled, done, self._execute(filled))
+        requests = folder if kind == "damaged_requests" else self._root / "requests"
+        case = Case(seed, kind, filled, done, self._execute(filled, requests))
         case.faults = faults(case, words)
         return case
 
@@ -91,7 +101,8 @@ class Fuzzer:
         if outcome.code != 0:
             raise RuntimeError(f"{' '.join(words)}: {outcome.stderr[-3000:]}")
 
-    def _execute(self, words: tuple[str, ...]) -> Outcome:
+    def _execute(self, words: tuple[str, ...], requests: Path | None = None) -> Outcome:
+        """Run a command. One of `ENDS` that listens is sent the requests, where it takes any, and SIGINT."""
         logs = self._root / "stdout", self._root / "stderr"
         began = time.monotonic()
         child = os.fork()
@@ -100,6 +111,8 @@ class Fuzzer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.setpgid(child, child)
         code, used, since = None, 0, began
+        port = int(words[words.index("--port") + 1]) if words[0] in ENDS else None
+        answers: dict[str, int] = {}
         try:
             while code is None and time.monotonic() < min(since + IDLE_S, began + LONGEST_S):
                 ended, status = os.waitpid(child, os.WNOHANG)
@@ -107,6 +120,11 @@ class Fuzzer:
                     code = os.waitstatus_to_exitcode(status)
                 elif (now := _cpu_ticks(child)) - used >= BUSY_TICKS:
                     used, since = now, time.monotonic()
+                elif port is not None and _listens(port):
+                    if requests is not None and words[0] == "serve":
+                        answers = _ask(port, requests)
+                    os.kill(child, signal.SIGINT)
+                    port, since = None, time.monotonic()
                 else:
                     time.sleep(0.01)
         finally:
@@ -117,7 +135,35 @@ class Fuzzer:
         if code == -signal.SIGXCPU:
             code = None
         stdout, stderr = (log.read_text("utf-8", errors="surrogateescape") for log in logs)
-        return Outcome(code, stdout, stderr, time.monotonic() - began)
+        return Outcome(code, stdout, stderr, time.monotonic() - began, answers)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _ask(port: int, folder: Path) -> dict[str, int]:
+    """Post the files of `folder`, each to the route that its name begins with; the status of each answer."""
+    found: dict[str, int] = {}
+    for file in sorted(filter(is_plain, folder.iterdir())):
+        client = HTTPConnection("127.0.0.1", port, timeout=IDLE_S)
+        with contextlib.closing(client):
+            path = file.name.partition("-")[0].removesuffix(".json").replace(".", "/")
+            try:
+                client.request("POST", f"/v1/{path}", file.read_bytes(), {"Content-Type": "application/json"})
+                answer = client.getresponse()
+                answer.read()
+            except (OSError, HTTPException):  # it has ended, or it hangs, which it says by itself
+                break
+            found[file.name] = answer.status
+    return found
 
 
 def faults(case: Case, words: tuple[str, ...]) -> list[str]:
@@ -125,15 +171,16 @@ def faults(case: Case, words: tuple[str, ...]) -> list[str]:
     outcome, found = case.outcome, []
     if outcome.code is None:
         return ["hangs"]
-    if outcome.code not in (0, 1, 2):
+    if outcome.code not in ENDS.get(words[0], (0, 1, 2)):
         found.append(f"ends with {outcome.code}")
     if "Traceback (most recent call last)" in outcome.stdout + outcome.stderr:
         found.append("traceback")
+    found += [f"answers {status} to {name}" for name, status in outcome.answers.items() if status >= 500]
     if match := _CONTROL.search(outcome.stderr):
         found.append(f"control character {match[0]!r} on stderr")
     if words[0] != "generate" and (match := _CONTROL.search(outcome.stdout)):  # whose stdout is the model's text
         found.append(f"control character {match[0]!r} on stdout")
-    lines = outcome.stderr.splitlines()
+    lines = [line for line in outcome.stderr.splitlines() if line and not _PROGRESS.search(line)]
     if outcome.code == 2 and (len(lines) > LINES or max(map(len, lines), default=0) > LENGTH):
         found.append(f"{len(lines)} lines, {len(outcome.stderr)} characters on stderr")
     if outcome.code == 2 and not lines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,19 +15,26 @@ from tests.fuzz.runner import Case, Outcome, faults
 QUICK = "diffusion,llama,pickled,torch_dist"  # sound ones are made in no time
 
 
-def fuzz(folder: Path, cases: int, *arguments: str) -> dict[str, int]:
+def fuzz(folder: Path, cases: int, *arguments: str) -> dict[str, Any]:
     """Run `cases` in all, forked from the launcher; the state that is left."""
     log, state = folder / "log", folder / "state.json"
     words = ["--cases", str(cases), "--state", str(state), "--keep", str(folder / "inputs"), *arguments]
     whole = launcher.run("tests.fuzz", words, [dict(os.environ)], [log], 900)
     assert whole, log.read_text()
-    return json.loads(state.read_text())
+    found: dict[str, Any] = json.loads(state.read_text())
+    return found
 
 
 def test_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
     assert fuzz(tmp_path, 4, "--kinds", QUICK)["next"] == 4
     state = fuzz(tmp_path, 8, "--kinds", QUICK)  # goes on where it was
     assert (state["next"], state["cases"]) == (8, 8)
+
+
+def test_damaged_requests_are_answered(tmp_path: Path) -> None:
+    state = fuzz(tmp_path, 2, "--kinds", "damaged_requests")
+    assert state["codes"] == {"130": 2}
+    assert set(state["answers"]) == {"200", "400"}
 
 
 @pytest.mark.slow
@@ -44,6 +52,9 @@ def test_many_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
         ("control character '\\x1b' on stdout", Outcome(0, "\x1b[2J", "", 1)),
         ("7 lines, 13 characters on stderr", Outcome(2, "", "\n".join("abcdefg"), 1)),
         ("exit code 2 without a word", Outcome(2, "", "", 1)),
+        ("exit code 2 without a word", Outcome(2, "", "100%|##| 2/2 [00:00<00:00, 1546.86it/s]\n", 1)),
+        ("ends with 130", Outcome(130, "", "interrupted", 1)),
+        ("answers 500 to commits.json", Outcome(2, "", "dlm-bridge: no", 1, {"commits.json": 500, "a.json": 400})),
         ("exit code 0 though weights are missing or truncated", Outcome(0, "", "", 1)),
     ],
 )
