@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
+from dlm_bridge.cli.app import app
 from tests import launcher
+from tests.fuzz.inputs import KINDS
 from tests.fuzz.runner import Case, Outcome, faults
 
 QUICK = "diffusion,llama,pickled,torch_dist"  # sound ones are made in no time
@@ -29,6 +32,13 @@ def test_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
     assert fuzz(tmp_path, 4, "--kinds", QUICK)["next"] == 4
     state = fuzz(tmp_path, 8, "--kinds", QUICK)  # goes on where it was
     assert (state["next"], state["cases"]) == (8, 8)
+
+
+def test_every_command_has_its_words() -> None:
+    """But those that read no input, and transformers' own."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    run = {words[0] for kind in KINDS.values() for words in kind.commands}
+    assert run == set(commands) - {"env", "families", "transformers"}
 
 
 def test_damaged_requests_are_answered(tmp_path: Path) -> None:
