@@ -24,7 +24,7 @@ from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bound
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
-from dlm_bridge.generation.native import drawing_from, native_settings
+from dlm_bridge.generation.native import drawing_from, native_settings, refusals_named
 from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
@@ -305,7 +305,8 @@ class AutoregressiveHarness(HFLM):
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
         if settings.get("do_sample") and settings.get("num_beams", 1) == 1:
             settings["custom_generate"] = drawing_from([self._seeds[each].popleft() for each in self._prompts])
-        return super()._model_generate(context, max_length, stop, **settings)
+        with refusals_named():
+            return super()._model_generate(context, max_length, stop, **settings)
 
     def _of_share(
         self,

@@ -77,17 +77,14 @@ def sample(
     if device.type == "meta":  # offloaded: accelerate moves the input
         device = torch.device("cpu")
     input_ids, mask = input_ids.to(device), mask.to(device)
-    try:
-        with random_state_preserved(enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            counted, generate = model, _generate
-            if canvases.has_canvas(model):
-                counted, generate = canvases.decoder(model), canvases.generate
-            with _forwards_of(counted) as forwards:
-                sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
-    except (ValueError, TypeError, ImportError) as error:  # settings that transformers refuses
-        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
+    with refusals_named(), random_state_preserved(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        counted, generate = model, _generate
+        if canvases.has_canvas(model):
+            counted, generate = canvases.decoder(model), canvases.generate
+        with _forwards_of(counted) as forwards:
+            sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
     return NativeOutput(sequences, len(forwards))
 
 
@@ -176,6 +173,15 @@ def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
         config = model.config.get_text_config() if canvases.has_canvas(model) else model.config
         stored = getattr(config, "eos_token_id", None)
     return eos_token_ids(stored)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise DlmBridgeError for settings, of a call or stored with the model, that transformers' `generate` refuses."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,16 @@ def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
         run("llada", tasks=[str(task)], limit=1, set_=["gen_length=4"])
     assert str(task) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_settings_stored_with_an_autoregressive_model_that_generate_refuses_are_named(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["llama"], tmp_path / "llama")
+    stored = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**stored, "eos_token_id": {"a": 1}}))
+    with pytest.raises(DlmBridgeError, match="generate refuses"):
+        evaluate(str(folder), tasks=["sums"], limit=1, max_length=128, device="cpu")
 
 
 def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
