@@ -59,7 +59,7 @@ class GeneratedTexts:
 
 def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
     """Tokens of a plain prompt; with a mask token, [MASK] becomes one of it and [MASK:n] n. Raises DlmBridgeError for
-    an empty span."""
+    an empty span, and for a lone surrogate."""
     return _with_spans(tokenizer, text, mask_token_id, begins=True)
 
 
@@ -69,8 +69,8 @@ def encode_chat(
     """Tokens of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
     `encode_text`. A content in parts of text is those joined.
 
-    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is no text, or where
-    the template raises.
+    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is no text, where the
+    template raises, or for a lone surrogate.
     """
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
@@ -269,6 +269,10 @@ def _events(batch: ContinuousBatch) -> Iterator[Event]:
 
 
 def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DlmBridgeError("a prompt or message holds a lone surrogate, which is no character") from None
     if mask_token_id is None:
         return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     ids: list[int] = []

@@ -103,6 +103,7 @@ def test_what_is_wrong_with_a_completion_is_named(server: Running, body: Any, na
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "\ud800", "content": "hi"}]}, "message holds a lone surrogate"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
