@@ -287,7 +287,8 @@ def read_constraints(
         DlmBridgeError: a wrong value, by its setting's name.
     """
     penalty = asked("repetition_penalty")
-    if penalty is not None and (type(penalty) not in (int, float) or not 0 < penalty <= sys.float_info.max):
+    number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
+    if penalty is not None and not (number and 0 < penalty <= sys.float_info.max):
         raise DlmBridgeError(f"repetition_penalty must be a number above 0, not {penalty!r}")
     counts = {}
     for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
