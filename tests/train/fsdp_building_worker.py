@@ -39,10 +39,11 @@ def checks(files: Files) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
     from dlm_bridge.parallel.core import TransformerLayer
-    from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, whole
+    from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, whole
     from dlm_bridge.parallel.parallelize import build_megatron_model
     from dlm_bridge.train.megatron.mcore_config import data_parallel_config
 
@@ -80,8 +81,20 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     own = [dist.new_group([other]) for other in (0, 1)][dist.get_rank()]
     mesh = DeviceMesh.from_group([dist.group.WORLD, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
     index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
-    with CountedReads() as read, filled_when_cut(fill), pytest.MonkeyPatch.context() as patch:
+    gather, exchanges = dist.all_gather_object, list[int]()
+
+    def counted(objects: list[Any], own: Any, group: Any = None) -> None:
+        exchanges.append(len(own))
+        gather(objects, own, group)
+
+    with (
+        CountedReads() as read,
+        located_at_once(),
+        filled_when_cut(fill),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's
+        patch.setattr(dist, "all_gather_object", counted)
         sharded = MegatronFSDP(
             model, index, config, [TransformerLayer], device=torch.device("cpu"), calculate_per_token_loss=True
         )
@@ -94,7 +107,12 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     for name, parameter in sharded.param_and_grad_buffer.optimizer_named_parameters:
         value = wanted.pop(name.removeprefix("module."))
         assert torch.equal(whole(parameter).to(value.dtype), value), name
+    for name, shard in sharded.param_and_grad_buffer.dist_main_weight.items():
+        (located,) = shard._local_tensor.__create_chunk_list__()
+        assert located == gather_and_compute_chunk_metadata(shard), name
     assert not wanted
+    assert sum(exchanges) == len(sharded.param_and_grad_buffer.dist_main_weight)
+    assert len(exchanges) <= 2  # experts have a group of their own
 
 
 def _size(parameter: torch.Tensor) -> int:

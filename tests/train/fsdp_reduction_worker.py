@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.layouts.host_transport import NAME, register
 from dlm_bridge.train.config import TrainConfig
@@ -57,6 +59,7 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         for strategy in ("optim_grads", "optim_grads_params"):
             yield f"{strategy}: two instances", partial(gradients, strategy, None, True, instances=2)
         yield "optim: two instances, which is why it is refused", partial(gradients, "optim", None, False, instances=2)
+        yield "where shards lie", shards_lie_where_they_are_said_to
         return
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
@@ -68,6 +71,35 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
         "optim_grads: such experts unpatched, which is why",
         partial(gradients, "optim_grads", None, False, experts=True, patched=False),
     )
+
+
+def shards_lie_where_they_are_said_to() -> None:
+    """`locate_shards` of tensors that are cut over two dimensions of ranks, unevenly, against megatron-core's own."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+    from dlm_bridge.parallel.mcore_patches.fsdp import locate_shards
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_cp", "tp"))
+    mesh._shard_order = [1, 0]  # as it sets it, of tensors that are cut along one dimension twice
+    data, tensor = mesh.get_coordinate() or (0, 0)
+    rows = (3, 2) if data == 0 else (1, 2)  # by tensor parallel rank: 4 of each
+    tensors = [
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+        for local, placements, shape in (
+            (torch.empty(rows[tensor], 5), (Shard(0), Shard(0)), (8, 5)),
+            (torch.empty(rows[tensor], 5), (Shard(0), Shard(1)), (4, 10)),
+            (torch.empty(7 * data, 5), (Shard(0), Replicate()), (7, 5)),
+        )
+    ]
+    assert locate_shards(tensors) == [gather_and_compute_chunk_metadata(each) for each in tensors]
+    with pytest.raises(AssertionError):
+        locate_shards(
+            [
+                DTensor.from_local(
+                    tensors[2].to_local(), mesh, tensors[2].placements, shape=torch.Size((8, 5)), stride=(5, 1)
+                )
+            ]
+        )
 
 
 def gradients(

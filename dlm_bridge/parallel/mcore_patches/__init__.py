@@ -401,6 +401,14 @@ FSDP_PATCHES = (
         code="fsdp:filled_when_cut",
     ),
     Patch(
+        target="ParamAndGradBuffer._init_distributed_params",
+        what="ranks tell each other once where the shards of all parameters lie",
+        why="it has five collectives for each: minutes with hundreds of experts in a layer",
+        source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2488",
+        when=on_accelerators("--fsdp"),
+        code="fsdp:located_at_once",
+    ),
+    Patch(
         target="_mcore_tp, _tp_partition_dim, _tp_duplicated of parameters",
         what="the axis along which tensor parallel ranks shard a parameter",
         why="it has no public name",

@@ -1,5 +1,5 @@
 """Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, layers without memory
-until it cuts them, and a patch of its gradients."""
+until it cuts them, one exchange of where all shards lie, and a patch of its gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge.parallel import platform
@@ -144,6 +145,79 @@ def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], Non
         yield
     finally:
         DataParallelBuffer.set_item = set_item
+
+
+@contextmanager
+def located_at_once() -> Iterator[None]:
+    """Let ranks tell each other once where the shards of all parameters lie, when Megatron FSDP makes DTensors of
+    them. It has five collectives for each parameter, of which models with experts have ten thousand."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer, uneven_dtensor
+
+    buffer, make = param_and_grad_buffer.ParamAndGradBuffer, param_and_grad_buffer.make_fsdp_dtensor
+    init, locate = buffer._init_distributed_params, uneven_dtensor.gather_and_compute_chunk_metadata
+
+    def init_at_once(self: Any) -> None:
+        made: list[DTensor] = []
+
+        def make_unlocated(*arguments: Any, **options: Any) -> DTensor:
+            uneven = options.pop("update_uneven_dtensor_chunk_meta")
+            found: DTensor = make(*arguments, **(options if not uneven else options | {"run_check": False}))
+            if uneven:
+                made.append(found)
+            return found
+
+        param_and_grad_buffer.make_fsdp_dtensor = make_unlocated
+        try:
+            init(self)
+        finally:
+            param_and_grad_buffer.make_fsdp_dtensor = make
+        located = dict(zip(map(id, made), locate_shards(made), strict=True))
+        uneven_dtensor.gather_and_compute_chunk_metadata = lambda tensor: located[id(tensor)]
+        try:
+            for tensor in made:
+                uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
+        finally:
+            uneven_dtensor.gather_and_compute_chunk_metadata = locate
+
+    buffer._init_distributed_params = init_at_once
+    try:
+        yield
+    finally:
+        buffer._init_distributed_params = init
+
+
+def locate_shards(tensors: Sequence[DTensor]) -> list[ChunkStorageMetadata]:
+    """Where in each whole tensor this rank's shard lies, whatever the shards' sizes. Collective over the ranks that
+    share a tensor, which all have the same list; AssertionError where the shards are not the whole of one."""
+    local = [tensor.to_local().shape for tensor in tensors]
+    sizes, offsets = [list(shape) for shape in local], [[0] * len(shape) for shape in local]
+    turns = [_sharded_mesh_dims(tensor) for tensor in tensors]  # the innermost first
+    for turn in range(max(map(len, turns), default=0)):
+        together: dict[Any, list[int]] = {}  # by process group
+        for number, dims in enumerate(turns):
+            if turn < len(dims):
+                together.setdefault(tensors[number].device_mesh.get_group(dims[turn]), []).append(number)
+        for group, numbers in together.items():
+            everyones: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyones, [sizes[number] for number in numbers], group=group)
+            for place, number in enumerate(numbers):
+                placement = tensors[number].placements[turns[number][turn]]
+                assert isinstance(placement, Shard)
+                rows = [each[place][placement.dim] for each in everyones]
+                offsets[number][placement.dim] += sum(rows[: group.rank()])
+                sizes[number][placement.dim] = sum(rows)
+    for tensor, found in zip(tensors, sizes, strict=True):
+        assert tuple(found) == tuple(tensor.shape), f"shards of {tuple(found)} in a tensor of {tuple(tensor.shape)}"
+    return [
+        ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+        for offset, shape in zip(offsets, local, strict=True)
+    ]
+
+
+def _sharded_mesh_dims(tensor: DTensor) -> list[int]:
+    order = getattr(tensor.device_mesh, "_shard_order", None)  # of a tensor dimension that is sharded twice
+    dims = range(len(tensor.placements)) if order is None else reversed(order)
+    return [dim for dim in dims if isinstance(tensor.placements[dim], Shard)]
 
 
 def patch_unshared_gradients(wrapped: Any) -> None:

@@ -21,7 +21,7 @@ from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
-from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, patch_unshared_gradients
+from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
@@ -206,7 +206,10 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     for number, chunk in enumerate(chunks):
         # Only the first chunk's communication is on the critical path of an interleaved pipeline.
         ddp_config = mcore_config.data_parallel_config(config)
-        with nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill):
+        with (
+            nullcontext() if config.parallel.fsdp is None else located_at_once(),
+            nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill),
+        ):
             wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
         assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not cut"
         chunk.absent = None
