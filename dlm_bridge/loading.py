@@ -209,14 +209,14 @@ def join_replicas(placement: Placement) -> Replicas:
 @contextmanager
 def process_group_ends() -> Iterator[None]:
     """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
-    from dlm_bridge.generation.runtime.runner import release_all
+    from dlm_bridge.generation.runtime.runner import forget_graphs
 
     joined = dist.is_initialized()
     try:
         yield
     finally:
         if dist.is_initialized() and not joined:
-            release_all()
+            forget_graphs()
             dist.destroy_process_group()
 
 

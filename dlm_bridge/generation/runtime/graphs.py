@@ -127,10 +127,14 @@ class GraphedBody:
         ):
             yield
 
-    def end(self) -> None:
-        """Forget what was recorded, and give the fused weights memory of their own again."""
+    def forget(self) -> None:
+        """Drop the recorded graphs; forward passes are recorded anew."""
         self._seen.clear()
         self._recorded.clear()
+
+    def end(self) -> None:
+        """Drop the recorded graphs, and give the fused weights memory of their own again."""
+        self.forget()
         fused_linear.separate_weights(self._fused)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -315,11 +316,12 @@ def release(model: Any) -> None:
         body.end()
 
 
-def release_all() -> None:
-    """`release` of every model. Due before a process group is destroyed: NCCL waits until no graph is left that has
-    recorded one of the group's collectives."""
-    for model in list(_graphed_bodies):
-        release(model)
+@atexit.register
+def forget_graphs() -> None:
+    """Forget the recorded graphs of every model. Due before a process group is destroyed: NCCL waits until no graph is
+    left that has recorded one of the group's collectives."""
+    for body in _graphed_bodies.values():
+        body.forget()
 
 
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
