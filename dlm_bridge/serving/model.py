@@ -119,9 +119,8 @@ class ServedModel:
         given = {key: value for key, value in settings.items() if key not in LENGTHS}
         limit = self.limit
         new: Any
-        if diffusion:
-            found = resolve_settings(model, None, settings, prompt_width=len(prompt))
-            found.sampler.spec(SpecialTokens.of(found))
+        found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
+        if found is not None:
             new = found.limits.gen_length
         else:
             named = [settings[key] for key in ("gen_length", "max_new_tokens") if settings.get(key) is not None]
@@ -135,6 +134,8 @@ class ServedModel:
                 param="messages" if name == CONVERSATION else "prompt",
                 code="context_length_exceeded",
             )
+        if found is not None:
+            found.sampler.spec(SpecialTokens.of(found))
         check_prompts(model, [(name, prompt)], own, diffusion=diffusion)
         return own
 

@@ -16,10 +16,10 @@ from torch import nn
 from dlm_bridge.convert.card import CARD, base_family, folder_card
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
-from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
+from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_named_base, check_plain
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvases import has_canvas
-from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, opening, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, opening, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.config import TrainConfig
@@ -179,14 +179,14 @@ def _share_between_towers(model: Any) -> None:
 
 
 def check_adapter(folder: Path, base: str) -> None:
-    """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one of another Hub id than `base`."""
+    """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one that names another Hub id as its base
+    than `base`."""
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
         raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({ADAPTER_CONFIG} and {ADAPTER_WEIGHTS})")
     settings = read_config(folder / ADAPTER_CONFIG)
     check_plain(settings, folder / ADAPTER_CONFIG)
     named = settings.get("base_model_name_or_path")
-    if named != base and all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in (named, base)):
-        raise DlmBridgeError(f"--adapter {folder}: is an adapter of {named}, not of --model {base}")
+    check_named_base(named, base, f"--adapter {folder}", compared=(folder / BASE).is_file())  # by `check_base`
 
 
 def fingerprint(model: Any, read: Callable[[str], torch.Tensor] | None = None) -> str:

@@ -167,7 +167,9 @@ def test_half_precision_holds_the_base_in_it_and_the_adapter_in_fp32(
     assert {tensor.dtype for tensor in _adapter(tmp_path / "bf16", 3).values()} == {torch.float32}
 
 
-def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, base: Path, seed_folder: Path) -> None:
+def test_an_adapter_goes_on_and_only_on_its_own_base(
+    tmp_path: Path, tune: Any, base: Path, seed_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tune(tmp_path / "first", steps=2)
     start = _checkpoint(tmp_path / "first", 2)
     going_on = {"lora_rank": 0, "adapter": str(start), "steps": 1}
@@ -194,8 +196,13 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(tmp_path: Path, tune: Any, 
         TrainConfig.from_flags(**{**OPTIONS, **going_on, "model": "owner/other", "data": ["d"], "output": "o"}),
         load_model(config),
     )
-    with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of --model owner/other"):
+    with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of owner/other"):
         with_lora(resolved, load_model(config))
+    caplog.clear()
+    with_lora(resolved.replace(model=str(base)), load_model(config))  # which may be a copy of owner/base
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "owner/base" in said
+    assert str(base) in said
 
 
 @pytest.mark.parametrize(("bits", "dora"), [("4bit", False), ("8bit", False), ("4bit", True)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -29,11 +31,13 @@ from dlm_bridge.convert.lora.experts import (
 from dlm_bridge.convert.lora.mask_only import mask_only_token
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.streaming import read_tensor
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import FamilySpec
+
+logger = logging.getLogger(__name__)
 
 # A [rank, columns] and B [rows, rank]: the weight gets scale * B @ A. DoRA's magnitude [rows] is then the norm of each
 # of its rows.
@@ -294,7 +298,7 @@ def _checked_config(folder: Path, base: Checkpoint) -> dict[str, Any]:
             f"{folder}: acts at mask tokens alone, which neither weights nor Megatron's adapters can: use its PEFT "
             "folder as it is"
         )
-    _check_base(config, base, str(folder))
+    check_named_base(config.get("base_model_name_or_path"), base.hub.source.get("name"), str(folder))
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
     return config
@@ -463,15 +467,20 @@ def check_plain(config: dict[str, Any], path: Path) -> None:
         raise DlmBridgeError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are no rank and no scale")
 
 
-def _check_base(config: dict[str, Any], base: Checkpoint, where: str) -> None:
-    """Names can be compared only where both are Hub ids."""
-    named, found = config.get("base_model_name_or_path"), base.hub.source.get("name")
-    if named == found or not all(isinstance(n, str) and HUB_ID.fullmatch(n) for n in (named, found)):
+def check_named_base(named: Any, base: str | None, where: str, compared: bool = False) -> None:
+    """Raise DlmBridgeError where adapter_config.json names another Hub id than `base`. Where one of the two is a
+    folder, which may hold a copy of the other, and their weights are not `compared`, log that in the first process."""
+    if not isinstance(named, str) or not isinstance(base, str) or os.path.realpath(named) == os.path.realpath(base):
         return
-    raise DlmBridgeError(
-        f"{where}: is an adapter of {named}, not of {found}: give its own base, or correct base_model_name_or_path in "
-        f"{ADAPTER_CONFIG}"
-    )
+    if HUB_ID.fullmatch(named) and HUB_ID.fullmatch(base):
+        raise DlmBridgeError(
+            f"{where}: is an adapter of {named}, not of {base}: give its own base, or correct base_model_name_or_path "
+            f"in {ADAPTER_CONFIG}"
+        )
+    if not compared and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            printable(f"{where}: names {named} as its base; whether {base} has the same weights is not known")
+        )
 
 
 def check_all_layers(base: Checkpoint, weights: Iterable[str], where: str) -> None:
