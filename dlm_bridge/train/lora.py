@@ -179,8 +179,8 @@ def _share_between_towers(model: Any) -> None:
 
 
 def check_adapter(folder: Path, base: str) -> None:
-    """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one that names another Hub id than `base`
-    as its base."""
+    """Raise DlmBridgeError for a folder without a plain LoRA adapter, and for one that names another Hub id as its
+    base than `base`."""
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_WEIGHTS).is_file():
         raise DlmBridgeError(f"--adapter {folder}: no PEFT adapter there ({ADAPTER_CONFIG} and {ADAPTER_WEIGHTS})")
     settings = read_config(folder / ADAPTER_CONFIG)
