@@ -1,12 +1,12 @@
 """Fused elementwise operations: what a decoder layer of transformers does between its matrix products, in few kernels.
 
-A Llama layer launches 32 kernels of one operation each beside its four products and attention. Here they are four: the
-sum of a branch with the norm behind it, twice; the rotary embedding of queries and keys with their norms; the gated
-activation. Of a layer of experts they are the choice of experts and the weighted sum of what these give, too.
+A Llama layer launches 32 kernels of one operation each beside its four matrix products and attention. Here they are
+four: a residual addition with the norm after it, twice; the rotary embedding of queries and keys with their norms; the
+gated activation. In a mixture-of-experts layer routing and the weighted sum of the experts' outputs are fused as well.
 
-A module is replaced for what it computes, not for its name: its forward pass is run on a few numbers, with stand-ins
-for its parts, and must give what the formula gives, bit for bit in the model's dtype. Modules that compute something
-else, have hooks or are wrapped keep their forward pass.
+A module is replaced for what it computes, not for its name: its forward pass runs on a small random input, with
+stand-ins for its submodules, and must return what the formula gives, bit for bit in the model's dtype. Modules that
+compute something else, have hooks or are wrapped keep their forward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlm_bridge.generation.runtime.fused_experts import (
 )
 from dlm_bridge.generation.runtime.fused_linear import FusedGroup, FusedLinear, is_unmodified
 
-_PROBE = "dlm_bridge_probe"  # transformers' name of the attention function `_hear`
+_PROBE = "dlm_bridge_probe"  # name of the attention function `_record_call` in transformers' registry
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Replacement:
 
 
 class FusedRMSNorm:
-    """Forward pass of an RMSNorm, which may have been computed together with the sum that it is applied to."""
+    """Forward pass of an RMSNorm, possibly computed together with the residual addition before it (`add`)."""
 
     def __init__(self, norm: Any) -> None:
         self.norm = norm
@@ -66,7 +66,7 @@ class FusedRMSNorm:
         return normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Their sum, of which the norm is asked for next."""
+        """`x + residual`, [..., H]. The same kernel computes its norm, which the next call on the sum returns."""
         if not x.dtype == residual.dtype == self.norm.weight.dtype:
             return x + residual
         total: torch.Tensor
@@ -76,7 +76,7 @@ class FusedRMSNorm:
 
 
 class FusedSwiGLU:
-    """Forward pass of down(silu(gate(x)) * up(x))."""
+    """Forward pass of a gated MLP, down(silu(gate(x)) * up(x))."""
 
     def __init__(self, mlp: Any, gate_up: FusedLinear) -> None:
         self._mlp = mlp
@@ -88,13 +88,14 @@ class FusedSwiGLU:
 
 
 class FusedAttention:
-    """Forward pass of an attention layer with one QKV projection, perhaps norms of the heads, and rotary embedding.
+    """Forward pass of an attention layer with one QKV projection, optional norms of the heads, and rotary embedding.
 
     Args:
-        qkv: the projection, of all query heads, then the key heads, then the value heads.
-        heads: numbers of query heads and of key heads.
-        norms: of queries and of keys.
-        constants: what the layer tells the attention function beside what it is told itself.
+        qkv: the projection to all query heads, then the key heads, then the value heads, side by side.
+        heads: number of query heads, and of key heads.
+        norms: RMSNorms of the query heads and of the key heads; None: neither is normalised.
+        constants: keyword arguments that the layer adds to its own when it calls the attention function, such as
+            `scaling`.
     """
 
     def __init__(
@@ -131,11 +132,12 @@ class FusedAttention:
 
 
 class FusedLayer:
-    """Forward pass of a pre-norm decoder layer, whose sums are computed together with the norms behind them.
+    """Forward pass of a pre-norm decoder layer, whose residual additions are fused with the norms after them.
 
     Args:
         norms: before attention and before the MLP.
-        next_norm: of what this layer returns, in the layer behind it; None where that is another kind of norm.
+        next_norm: the norm that is applied to this layer's output, the next layer's first; None where that is another
+            kind of norm.
     """
 
     def __init__(self, layer: Any, norms: tuple[FusedRMSNorm, FusedRMSNorm], next_norm: FusedRMSNorm | None) -> None:
@@ -146,7 +148,7 @@ class FusedLayer:
 
     @contextmanager
     def returning(self, places_AN: torch.Tensor | None) -> Iterator[None]:
-        """The last layer of a body returns these places alone, see `at_places`; None: all."""
+        """Context in which the last layer of a body returns these places alone, see `at_places`; None: all."""
         self._places = places_AN
         try:
             yield
@@ -164,27 +166,28 @@ class FusedLayer:
 
 
 def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replacement]:
-    """Find the methods of a transformers body that can be replaced.
+    """Find the methods of a transformers body that can be replaced: none without a Triton kernel for its device and
+    dtype, and none under autocast.
 
     Args:
-        groups: the fused linear layers, which are not installed now.
+        groups: the fused linear layers. They must not be installed while this runs.
     """
     kernels = _kernels(model.device.type)
     if kernels is None or model.dtype not in kernels.DTYPES or torch.is_autocast_enabled(model.device.type):
         return []
-    products = {group.holder: group.outputs[0].product for group in groups}
+    fused_linears = {group.holder: group.outputs[0].product for group in groups}
     probe = _Probe(model.dtype, kernels)
     found = []
     with torch.no_grad():
         norms = {module: FusedRMSNorm(module) for module in model.modules() if probe.is_norm(module)}
-        table = _position_embeddings(model)
+        cos_sin = _position_embeddings(model)
         for module in model.modules():
             function: Callable[..., Any] | None = norms.get(module)
             method = "forward"
-            if is_attention(module) and table is not None:
-                function = probe.attention(module, products.get(module), norms, table)
-            elif module in products:
-                function = FusedSwiGLU(module, products[module]) if probe.is_gated_mlp(module) else None
+            if is_attention(module) and cos_sin is not None:
+                function = probe.attention(module, fused_linears.get(module), norms, cos_sin)
+            elif module in fused_linears:
+                function = FusedSwiGLU(module, fused_linears[module]) if probe.is_gated_mlp(module) else None
             elif probe.is_gated_experts(module):
                 function, method = torch.ops.dlm_bridge.silu_and_mul, "_apply_gate"
                 if supports_grouped_experts(module, model.dtype):
@@ -194,8 +197,8 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
             if function is not None:
                 found.append(Replacement(module, function, method))
         layers = list(model.model.layers)
-        behind = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), model.model.norm]
-        for layer, next_norm in zip(layers, behind, strict=True):
+        next_norms = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), model.model.norm]
+        for layer, next_norm in zip(layers, next_norms, strict=True):
             own = probe.norms_of_layer(layer, norms)
             if own is not None:
                 found.append(Replacement(layer, FusedLayer(layer, own, norms.get(next_norm))))
@@ -203,19 +206,19 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
 
 
 def last_layer(model: Any, replacements: Iterable[Replacement]) -> FusedLayer | None:
-    """The replacement of the last decoder layer."""
+    """The replacement of the last decoder layer; None where it has none."""
     last = model.model.layers[-1]
     return next((one.function for one in replacements if one.module is last), None)  # type: ignore[return-value]
 
 
 def of_last_layer(model: Any, replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Those of the last decoder layer and of what follows it."""
+    """The replacements in the last decoder layer and of the norm after it."""
     own = {*model.model.layers[-1].modules(), model.model.norm}
     return [one for one in replacements if one.module in own]
 
 
 def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N, H], the hidden states [A, Q, H] or, of packed tokens, [1, T, H] at these places."""
+    """Hidden states at some places, [A, N, H], out of [A, Q, H] or, for packed tokens, out of [1, T, H]."""
     if len(hidden) == 1:
         return hidden[0, places_AN]
     return hidden.gather(1, places_AN[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -223,7 +226,7 @@ def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def installed(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Replace methods of modules, which have none of their own beside their class's; restore them afterwards."""
+    """Replace methods of modules, which must be their class's own; restore them afterwards."""
     # Not through nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
     done = []
     try:
@@ -249,8 +252,8 @@ def _kernels(device: str) -> ModuleType | None:
 
 
 def _position_embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Arbitrary cosines and sines, in the shape and dtype of the body's own for three positions; None where it has
-    something else."""
+    """Random stand-ins for the body's rotary cosines and sines of three positions, in their shape and dtype; None
+    where the body has another position embedding."""
     try:
         places = torch.arange(3, device=model.device)[None]
         tables = model.model.rotary_emb(torch.empty(1, dtype=model.dtype, device=model.device), places)
@@ -261,7 +264,7 @@ def _position_embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None
 
 
 class _Probe:
-    """Finds out what modules compute."""
+    """Tests what modules compute, on small random inputs."""
 
     def __init__(self, dtype: torch.dtype, kernels: ModuleType) -> None:
         self._dtype = dtype
@@ -280,7 +283,7 @@ class _Probe:
             scales = torch.tensor([1, 1e-3, 30], dtype=self._dtype)[:, None]
             x, other = self._random(0, 3, 24) * scales, self._random(1, 24)
             expected = self._kernels.rms_norm_torch(x, other, eps)
-            self._norm_classes[kind] = _gives(expected, lambda: functional_call(module, {"weight": other}, (x,)))
+            self._norm_classes[kind] = _returns(expected, lambda: functional_call(module, {"weight": other}, (x,)))
         return self._norm_classes[kind]
 
     def is_gated_mlp(self, module: Any) -> bool:
@@ -292,41 +295,42 @@ class _Probe:
         x = self._random(0, 2, 24)
         expected = (silu(x * 3) * x.roll(1, -1)).flip(-1)
         with installed(map(Replacement, parts[:3], functions)):
-            return _gives(expected, lambda: module.forward(x))
+            return _returns(expected, lambda: module.forward(x))
 
     def is_gated_experts(self, module: Any) -> bool:
-        """Whether the module is transformers' experts, and they apply silu(gate) * up to a product of both."""
+        """Whether the module is transformers' experts with the activation silu(gate) * up, of both side by side."""
         if not hasattr(module, "_apply_gate") or "_apply_gate" in vars(module):
             return False
         x = self._random(0, 2, 24)
         expected = silu(x[:, :12]) * x[:, 12:]
-        return _are_unmodified(module, getattr(module, "act_fn", None)) and _gives(
+        return _are_unmodified(module, getattr(module, "act_fn", None)) and _returns(
             expected, lambda: module._apply_gate(x)
         )
 
     def attention(
         self,
         module: Any,
-        product: FusedLinear | None,
+        fused_qkv: FusedLinear | None,
         norms: dict[nn.Module, FusedRMSNorm],
-        table: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> FusedAttention | None:
-        """The module as a `FusedAttention`, if it computes that."""
-        names = ("query_key_value",) if product is None else ("q_proj", "k_proj", "v_proj")
+        """The module as a `FusedAttention`, if it computes that. Without `fused_qkv` its projection is one layer,
+        `query_key_value`."""
+        names = ("query_key_value",) if fused_qkv is None else ("q_proj", "k_proj", "v_proj")
         layers: list[Any] = [getattr(module, name, None) for name in names]
         if not _are_unmodified(module, *layers, getattr(module, "o_proj", None)):
             return None
-        channels = module.query_key_value.weight.shape[0] if product is None else sum(product.sizes)
+        channels = module.query_key_value.weight.shape[0] if fused_qkv is None else sum(fused_qkv.sizes)
         size, shared = module.head_dim, module.num_key_value_groups
         keys = channels // size // (shared + 2)
         heads, sizes = (shared * keys, keys), [shared * keys * size, keys * size, keys * size]
-        if sum(sizes) != channels or (product is not None and product.sizes != sizes):
+        if sum(sizes) != channels or (fused_qkv is not None and fused_qkv.sizes != sizes):
             return None
 
         x = self._random(0, 1, 3, channels)
         parts = [part.unflatten(-1, (-1, size)) for part in x.split(sizes, dim=-1)]
         stand_ins = [Replacement(module.o_proj, lambda x: x)]
-        if product is None:
+        if fused_qkv is None:
             stand_ins += [Replacement(module.query_key_value, lambda x: x)]
         else:
             for index, layer in enumerate(layers):
@@ -342,12 +346,12 @@ class _Probe:
                 )
                 stand_ins.append(Replacement(norm.norm, function))
                 parts[index] = function(parts[index])
-        parts[:2] = [self._kernels.rotate_torch(part, *table) for part in parts[:2]]
+        parts[:2] = [self._kernels.rotate_torch(part, *cos_sin) for part in parts[:2]]
         with installed(stand_ins):
-            constants = _constants_of_attention(module, x, table, [part.transpose(1, 2) for part in parts])
+            constants = _attention_constants(module, x, cos_sin, [part.transpose(1, 2) for part in parts])
         if constants is None:
             return None
-        qkv = module.query_key_value if product is None else product.whole
+        qkv = module.query_key_value if fused_qkv is None else fused_qkv.whole
         return FusedAttention(module, qkv, heads, pair, constants)
 
     def norms_of_layer(
@@ -360,67 +364,69 @@ class _Probe:
         if first is None or second is None or not _are_unmodified(layer, *parts):
             return None
         x = self._random(0, 1, 3, 24)
-        told: dict[str, Any] = {name: self._random(1, 3) for name in ("attention_mask", "position_ids", "kv_columns")}
-        told["position_embeddings"] = (self._random(2, 3), self._random(3, 3))
-        heard: dict[str, Any] = {}
+        passed: dict[str, Any] = {
+            name: self._random(1, 3) for name in ("attention_mask", "position_ids", "kv_columns")
+        }
+        passed["position_embeddings"] = (self._random(2, 3), self._random(3, 3))
+        received: dict[str, Any] = {}
 
         def attended(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-            heard.update(kwargs)
+            received.update(kwargs)
             return hidden_states.flip(-1), None
 
         functions: list[Callable[..., Any]] = [lambda x: x * 3, lambda x: x * 5, attended, lambda x: x.roll(1, -1)]
         between = x + (x * 3).flip(-1)
         expected = between + (between * 5).roll(1, -1)
         with installed(map(Replacement, (first.norm, second.norm, *parts), functions)):
-            same = _gives(expected, lambda: layer.forward(x, **told))
-        passed = all(heard.get(name) is value for name, value in told.items())
-        more = any(value for name, value in heard.items() if name not in told)
-        return (first, second) if same and passed and not more else None
+            same = _returns(expected, lambda: layer.forward(x, **passed))
+        forwarded = all(received.get(name) is value for name, value in passed.items())
+        more = any(value for name, value in received.items() if name not in passed)
+        return (first, second) if same and forwarded and not more else None
 
     def _random(self, seed: int, *shape: int) -> torch.Tensor:
         return _random(seed, *shape, dtype=self._dtype)
 
 
-class _Hearing:
-    """What an attention layer gives the attention function `_hear`, what it tells it, and what it gets."""
+class _AttentionCall:
+    """A layer's call of the attention function `_record_call`: its arguments, and the output that it gets."""
 
-    def __init__(self, attended: torch.Tensor) -> None:
-        self.attended = attended
-        self.given: tuple[Any, ...] = ()
-        self.told: dict[str, Any] = {}
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+        self.inputs: tuple[Any, ...] = ()  # query, key, value, attention mask
+        self.kwargs: dict[str, Any] = {}
 
 
-def _hear(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, hearing: _Hearing, **kwargs: Any
+def _record_call(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, attention_call: _AttentionCall, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that takes down its arguments."""
-    hearing.given, hearing.told = (query, key, value, attention_mask), kwargs
-    return hearing.attended, None
+    """Attention function that records its arguments."""
+    attention_call.inputs, attention_call.kwargs = (query, key, value, attention_mask), kwargs
+    return attention_call.output, None
 
 
-def _constants_of_attention(
-    module: Any, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], expected: list[torch.Tensor]
+def _attention_constants(
+    module: Any, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], expected: list[torch.Tensor]
 ) -> dict[str, Any] | None:
-    """What the layer tells the attention function beside what it is told itself; None where it gives it other
-    queries, keys and values, or returns something else than the attention function's output."""
+    """The keyword arguments that the layer adds to its own when it calls the attention function. None where it passes
+    other queries, keys and values than `expected`, or returns something else than the attention function's output."""
     from transformers import AttentionInterface
 
-    hearing = _Hearing(_random(4, 1, 3, *expected[0].shape[1::2], dtype=x.dtype))
+    call = _AttentionCall(_random(4, 1, 3, *expected[0].shape[1::2], dtype=x.dtype))
     mask, columns = (_random(seed, 1, 1, 1, 3, dtype=x.dtype) for seed in (5, 6))
     # Positions so far apart that attention which depends on them in itself shows it.
-    told = {"attention_mask": mask, "position_ids": torch.tensor([[0, 70_000, 5_000_000]]), "kv_columns": columns}
-    arguments = {"hidden_states": x, "position_embeddings": table, "hearing": hearing, **told}
-    AttentionInterface.register(_PROBE, _hear)
+    passed = {"attention_mask": mask, "position_ids": torch.tensor([[0, 70_000, 5_000_000]]), "kv_columns": columns}
+    arguments = {"hidden_states": x, "position_embeddings": cos_sin, "attention_call": call, **passed}
+    AttentionInterface.register(_PROBE, _record_call)
     before = module.config._attn_implementation
     module.config._attn_implementation = _PROBE
     try:
-        same = _gives(hearing.attended.flatten(2), lambda: module.forward(**arguments)[0])
+        same = _returns(call.output.flatten(2), lambda: module.forward(**arguments)[0])
     finally:
         module.config._attn_implementation = before
-    if not same or not all(map(_equal, hearing.given, [*expected, mask])):
+    if not same or not all(map(_equal, call.inputs, [*expected, mask])):
         return None
-    constants = {name: value for name, value in hearing.told.items() if name not in told}
-    if hearing.told.get("kv_columns") is not columns or any(
+    constants = {name: value for name, value in call.kwargs.items() if name not in passed}
+    if call.kwargs.get("kv_columns") is not columns or any(
         isinstance(one, torch.Tensor) for one in constants.values()
     ):
         return None
@@ -431,7 +437,7 @@ def _are_unmodified(*parts: Any) -> bool:
     return all(isinstance(part, nn.Module) and is_unmodified(part) for part in parts)
 
 
-def _gives(expected: torch.Tensor, call: Callable[[], Any]) -> bool:
+def _returns(expected: torch.Tensor, call: Callable[[], Any]) -> bool:
     """Whether a call, which may fail in any way, returns this tensor."""
     try:
         return _equal(call(), expected)

@@ -1,7 +1,7 @@
-"""Fused experts: the choice of experts, and what lies between and behind their products, in few kernels.
+"""Fused mixture of experts: routing, activation, and the weighted sum of the experts' outputs in few kernels.
 
-transformers' router takes 15 to 20 kernels of one operation each, its experts 13 beside their two products, of which
-those that weight and sum what the experts gave write it twice in float32. As in `fused_elementwise`, modules are
+transformers' router launches 15 to 20 kernels of one operation each. Its experts launch 13 beside their two grouped
+matrix products; the weighted sum alone writes the outputs twice in float32. As in `fused_elementwise`, modules are
 replaced for what they compute: their forward pass with tiny weights must give what the formula gives.
 """
 
@@ -17,17 +17,24 @@ from torch.nn.functional import grouped_mm, linear
 
 
 class FusedExperts:
-    """Forward pass of transformers' gated experts by grouped products.
+    """Forward pass of transformers' gated experts by grouped matrix products.
 
-    Rows are sorted by expert; one product serves all experts, however unevenly the rows are spread.
+    Rows are sorted by expert. Each grouped product then serves all experts, however uneven their loads are.
     """
 
     def __init__(self, experts: Any) -> None:
         self._experts = experts
         self._numbers = torch.arange(experts.num_experts, device=experts.gate_up_proj.device, dtype=torch.int32)
-        self._key = torch.uint8 if experts.num_experts <= 256 else torch.int16  # radix sort takes a pass a byte
+        self._key = torch.uint8 if experts.num_experts <= 256 else torch.int16  # radix sort makes one pass per byte
 
     def __call__(self, hidden_NH: torch.Tensor, experts_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
+        """[N, H], the sum of the outputs of each token's K experts.
+
+        Args:
+            hidden_NH: hidden states of N tokens.
+            experts_NK: numbers of their experts.
+            weights_NK: routing weights of these.
+        """
         numbers, order = experts_NK.flatten().to(self._key).sort(stable=True)
         ends = torch.searchsorted(numbers.int(), self._numbers, right=True, out_int32=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -40,13 +47,14 @@ class FusedExperts:
 
 
 class FusedRouter:
-    """Forward pass of a sigmoid router that chooses among groups of experts, as GLM-4.5's and LLaDA2's."""
+    """Forward pass of a sigmoid router with group-limited routing, such as that of GLM-4.5 and of LLaDA2."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
         self._settings = _router_settings(router)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits [N, E], and the weights and the numbers [N, K] of each token's experts, of [..., H] hidden states."""
         router = self._router
         hidden_NH = hidden_states.view(-1, hidden_states.shape[-1])
         logits_NE = linear(hidden_NH.float(), router.weight.float())
@@ -55,19 +63,19 @@ class FusedRouter:
 
 
 def supports_grouped_experts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether transformers' gated experts with silu compute what `FusedExperts` does, and it can run."""
+    """Whether a module is transformers' gated experts with SiLU, and `FusedExperts` can run them on its device."""
     weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(type(one) is nn.Parameter and one.dtype == dtype and one.dim() == 3 for one in weights):
         return False
     device = module.gate_up_proj.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    unit = 16 // dtype.itemsize  # numbers of a row, in a grouped product
+    unit = 16 // dtype.itemsize  # a grouped product needs rows of a multiple of 16 bytes
     if any(one.shape[2] % unit for one in weights):
         return False
     if getattr(module.config, "_experts_implementation", None) != "grouped_mm":
         return False
-    # Numbers that no order of sums rounds. Where the gate is 0 or 64 and more, its activation is the number itself.
+    # Small integers, whose sums are exact in any order. silu(x) rounds to x where x is 0, or at least 64.
     experts, wide = module.num_experts, torch.arange(2 * unit)
     number, inner = torch.arange(experts)[:, None, None], torch.arange(unit)
     gate, up = (
@@ -77,15 +85,15 @@ def supports_grouped_experts(module: Any, dtype: torch.dtype) -> bool:
     down = (number + wide[:, None] // 2 + inner).remainder(2).to(dtype)
     rows = torch.eye(3, 2 * unit, dtype=dtype)
     chosen = torch.tensor([[1, 0], [0, experts - 1], [experts - 1, 1]]).remainder(experts)
-    shares = torch.tensor([[0.5, 0.25], [2, 1], [1, 0.5]])
+    routing_weights = torch.tensor([[0.5, 0.25], [2, 1], [1, 0.5]])
     expected = torch.zeros(3, 2 * unit)
     for token, row in enumerate(rows.float()):
-        for expert, share in zip(chosen[token], shares[token], strict=True):
+        for expert, weight in zip(chosen[token], routing_weights[token], strict=True):
             activated = (gate[expert].float() @ row) * (up[expert].float() @ row)
-            expected[token] += share * (down[expert].float() @ activated).to(dtype).float()
+            expected[token] += weight * (down[expert].float() @ activated).to(dtype).float()
     tiny = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
     try:
-        found = functional_call(module, tiny, (rows, chosen, shares))
+        found = functional_call(module, tiny, (rows, chosen, routing_weights))
     except Exception:  # of experts of another kind
         return False
     return isinstance(found, torch.Tensor) and found.dtype == dtype and torch.equal(found, expected.to(dtype))
@@ -100,9 +108,9 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
     tensors: list[Any] = [getattr(module, name, None) for name in ("weight", "e_score_correction_bias")]
     if not all(isinstance(one, torch.Tensor) for one in tensors) or tensors[0].dim() != 2:
         return False
-    seeds = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     weight, bias, x = (
-        torch.randn(*shape, generator=seeds)
+        torch.randn(*shape, generator=generator)
         for shape in (tensors[0].shape, tensors[1].shape, (5, tensors[0].shape[1]))
     )
     try:
@@ -110,7 +118,7 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
         expected = formula(linear(x, weight), bias, *_router_settings(module))
     except Exception:  # of a router of another kind
         return False
-    # In any order, since transformers asks for none.
+    # A token's experts may come in any order: transformers does not sort them.
     (found, found_order), (wanted, wanted_order) = (one.sort(dim=-1) for one in (experts, expected[1]))
     return (
         torch.equal(logits, linear(x, weight))
@@ -120,6 +128,7 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
 
 
 def _router_settings(router: Any) -> tuple[int, int, int, bool, float]:
-    """Groups, how many are chosen from, experts of a token, whether their weights add up to one, and their factor."""
+    """Number of groups, groups and experts that a token chooses, whether their weights are normalised to a sum of one,
+    and the factor that scales them."""
     groups: tuple[int, int, int] = (router.num_group, router.topk_group, router.top_k)
     return *groups, bool(router.norm_topk_prob), float(router.routed_scaling_factor)

@@ -22,8 +22,8 @@ logger = logging.get_logger(__name__)
 # Recorded shapes. With the attention kernel one graph serves every context length; without it a block-causal sampler
 # of 2048 new tokens in blocks of 4 has 1024 of them. One costs a few MB of host memory.
 MAX_GRAPHS = 1024
-# Compiled code variants of a layer, which models of one class share: layers with and without experts, times prompts,
-# one block and two, with and without a mask, one row and more. Beyond these, layers run eagerly.
+# Compiled variants of a decoder layer's code, which all models of one class share: with and without experts; for
+# prompts, one block and two blocks; with and without a mask; for one row and for several. Layers beyond run eagerly.
 MAX_COMPILED_VARIANTS = 128
 
 
@@ -34,7 +34,8 @@ class BodyInputs:
     tokens: torch.Tensor  # [A, Q]
     mask: torch.Tensor | None  # [A, 1, Q or 1, K]
     positions: torch.Tensor  # [A, Q]
-    # [Q] or [A, Q], where keys and values are cached, of packed tokens as in `varlen.write_packed`; None: no cache
+    # [Q] or [A, Q], the columns at which keys and values are cached; for packed tokens as in `varlen.write_packed`;
+    # None: no cache
     columns: torch.Tensor | None = None
     # Which cached columns are attended to; see `attention.attend_cached`.
     end: int | None = None
@@ -49,7 +50,7 @@ class BodyInputs:
     attended: torch.Tensor | None = None  # [1, K]
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_k: int | None = None
-    places: torch.Tensor | None = None  # [A, N], of each row or of packed tokens, whose hidden states are asked for
+    places: torch.Tensor | None = None  # [A, N], in each row or among packed tokens: where hidden states are needed
 
 
 _TENSORS = (
@@ -71,9 +72,9 @@ class GraphedBody:
     second is recorded, and later ones are replayed: launching a graph costs the CPU no more than one kernel.
 
     Args:
-        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Else kernels of this package
-            do, where they can (`fused_elementwise`), and those of the last layer in any case: of it only what is asked
-            for is computed behind attention.
+        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise kernels of this
+            package do, where they can (`fused_elementwise`). The last layer uses those kernels in both cases, since
+            after its attention only the positions that are asked for are computed.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
@@ -98,7 +99,8 @@ class GraphedBody:
         self._pool = torch.cuda.graph_pool_handle() if self._records else None
 
     def serves(self, model: Any, execution: str, rows: int, width: int) -> bool:
-        """Whether a call of this size can use the recorded graphs: no weight has moved, no mode has changed."""
+        """Whether a call of this size can use the recorded graphs: they are large enough, no weight has moved, and
+        adapters, training mode, dtype and autocast are as they were."""
         return (
             (execution == "compiled") == self._compile_layers
             and batch_size_for(rows) <= self._rows
@@ -113,7 +115,7 @@ class GraphedBody:
         return self.holder is not None and self.holder() is not None
 
     def begin(self) -> None:
-        """A new call of `generate`, whose first batch is its largest."""
+        """Start a new call of `generate`, whose first batch is its largest."""
         self._batch = 0
 
     @contextmanager
@@ -157,9 +159,13 @@ class GraphedBody:
             self._model = None  # no reference from the graphs: they live as long as the model
 
     def __call__(self, inputs: BodyInputs, *, record: bool) -> torch.Tensor:
-        """[A, Q, H], at `places` [A, N, H]; see `run_body`. The next forward pass may overwrite the result. Without
-        `record` just these rows run: rows of a graph beyond the batch write to the buffers, where other rows may have
-        theirs."""
+        """Last hidden states, [A, Q, H], or [A, N, H] at `places`; see `run_body`. The next forward pass may overwrite
+        the result.
+
+        Args:
+            record: use a recorded graph, or record one. Its batch may have more rows than `inputs`, and these write to
+                the KV cache as well. False: exactly the given rows run, for when other rows of the cache are in use.
+        """
         if inputs.places is not None and not self._trims(inputs):
             return fused_elementwise.at_places(self(replace(inputs, places=None), record=record), inputs.places)
         rows = len(inputs.tokens if inputs.places is None else inputs.places)
@@ -195,7 +201,7 @@ class GraphedBody:
         return recorded.hidden[:rows]
 
     def _trims(self, inputs: BodyInputs) -> bool:
-        """Whether the last layer leaves out what is not asked for: where that is most of it."""
+        """Whether the last layer computes only what is asked for: where that is at most half of the tokens."""
         assert inputs.places is not None
         rows, count = inputs.places.shape
         if inputs.cu_seqlens is not None:
@@ -222,7 +228,7 @@ class GraphedBody:
         return replace(inputs, mask=mask, end=self._width, length=length)
 
     def _with_shared_shape(self, inputs: BodyInputs) -> BodyInputs:
-        """Packed rows with tokens added behind them, in a row of their own, so that batches share a graph."""
+        """Packed rows, padded by tokens in a row of their own to a shape that batches share, and with it a graph."""
         assert inputs.cu_seqlens is not None
         assert inputs.max_seqlen is not None
         tokens, longest = packed_shape(inputs.tokens.shape[1], inputs.max_seqlen)
@@ -255,12 +261,14 @@ class GraphedBody:
         )
 
     def _batch_for(self, rows: int) -> int:
-        """The batch shrinks once it is half empty: each size is recorded separately."""
+        """The batch size to run so many rows in. It shrinks only once half of it is empty, since each size is recorded
+        separately."""
         if self._batch == 0 or rows > self._batch or rows <= self._batch // 2:
             self._batch = batch_size_for(rows)
         return self._batch
 
     def _record(self, key: Any, inputs: BodyInputs) -> _RecordedGraph | None:
+        """Record a forward pass; None, from then on for all shapes, where the model cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()

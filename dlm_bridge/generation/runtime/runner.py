@@ -22,8 +22,8 @@ from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedRows, Pack
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
 
-# The largest fraction of a view's columns that is run without the others over a KV cache: attention takes two or three
-# times as long there (H100, 64 rows with 100 to 300 cached columns), since keys and values are copied.
+# Over a KV cache a view is packed only where at most this fraction of its columns is real: attention then copies the
+# cached keys and values and takes two or three times as long (H100, 64 rows with 100 to 300 cached columns).
 MOST_TOKENS_OVER_CACHE = 0.75
 
 # The graphs of each model's last call, which hold its KV cache buffers; see `release`.
@@ -32,7 +32,10 @@ _graphed_bodies: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.Wea
 
 @dataclass(frozen=True)
 class CanvasView:
-    """Model input of A rows: the canvas columns `first` to `first + Q`, or each row's own `columns`."""
+    """Model input of A rows: Q columns of the canvas from `first` on, or each row's own `columns`.
+
+    K is the number of columns that are attended to.
+    """
 
     tokens: torch.Tensor  # [A, Q]
     attention_mask: torch.Tensor | None  # [A, K] padding mask, or [A, 1, Q, K]; True or 1: attended to
@@ -40,8 +43,8 @@ class CanvasView:
     first: int = 0
     end: int | None = None  # K, the columns that are attended to with a KV cache
     columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are written; None: from `first` on
-    # Block-causal attention among the view's columns, in blocks of this length; None: they all attend to each other.
-    # The mask alone says which cached columns before the view are attended to.
+    # Length of the blocks of block-causal attention among the view's columns; None: they all attend to each other.
+    # Which cached columns before the view are attended to is in the mask alone.
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
     packing: Packing | None = None  # for rows that can run without their padding
@@ -56,7 +59,7 @@ class ModelRunner:
         self._body = body
         self._cache = cache
         self._packs = packs  # rows of different lengths run without their padding
-        # Variable-length attention has no windows over a KV cache.
+        # Variable-length attention does not support sliding windows over a KV cache.
         self._windows = packs and any(getattr(layer, "sliding_window", None) for layer in attention_layers(model))
 
     @classmethod
@@ -73,14 +76,14 @@ class ModelRunner:
     def prepare(
         cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int, hold: bool = False
     ) -> ModelRunner:
-        """A runner for canvases of up to so many rows and columns, which runs the model while it is `active`.
+        """A runner for canvases of at most `rows` rows and `width` columns. It runs the model while it is `active`.
 
         Args:
-            execution: "eager"; "graph": forward passes are recorded as CUDA graphs when their shape comes a second
-                time; "compiled": in addition, or on a CPU instead, `torch.compile` fuses each decoder layer. None:
-                "graph" on a CUDA device, else "eager".
+            execution: "eager"; "graph": forward passes are recorded as CUDA graphs when their shape occurs a second
+                time; "compiled": `torch.compile` fuses each decoder layer, on a CUDA device in addition to graphs.
+                None: "graph" on a CUDA device where the model supports it, else "eager".
             cache: the KV cache, whose buffers are allocated here.
-            hold: the graphs and their buffers are this runner's until `close`, between its forward passes as well.
+            hold: reserve the graphs and their buffers for this runner until `close`, between its forward passes too.
 
         Raises:
             DlmBridgeError: an execution or a cache that this model or device does not support.
@@ -107,8 +110,8 @@ class ModelRunner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Forward passes run in here, where the model's device is the current one, as recorded graphs and Triton need
-        it; outside, the model is as it was."""
+        """Context in which forward passes run. Inside, the model's device is the current one, as CUDA graphs and
+        Triton require, and this package's attention and fused layers are installed; on exit they are removed."""
         with _current_device(self._model), self._prepared():
             yield
 
@@ -129,7 +132,7 @@ class ModelRunner:
                 self._cache.buffers.detach()
 
     def close(self) -> None:
-        """Let other calls use the graphs that this runner held."""
+        """Release the graphs that `prepare` reserved with `hold`."""
         if self._body is not None:
             self._body.holder = None
 
@@ -140,18 +143,18 @@ class ModelRunner:
 
     @property
     def plain(self) -> bool:
-        """Whether forward passes are the model's own, with masks that transformers makes."""
+        """Whether forward passes are the model's own: eager, without a KV cache, with masks made by transformers."""
         return self._body is None and self._cache.buffers is None
 
     def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
-        """[A, N, V] logits of canvas columns of the view, in the model's dtype."""
+        """Logits [A, N, V] of N columns of the canvas that are in the view, in the model's dtype."""
         if self.plain and not self._runs_packed(view):
             return self._own_forward(view, columns)
         places = slice(columns.start - view.first, columns.stop - view.first)
         return self.head(self.hidden(view, places=places), slice(None))
 
     def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
-        """[A, N, V] logits at [A, N] places of the view, counted from its first column."""
+        """Logits [A, N, V] at [A, N] places of the view, counted from its first column, in the model's dtype."""
         if self.plain and not self._runs_packed(view):
             return self._own_forward(view, places)
         return self.head(self.hidden(view, places=places), slice(None))
@@ -159,9 +162,15 @@ class ModelRunner:
     def hidden(
         self, view: CanvasView, *, once: bool = False, places: slice | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[A, N, H], the body's last hidden states at these places of the view, by default at all; writes the KV
-        cache, if there is one. `once`: the shape will not come again, so that nothing is recorded. The next forward
-        pass may overwrite the result."""
+        """The body's last hidden states. Writes the KV cache, if there is one.
+
+        Args:
+            once: the shape will not occur again, so that no CUDA graph is recorded.
+            places: a slice of the view's columns, or [A, N] of each row; None: all columns.
+
+        Returns:
+            [A, N, H] at `places`, or [A, Q, H]. The next forward pass may overwrite it.
+        """
         if isinstance(places, slice) and places == slice(0, view.tokens.shape[1]):
             places = None
         if self._runs_packed(view):
@@ -191,17 +200,17 @@ class ModelRunner:
         return hidden[:, places] if isinstance(places, slice) else at_places(hidden, places)
 
     def head(self, hidden_AQH: torch.Tensor, places: slice) -> torch.Tensor:
-        """[A, N, V] logits of these hidden states."""
+        """Logits [A, N, V] of some columns of these hidden states."""
         logits: torch.Tensor = unwrapped(self._model).lm_head(hidden_AQH[:, places])
         return logits.to(hidden_AQH.device)
 
     def head_at(self, hidden_AQH: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N, V] logits of each row's own places among these hidden states."""
+        """Logits [A, N, V] of each row's own places among these hidden states."""
         return self.head(at_places(hidden_AQH, places_AN), slice(None))
 
     def _runs_packed(self, view: CanvasView) -> bool:
-        """Whether a forward pass leaves the view's padding out: over a KV cache where there is much of it, since the
-        cached columns are copied, and where no kernel reads them in place."""
+        """Whether a forward pass leaves the view's padding out. Over a KV cache that copies the cached columns, so it
+        is done only where much of the view is padding and no kernel reads the cached columns in place."""
         packing, buffers = view.packing, self._cache.buffers
         if not self._packs or packing is None or not any(packing.lengths):
             return False
@@ -216,7 +225,7 @@ class ModelRunner:
         return not self._windows and not attention.uses_kernel(buffers.shapes, self._model.dtype, columns, mask.bool())
 
     def _packed_hidden(self, view: CanvasView, places: slice | torch.Tensor | None, *, once: bool) -> torch.Tensor:
-        """`hidden` by a forward pass without the view's padding, where hidden states are arbitrary."""
+        """As `hidden`, by a forward pass without the view's padding. Hidden states at padding are arbitrary."""
         self.forwards += 1
         model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
         assert packing is not None
@@ -258,6 +267,7 @@ class ModelRunner:
             return at_places(run_body(model, buffers, inputs), place_AN)
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
+        """Logits by the model's own forward pass."""
         self.forwards += 1
         mask = view.attention_mask
         output = self._model(
@@ -270,12 +280,12 @@ class ModelRunner:
 
 
 def unwrapped(model: Any) -> Any:
-    """The diffusion model itself, out of PEFT's wrapper."""
+    """The diffusion model itself, without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def tensor_parallel_group(model: Any) -> Any:
-    """The process group that holds a model together, tensor parallel; None for a model in one process."""
+    """The tensor parallel process group of a model; None for a model in one process."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     own = getattr(model, "shard_group", None)
@@ -291,7 +301,7 @@ def supports_kv_cache(model: Any) -> bool:
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether `torch.nn.attention.varlen` runs the attention of the model, a transformers body on one device."""
+    """Whether `torch.nn.attention.varlen` supports the attention of the model, a transformers body on one device."""
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.version.cuda is None or varlen_attention() is None:
         return False
@@ -318,13 +328,14 @@ def release(model: Any) -> None:
 
 @atexit.register
 def forget_graphs() -> None:
-    """Forget the recorded graphs of every model. Due before a process group is destroyed: NCCL waits until no graph is
-    left that has recorded one of the group's collectives."""
+    """Drop the recorded graphs of every model. Call it before a process group is destroyed: NCCL waits until no graph
+    is left that has recorded one of the group's collectives."""
     for body in _graphed_bodies.values():
         body.forget()
 
 
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
+    """The execution to use. Raises DlmBridgeError for one that the model or its device does not support."""
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
     if execution is None:
@@ -339,6 +350,7 @@ def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> E
 
 
 def _graph_obstacle(model: Any, plain: Any) -> str | None:
+    """Why the model can be neither recorded nor compiled, as the rest of a sentence; None where it can."""
     if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
         return "needs the whole model on one device"
     if tensor_parallel_group(plain) is not None and not getattr(plain, "plain_shards", False):
@@ -355,6 +367,7 @@ def _current_device(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _cached_attention(model: Any) -> Iterator[None]:
+    """Install this package's attention function, `attention.attend`."""
     attention.register()
     before = model.config._attn_implementation
     model.config._attn_implementation = attention.NAME
@@ -365,6 +378,8 @@ def _cached_attention(model: Any) -> Iterator[None]:
 
 
 def _graphed_body(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
+    """The graphs of the model's last call, or new ones where these do not fit. Raises DlmBridgeError where a
+    continuous batch holds them."""
     body = _graphed_bodies.get(model)
     if body is not None and body.held:
         raise DlmBridgeError(
