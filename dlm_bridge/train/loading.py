@@ -29,12 +29,13 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 
 logger = logging.getLogger(__name__)
-# What `from_pretrained` passes on with the place of generation_config.json.
+# Keyword arguments with which `from_pretrained` looks for generation_config.json.
 _ON_DISK: dict[str, Any] = {
     "cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None,
     "revision": "main", "subfolder": "",
 }  # fmt: skip
-_UNKNOWN_TYPE = re.compile(r"^Unrecognized model|model type `")  # transformers' words, without and with a model_type
+# transformers' errors for a config without a model_type, and with an unknown one.
+_UNKNOWN_TYPE = re.compile(r"^Unrecognized model|model type `")
 
 
 def load_model(config: TrainConfig) -> Any:
@@ -49,17 +50,22 @@ def load_model(config: TrainConfig) -> Any:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A model that has its weights, or one on the meta device (its computed buffers apart) whose `weights` every
-    process reads in parts. Under FSDP, without `weights`: on the meta device but in the main process."""
+    """The model that a run starts with.
+
+    Args:
+        model: with its weights; with `weights` on the meta device, apart from computed buffers. Where FSDP cannot read
+            a checkpoint in parts, it has its weights in the main process and is on the meta device in the others.
+        weights: of which every process reads its own parts; None: `model` has them.
+    """
 
     model: Any
     weights: LazyWeights | None = None
 
 
 def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> StartingModel:
-    """The model that a run starts with: `load_model`'s, or that of its own `checkpoint`; with an adapter the base
-    model. Under FSDP no process loads it whole; only where a checkpoint's tensors cannot be read in parts does the
-    `main` one, which logs why. Raises DlmBridgeError."""
+    """The model that a run starts with: that of `--model`, or on a resume that of the run's own `checkpoint`; with an
+    adapter always the base model of `--model`. Under FSDP no process loads it whole, unless the checkpoint's tensors
+    cannot be read in parts: then the `main` process does and logs why. Raises DlmBridgeError."""
     if checkpoint is not None and not config.model.adapts:
         config = config.replace(model=str(checkpoint), from_scratch=False)
     if not config.parallel.shards:
@@ -75,8 +81,8 @@ def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> 
 
 
 def _lazy_model(config: TrainConfig) -> StartingModel:
-    """A model without weights and where they lie. Raises DlmBridgeError, and NotInRangesError where only transformers'
-    own loading can tell what to do with the checkpoint."""
+    """A model without weights, and the checkpoint to read them from. Raises DlmBridgeError, and NotInRangesError where
+    only transformers' own loading can read the checkpoint."""
     place, folder, megatron = config.model.path, None, _megatron_checkpoint(config)
     checkpoint: Checkpoint
     if config.model.from_scratch:
@@ -189,7 +195,8 @@ def _megatron_checkpoint(config: TrainConfig) -> Bridge | None:
 
 
 def _class_and_config(config: TrainConfig, megatron: Bridge | None) -> tuple[Callable[[Any], Any], Any]:
-    """What makes the model that `--model` names of its configuration, and that. Raises DlmBridgeError."""
+    """The class, or another factory, of the model that `--model` names, and the configuration object to call it with.
+    Raises DlmBridgeError."""
     from transformers import AutoModelForCausalLM
 
     import dlm_bridge  # noqa: F401  registers the families
@@ -212,8 +219,7 @@ def _class_and_config(config: TrainConfig, megatron: Bridge | None) -> tuple[Cal
 
 
 def model_without_weights(model_class: Callable[[Any], Any], hub_config: Any, dtype: torch.dtype) -> Any:
-    """The model in `dtype` with parameters on the meta device, and with buffers, such as rotary frequencies, that have
-    values."""
+    """The model in `dtype` with parameters on the meta device. Buffers, such as rotary frequencies, have values."""
     from accelerate import init_empty_weights
 
     hub_config = copy.deepcopy(hub_config)
@@ -242,8 +248,16 @@ def load_hub_model(
     dtype: torch.dtype = torch.float32,
     quantization: dict[str, Any] | None = None,
 ) -> Any:
-    """A Hub folder or id as a model in `dtype`; `family` names the family where the config cannot, `quantization` are
-    further arguments of `from_pretrained`. Raises DlmBridgeError."""
+    """The model of a Hub folder or id.
+
+    Args:
+        family: name of the family, where the config does not say it.
+        dtype: of the weights.
+        quantization: further keyword arguments of `from_pretrained`.
+
+    Raises:
+        DlmBridgeError: a model that does not exist, is damaged, or is of no supported family.
+    """
     check_exists("--model", model)
     from transformers import AutoModelForCausalLM
 
@@ -289,7 +303,8 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
-    """The tokenizer of a Hub folder or id, or of a Megatron checkpoint; `flag` named it. Raises DlmBridgeError."""
+    """The tokenizer of a Hub folder or id, or of a Megatron checkpoint. Raises DlmBridgeError, whose message has the
+    option `flag` that named it and, where there is no tokenizer, the `remedy`."""
     check_exists(flag, place)
     folder = Path(place) / "hf" if (Path(place) / TRACKER).is_file() else Path(place)
     if folder.is_dir():
@@ -299,7 +314,8 @@ def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
 
 
 def _quantization(config: TrainConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantize, on this process's device, what is loaded."""
+    """Keyword arguments of `from_pretrained` that quantize the weights on this process's device; none without
+    `--lora-quantize`."""
     if config.model.lora_quantize is None:
         return {}
     from transformers import BitsAndBytesConfig
@@ -317,6 +333,7 @@ def _quantization(config: TrainConfig) -> dict[str, Any]:
 
 
 def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
+    """A model of the folder's config.json with its family's initial weights, in fp32. Raises DlmBridgeError."""
     import dlm_bridge  # noqa: F401  registers the families
 
     file = folder / "config.json"
@@ -333,7 +350,8 @@ def _from_scratch(folder: Path, seed: int, family: str | None) -> Any:
 
 
 def _hub_config(model: str, family: FamilySpec | None) -> Any:
-    """The configuration object, of `family` or of the one that the config names."""
+    """The configuration object of a Hub folder or id, of `family` or of the one that the config names. Raises
+    DlmBridgeError."""
     from transformers import AutoConfig
 
     config_class = AutoConfig if family is None else family.load("config_class")
@@ -382,8 +400,8 @@ def _family_behind(hub_config: Any) -> FamilySpec | None:
 
 
 def check_exists(flag: str, place: str) -> None:
-    """Raise DlmBridgeError for a folder that does not exist and is no Hub id either: those have at most one slash and
-    do not look like a path."""
+    """Raise DlmBridgeError where `place` is neither a folder nor a Hub id, which has at most one slash and does not
+    begin like a path."""
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
         raise DlmBridgeError(f"{flag} {place}: no such folder")
@@ -391,8 +409,8 @@ def check_exists(flag: str, place: str) -> None:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """What a Megatron run starts with: the weights behind `bridge`, and `model`, the Hub model on the meta device,
-    whose family, config and sizes both engines use."""
+    """What a Megatron run starts with: `bridge` to the checkpoint of its weights, and `model`, the Hub model on the
+    meta device, which gives family, config and sizes."""
 
     bridge: Bridge
     model: Any
@@ -421,6 +439,7 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
 
 
 def _megatron_class_and_config(config: TrainConfig, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
+    """As `_class_and_config`, of the model behind `bridge`."""
     hub_config = bridge.family.load("config_class").from_dict(bridge.config)
     hub_config.name_or_path = bridge.code_place
     if config.model.mask_token_id is not None:

@@ -43,7 +43,7 @@ from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
 
-EVALUATION_STEP = 0  # of the noise's key: every evaluation draws the same
+EVALUATION_STEP = 0  # step in the key of an evaluation's noise: every evaluation draws the same
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class TrainingLoop(abc.ABC):
         return (weight for weight in self.plain_model.parameters() if weight.requires_grad)
 
     def saves_locally(self, step: int) -> bool:
-        """Whether a local checkpoint is due after `step`, where no other is."""
+        """Whether a local checkpoint is due after `step`. Asked only where no other checkpoint is due."""
         return False
 
     def save_locally(self, step: int, metrics: MetricsFile | None) -> None:  # noqa: B027 (one engine has them)
-        """Write the local checkpoint of `step`; the main process has the metrics."""
+        """Write the local checkpoint of `step`. Every process calls it; `metrics` is None but on the main process."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
         """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""
@@ -130,7 +130,7 @@ class TrainingLoop(abc.ABC):
         samples.write(step, self.plain_model)
 
     def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
-        """As `start_step`, with the metrics themselves."""
+        """As `start_step`, but wait for the metrics and return them."""
         metrics, stop = self.start_step(step, want_stop)
         return metrics(), stop
 
@@ -181,7 +181,7 @@ class TrainingLoop(abc.ABC):
         return folder
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        """Write the checkpoint of `step`. Every process calls it; the main process has the metrics."""
+        """Write the checkpoint of `step`. Every process calls it; `metrics` is None but on the main process."""
         self.before_save(step, metrics)
         folder = self.save_checkpoint(step)
         with raised_everywhere():
@@ -190,7 +190,8 @@ class TrainingLoop(abc.ABC):
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
-        """What is checked and flushed before any checkpoint of `step`."""
+        """Check the weights and flush the metrics, before any checkpoint of `step`. Raises DlmBridgeError where a
+        weight is not finite."""
         self._check_finite(step)
         with raised_everywhere():
             if metrics is not None:
@@ -203,7 +204,7 @@ class TrainingLoop(abc.ABC):
         return values
 
     def _check_finite(self, step: int) -> None:
-        """Stop every process where one of them has weights that are not finite."""
+        """Raise DlmBridgeError on every process where one of them has weights that are not finite."""
         error: DlmBridgeError | None = None
         try:
             check_finite(step, self.trained_parameters())
@@ -229,8 +230,8 @@ class StepBatches:
     """Micro-batches of one data parallel rank in one step, in the form that the engine's model takes."""
 
     batches: list[Any]
-    # [K] float64, what the rank adds to the divisors of the global loss, and with z-loss one more: to the number of
-    # loss positions.
+    # [K] float64, this rank's part of the divisors of the K loss terms; with z-loss [K + 1], the last one the number
+    # of its loss positions.
     normaliser: torch.Tensor
 
 
@@ -250,7 +251,7 @@ class Trainer(TrainingLoop):
         console: Console,
         processes: Processes,
     ) -> None:
-        """`data` has the training and the validation blocks and the tokenizer."""
+        """`data`: training blocks, validation blocks, tokenizer."""
         self.config = config
         self.plain_model = model
         self.objective = objective
@@ -344,7 +345,7 @@ class Trainer(TrainingLoop):
         """The micro-batches of a step as the engine's model takes them, in pinned memory where there is a GPU."""
 
     def between_steps(self) -> None:
-        """What an engine does while the device still works on the step before."""
+        """Hook for an engine's work on the host while the device still runs the step before."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generators."""
@@ -357,7 +358,8 @@ class Trainer(TrainingLoop):
         return divisors(summed[:-1]), bool(summed[-1] > 0)
 
     def counted_once(self, normaliser_K: torch.Tensor) -> torch.Tensor:
-        """What this process adds to a sum over all processes, of a value that all ranks of a replica have."""
+        """The summand of this process in a sum over all processes, for a value that all ranks of a replica have: zero
+        but on one rank of each replica."""
         return normaliser_K
 
     def set_learning_rate(self, lr: float) -> None:
@@ -367,9 +369,12 @@ class Trainer(TrainingLoop):
 
     @abc.abstractmethod
     def forward_backward(self, batches: list[Any], divisors_K: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradients of the global batch's loss; its terms [K], float64 on the device, summed over all
-        processes and divided by `divisors_K`, with z-loss that, and with multi-token prediction its loss, before the
-        weight."""
+        """Accumulate the gradients of the global batch's loss.
+
+        Returns:
+            The K loss terms, float64 on the device, summed over all processes and divided by `divisors_K`; with z-loss
+            followed by the z-loss, and with multi-token prediction by its loss before `mtp_loss_scaling_factor`.
+        """
 
     @abc.abstractmethod
     def optimizer_step(self) -> tuple[bool, torch.Tensor]:
@@ -383,7 +388,7 @@ class Trainer(TrainingLoop):
     @functools.cached_property
     @abc.abstractmethod
     def layer_norms(self) -> LayerNorms:
-        """What measures the norms of `--norm-interval`."""
+        """Measures the parameter and gradient norms of `--norm-interval`."""
 
     def _measures_norms(self, step: int) -> bool:
         interval = self.config.logging.norm_interval
@@ -437,8 +442,9 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The validation loss, over the same blocks with the same noise every time, of the model as a checkpoint of
-        this step is used: with its block size and its family's own attention, annealed or not."""
+        """The validation loss, over the same blocks with the same noise every time. The model is evaluated as a
+        checkpoint of this step would be used: with its block size, and with its family's own attention even while the
+        training mask is annealed."""
         count = min(len(self.valid), self.config.logging.eval_batches * self.config.data.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         sums_K, normaliser_K = self.evaluation_sums(objective, count)
