@@ -1,5 +1,5 @@
-"""Megatron FSDP: what is inside its wrappers, the rows of each parameter that a rank holds, layers without memory
-until it cuts them, one exchange of where all shards lie, and a patch of its gradients."""
+"""Megatron FSDP: the models inside its wrappers, each rank's rows of every parameter, layers that get memory only when
+they are sharded, one exchange of the locations of all shards, and a patch of its gradient reduction."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def original(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter as the model was built with it: the whole tensor parallel shard, in the model's dtype."""
+    """The parameter as it was before FSDP: the whole tensor parallel shard, in the model's dtype."""
     return getattr(parameter, "orig_param", parameter)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor parallel shard of an FSDP parameter, in the optimizer's precision. Collective over data parallel
-    ranks."""
+    """Gather the tensor parallel shard of an FSDP parameter, in the optimizer's precision and the shape of `original`.
+    Collective over the data parallel ranks that share it."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local().detach()
-    # Several instances have a dimension of the mesh before it, in which shards are replicated.
+    # With several optimizer instances the mesh has one more dimension before it, over which shards are replicated.
     dim = (parameter.device_mesh.mesh_dim_names or ()).index(SHARDED)
     if not isinstance(parameter.placements[dim], Shard):
         return local
@@ -91,8 +91,8 @@ def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def unallocated_layers() -> Iterator[dict[torch.Tensor, int]]:
-    """Free the memory of each transformer layer's parameters as soon as it is built. What is yielded has the bytes
-    that the storage of each had, with which `allocate` gives it back."""
+    """Free the memory of each transformer layer's parameters as soon as the layer is built. Yields the bytes that each
+    parameter's storage had, for `allocate`."""
     build, device = TransformerLayer.__init__, platform.current().device()
     found: dict[torch.Tensor, int] = {}
 
@@ -111,7 +111,8 @@ def unallocated_layers() -> Iterator[dict[torch.Tensor, int]]:
 
 
 def allocate(parameter: torch.Tensor, nbytes: int) -> None:
-    """Give a parameter the memory that `unallocated_layers` has freed. Parameters may share a storage."""
+    """Allocate the `nbytes` of a parameter's storage that `unallocated_layers` has freed. One that several parameters
+    share is allocated once."""
     storage = parameter.untyped_storage()
     if not storage.nbytes():
         storage.resize_(nbytes)
@@ -120,9 +121,9 @@ def allocate(parameter: torch.Tensor, nbytes: int) -> None:
 @contextmanager
 def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], None]) -> Iterator[None]:
     """Call `fill` with the parameters of a unit just before Megatron FSDP copies them to its buffers, each with the
-    range (start, stop) of the elements that are this rank's. It then frees what it has copied.
+    range (start, stop) of this rank's elements. Megatron FSDP frees the parameters that it has copied.
 
-    A unit's weights and main params are two buffers, cut alike: the first one's ranges are those of both.
+    A unit's weights and main params are two buffers that are sharded alike: the first one's ranges hold for both.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
 
@@ -137,7 +138,7 @@ def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], Non
             fill(ranges)
             for each, (start, stop) in ranges.items():
                 low, high = filled.setdefault(each, (start, stop))
-                assert start == stop or low <= start <= stop <= high, "a second buffer that is cut otherwise"
+                assert start == stop or low <= start <= stop <= high, "a second buffer that is sharded otherwise"
         set_item(self, item_id, item_data)
 
     DataParallelBuffer.set_item = set_filled
@@ -149,8 +150,9 @@ def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], Non
 
 @contextmanager
 def located_at_once() -> Iterator[None]:
-    """Let ranks tell each other once where the shards of all parameters lie, when Megatron FSDP makes DTensors of
-    them. It has five collectives for each parameter, of which models with experts have ten thousand."""
+    """Exchange the locations of all parameters' shards at once (`locate_shards`) when Megatron FSDP makes DTensors of
+    them. megatron-core itself needs five collectives for each parameter, and a model with experts has ten thousand
+    parameters."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer, uneven_dtensor
 
     buffer, make = param_and_grad_buffer.ParamAndGradBuffer, param_and_grad_buffer.make_fsdp_dtensor
@@ -187,11 +189,14 @@ def located_at_once() -> Iterator[None]:
 
 
 def locate_shards(tensors: Sequence[DTensor]) -> list[ChunkStorageMetadata]:
-    """Where in each whole tensor this rank's shard lies, whatever the shards' sizes. Collective over the ranks that
-    share a tensor, which all have the same list; AssertionError where the shards are not the whole of one."""
+    """Offsets and sizes of this rank's shard in each whole tensor. Shards may be of different sizes.
+
+    Collective over the ranks that share a tensor, which must pass the same list: one exchange for each process group
+    and each mesh dimension that is sharded. Raises AssertionError where the shards do not add up to their tensor.
+    """
     local = [tensor.to_local().shape for tensor in tensors]
     sizes, offsets = [list(shape) for shape in local], [[0] * len(shape) for shape in local]
-    turns = [_sharded_mesh_dims(tensor) for tensor in tensors]  # the innermost first
+    turns = [_sharded_mesh_dims(tensor) for tensor in tensors]
     for turn in range(max(map(len, turns), default=0)):
         together: dict[Any, list[int]] = {}  # by process group
         for number, dims in enumerate(turns):
@@ -215,17 +220,18 @@ def locate_shards(tensors: Sequence[DTensor]) -> list[ChunkStorageMetadata]:
 
 
 def _sharded_mesh_dims(tensor: DTensor) -> list[int]:
-    order = getattr(tensor.device_mesh, "_shard_order", None)  # of a tensor dimension that is sharded twice
+    """Dimensions of the mesh over which the tensor is sharded, the innermost first."""
+    order = getattr(tensor.device_mesh, "_shard_order", None)  # where one tensor dimension is sharded twice
     dims = range(len(tensor.placements)) if order is None else reversed(order)
     return [dim for dim in dims if isinstance(tensor.placements[dim], Shard)]
 
 
 def patch_unshared_gradients(wrapped: Any) -> None:
-    """Leave gradients that one data parallel rank alone has as they are, in a MegatronFSDP.
+    """Skip a MegatronFSDP's reduction of gradients that only one data parallel rank has.
 
-    Such are those of experts where expert parallelism takes all data parallel ranks, and all where there is one rank.
-    They are summed in place, and each "reduction" would add them to themselves, doubling what earlier micro-batches
-    left.
+    These are the gradients of experts where expert parallelism takes all data parallel ranks, and all gradients where
+    there is one rank. They accumulate in place, and each reduction would add them to themselves, doubling those of
+    earlier micro-batches.
     """
     pipeline = wrapped.grad_reduce_pipeline
     reduce = pipeline._bucket_group_gradient_reduce
