@@ -21,16 +21,17 @@ from dlm_bridge.plan.model import ROLES, PlannedModel
 from dlm_bridge.plan.run import GIB, OVERHEADS, PlannedRun
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "transient", "overhead")
-_STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments a parameter, but for the matrices of Muon
-_REDUCED_TOGETHER = 10**9  # elements of gradients that Megatron FSDP lets wait for their sum, at least
-_MATRICES = ("attention", "mlp", "shared experts")  # of which Muon keeps one; of experts it depends on the family
-
-_GATHERED, _REDUCED = 8, 4  # userbuffers of Transformer Engine, of a micro-batch's hidden states each
+_STATE = {"adamw": 8, "sgd": 4, "muon": 8}  # bytes of moments per parameter, but for the matrices of Muon
+_REDUCED_TOGETHER = 10**9  # gradient elements that may wait for their reduction in Megatron FSDP, at least
+# Roles whose matrices have one moment under Muon. Experts are not among them: it depends on the family.
+_MATRICES = ("attention", "mlp", "shared experts")
+# Number of Transformer Engine's userbuffers, each for a micro-batch's hidden states.
+_GATHERED, _REDUCED = 8, 4
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of each rank of one pipeline stage, in bytes; all ranks of a stage are alike."""
+    """Memory of each rank of one pipeline stage, in bytes. All ranks of a stage need the same."""
 
     pp_rank: int
     chunks: tuple[tuple[int, ...], ...]  # the layers of each virtual chunk
@@ -40,22 +41,23 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    transient: int  # the largest of the loss's logits, one layer's backward buffers and FSDP's waiting gradients
-    overhead: int  # outside of the caching allocator, and its slack
-    building: int  # tensors at the peak before the first step, while the model is built and sharded
+    transient: int  # the largest of the loss's logits, one layer's recomputed activations, FSDP's unreduced gradients
+    overhead: int  # outside of the caching allocator, and its fragmentation
+    building: int  # peak of tensors before the first step, while the model is built and sharded
 
     @property
     def allocated(self) -> int:
-        """Peak memory of tensors while it trains, as torch.cuda.max_memory_allocated."""
+        """Peak bytes of tensors in training, as torch.cuda.max_memory_allocated counts them."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
     @property
     def total(self) -> int:
-        """Memory that the GPU needs."""
+        """Bytes of memory that the GPU needs."""
         return max(self.allocated, self.building) + self.overhead
 
     @property
     def layers(self) -> int:
+        """Number of layers on the rank."""
         return sum(map(len, self.chunks))
 
     @property
@@ -70,7 +72,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Parameters and memory by pipeline stage; `ranks` is the number of ranks of each stage."""
+    """Parameters and memory by pipeline stage."""
 
     model: PlannedModel
     run: PlannedRun
@@ -78,6 +80,7 @@ class MemoryPlan:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks of each stage."""
         return self.run.gpus // self.run.layout.pp
 
     @property
@@ -123,8 +126,8 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
         found.append(f"no --global-batch-size: {run.micro_batches} micro-batches a step are assumed")
     found += building_notes(model, run)
     if model.dims.experts:
-        share = round(100 * (OVERHEADS.expert_imbalance - 1))
-        found.append(f"the fullest rank's experts are taken to get {share}% more tokens than the mean")
+        percent = round(100 * (OVERHEADS.expert_imbalance - 1))
+        found.append(f"the fullest rank's experts are taken to get {percent}% more tokens than the mean")
     return found
 
 
@@ -140,12 +143,13 @@ def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
         ]
     if run.fsdp == "optim_grads_params":
         return [
-            "to build the model, Megatron FSDP has each GPU's whole share of embedding and head, then of one layer at "
-            "a time, which it cuts, and then the gradients (within 0.1% of LLaDA-8B's shape on two H100s)"
+            "to build the model, each GPU holds its whole tensor parallel part of embedding and head, then of one "
+            "layer at a time, which Megatron FSDP shards, and then the gradients (within 0.1% of LLaDA-8B's shape on "
+            "two H100s)"
         ]
     return [
-        "to build the model, Megatron FSDP has each GPU's whole tensor parallel share of the weights, which stays: "
-        "that peak follows megatron-core's code, and was not measured"
+        "to build the model, each GPU holds its whole tensor parallel part of the weights, which stays under this "
+        "strategy of Megatron FSDP: that peak follows megatron-core's code, and was not measured"
     ]
 
 
@@ -251,9 +255,10 @@ def _states(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) ->
 
 
 def _waiting(model: PlannedModel, run: PlannedRun, parameters: int) -> float:
-    """Bytes of gradients that Megatron FSDP holds at the end of the backward pass, beside its shards and the largest
-    unit's: its summed shard, the narrow ones that it was copied from, and what waits to be freed, for which
-    megatron-core has a limit. A layer waits as one; where weights are not sharded, smaller buckets do."""
+    """Bytes of gradients that Megatron FSDP holds at the end of the backward pass, beside its shards and the whole
+    gradients of the largest unit: that unit's reduced shard, its gradients in the weights' dtype, and gradients
+    that wait to be freed, whose number megatron-core limits. These are whole layers, or smaller buckets where weights
+    are not sharded."""
     if run.fsdp not in ("optim_grads", "optim_grads_params") or run.own_shards:  # FSDP2 waits for each unit
         return 0.0
     unit, layer = _largest_unit(model, run), _largest_layer(model, run)
@@ -265,12 +270,13 @@ def _waiting(model: PlannedModel, run: PlannedRun, parameters: int) -> float:
 
 
 def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) -> float:
-    """Bytes on the device at the peak before the first step. Without FSDP that is the weights, which stay.
+    """Bytes on the device at the peak before the first step. Without FSDP these are the weights, which stay.
 
-    Megatron FSDP has the whole share of the weights, and for its first unit also the buffer that they are copied to
-    and their shards, with fp32 main params; what it has copied is freed. Where it shards the weights too, it has
-    embedding and head whole, of which it copies one, or a layer twice and all shards. When all is cut it allocates the
-    gradients. The Accelerate engine has the fp32 shards, and the shard that is read of the largest parameter.
+    Under Megatron FSDP a rank holds its whole tensor parallel part of the weights, and for the first unit also the
+    buffer that they are copied to and their shards, with fp32 main params; what was copied is freed. Where weights are
+    sharded too (optim_grads_params), it holds embedding and head whole and a copy of one of them, then all shards and
+    a layer twice. When all weights are sharded the gradients are allocated. In the Accelerate engine a rank holds its
+    fp32 shards, and its shard of the largest parameter once more, as it is read.
     """
     count, low = sum(parameters.values()), 4 if run.precision == "fp32" else 2
     if run.fsdp is None:
@@ -290,14 +296,14 @@ def _building(model: PlannedModel, run: PlannedRun, parameters: dict[str, int]) 
 
 
 def largest_parameter(model: PlannedModel) -> int:
-    """Elements of the largest parameter of the Hub model, in which the experts of a layer are one."""
+    """Elements of the largest parameter of the Hub model. All experts of a layer are one parameter."""
     dims = model.dims
     sizes = [dims.vocab * dims.hidden, dims.q_rows * dims.hidden, 2 * dims.experts * dims.moe_ffn * dims.hidden]
     return max(*sizes, 0 if dims.experts and not dims.dense_layers else dims.ffn * dims.hidden)
 
 
 def _largest_unit(model: PlannedModel, run: PlannedRun) -> int:
-    """Parameters of the largest layer or outer tensor, the unit that FSDP gathers."""
+    """Parameters of the largest unit that FSDP gathers: a layer, the embedding or the output layer."""
     return max(_largest_layer(model, run), *model.outer(run.layout.tp).values())
 
 
@@ -308,7 +314,7 @@ def _largest_layer(model: PlannedModel, run: PlannedRun) -> int:
 
 
 def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:
-    """Logits, loss buffers and the gradient of the hidden states on the last stage."""
+    """Bytes of logits, loss buffers and the gradient of the hidden states, on the last stage."""
     if pp != run.layout.pp - 1:
         return 0.0
     columns = -(-model.dims.vocab // run.layout.tp)
@@ -321,7 +327,7 @@ def _head(model: PlannedModel, run: PlannedRun, pp: int) -> float:
 
 
 def _one_layer(model: PlannedModel, run: PlannedRun, kinds: dict[bool, int]) -> float:
-    """Activations that recomputation restores, for one layer at a time."""
+    """Bytes of activations that recomputation restores, for one layer at a time."""
     if run.recompute == "none":
         return 0.0
     everything = replace(run, recompute="none")
@@ -331,7 +337,7 @@ def _one_layer(model: PlannedModel, run: PlannedRun, kinds: dict[bool, int]) -> 
 
 
 def _sequence(run: PlannedRun) -> int:
-    """How many ranks share a sequence where layers do not split it by columns."""
+    """Number of ranks that share a sequence outside of tensor parallel layers (sequence parallelism)."""
     return run.layout.tp if run.sharded_sequence else 1
 
 
