@@ -1,6 +1,6 @@
-"""`python -m tests.fuzz --cases 5000 --state FILE`: damaged inputs under every command, as many as asked for.
+"""`python -m tests.fuzz --cases 5000 --state FILE`: run commands on damaged inputs.
 
-The state file keeps the next seed and the counts, so that a run which was stopped goes on where it was.
+The state file keeps the next seed and the counts, so that a run which was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ IMPORTED = ("bitsandbytes", "datasets.io.generator", "peft", "torch.utils.serial
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100, help="cases in all, those before a stop included")
-    parser.add_argument("--seed", type=int, default=0, help="the first")
-    parser.add_argument("--state", type=Path, help="where to go on, and the counts")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of inputs")
-    parser.add_argument("--commands", default="", help="such as serve,eval; all by default")
-    parser.add_argument("--show", action="store_true", help="every case")
+    parser.add_argument("--cases", type=int, default=100, help="number of cases in all, those before a stop included")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--state", type=Path, help="file of the next seed and the counts")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of inputs, separated by commas")
+    parser.add_argument("--commands", default="", help="commands, such as serve,eval; all by default")
+    parser.add_argument("--show", action="store_true", help="print every case, not only faults")
     parser.add_argument("--keep", type=Path, help="folder of the sound inputs, kept for the next run")
     options = parser.parse_args()
     state: dict[str, Any] = {"next": options.seed, "cases": 0, "codes": {}, "answers": {}, "faults": []}
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _import() -> None:
-    """What the commands import when they run, so that a forked process has it."""
+    """Import what the commands import when they run, so that forked processes share it."""
     launcher.import_all()
     own = [module.name for module in pkgutil.walk_packages(dlm_bridge.__path__, "dlm_bridge.", onerror=lambda _: None)]
     for module in (*IMPORTED, *(name for name in own if not name.endswith("__main__"))):
@@ -92,7 +92,7 @@ def _counts(what: str, counts: Mapping[Any, int]) -> str:
 
 
 def tell(case: Case) -> None:
-    """A case, to be read and to be run again."""
+    """Print a case, with the seed that runs it again."""
     outcome = case.outcome
     print(
         f"seed {case.seed} ({case.kind}), {outcome.seconds:.1f} s, exit code {outcome.code}: {'; '.join(case.faults)}"

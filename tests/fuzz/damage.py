@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,8 @@ TEMPLATES = (
 
 
 def damage(folder: Path, random: Random, weights: str) -> list[str]:
-    """Damage one to three things in `folder`; what was done, in words."""
+    """Damage one to three files in `folder`, of which `weights` is the pattern of the weight files. Returns a
+    description of each damage, `KIND PATH: DETAIL`."""
     return [_damage(folder, random, weights) for _ in range(random.choice((1, 1, 1, 2, 3)))]
 
 
@@ -47,7 +49,7 @@ def _damage(folder: Path, random: Random, weights: str) -> str:
 
 
 def is_plain(path: Path) -> bool:
-    """A file of the copy's own: what a link leads to is not to be damaged."""
+    """Whether a path is a file of the copy itself. The target of a link must not be damaged."""
     return path.is_file() and not path.is_symlink()
 
 
@@ -76,7 +78,7 @@ def splice(path: Path, random: Random) -> str:
 
 
 def zeros(path: Path, random: Random) -> str:
-    """A block that was never written."""
+    """Zeros in place of a block, as if it had never been written."""
     data = bytearray(path.read_bytes())
     start = random.randrange(len(data) + 1)
     end = min(len(data), start + random.choice((16, 512, len(data))))
@@ -91,7 +93,7 @@ def remove(path: Path, _: Random) -> str:
 
 
 def replace(path: Path, random: Random) -> str:
-    """What is no file takes its place."""
+    """Replace the file by a pipe, a folder, a device or a link that leads nowhere."""
     path.unlink()
     what = random.choice(
         ("pipe", "folder", "nowhere", "itself", "/dev/zero", "/dev/null", "/dev/tty", "/proc/self/mem")
@@ -198,13 +200,6 @@ def mutate_header(path: Path, random: Random) -> str:
     text = json.dumps(header).encode("utf-8", "surrogatepass")
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     return f"{what} of {name}"
-
-
-def prod(numbers: list[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
 
 
 def mutate_template(path: Path, random: Random) -> str:

@@ -50,20 +50,9 @@ LLAMA = {
     "torch_dtype": "float32",
 }
 # One short run of a training command.
-SHORT = (
-    "--output",
-    "{out}",
-    "--steps",
-    "2",
-    "--global-batch-size",
-    "2",
-    "--seq-length",
-    "32",
-    "--save-interval",
-    "1",
-    "--eval-interval",
-    "0",
-)
+BATCH = ("--global-batch-size", "2", "--seq-length", "32")
+TWO_STEPS = ("--steps", "2", *BATCH, "--save-interval", "1", "--eval-interval", "0")
+SHORT = ("--output", "{out}", *TWO_STEPS)
 GENERATE = ("generate", "{it}", "--prompt", "the", "--gen-length", "4")
 CHAT = ("generate", "{it}", "--chat", "--prompt", "the", "--gen-length", "4", "--json")
 PERPLEXITY = ("eval", "{it}", "--perplexity", "{text}", "--limit", "2", "--window", "16", "--mc-samples", "1")
@@ -109,9 +98,17 @@ Run = Callable[[tuple[str, ...]], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of input. `build(root, target, run)` makes a sound one; `run` is a command in a process of its own.
-    `weights` match its weight files, `needs` are the kinds that it is made of or read with, `rounds` is how often a
-    copy is damaged."""
+    """A kind of input.
+
+    Args:
+        build: `build(root, target, run)` makes a sound one at `target`. `run(words)` runs a command in a process of
+            its own, and `root` holds the other kinds.
+        commands: the words of every command that opens it; `{it}` is the damaged copy, `{out}` an output, `{NAME}` the
+            sound input of another kind.
+        weights: pattern of its weight files.
+        needs: the kinds that it is made of or read with.
+        rounds: how often a copy is damaged.
+    """
 
     build: Callable[[Path, Path, Run], None]
     commands: tuple[tuple[str, ...], ...]
@@ -147,25 +144,8 @@ def _pickled(root: Path, target: Path, _: Run) -> None:
 
 
 def _adapter(root: Path, target: Path, run: Run) -> None:
-    run(
-        (
-            "sft",
-            "--model",
-            str(root / "llama_dlm"),
-            "--data",
-            str(root / "chats.jsonl"),
-            "--lora-rank",
-            "2",
-            "--steps",
-            "1",
-            "--global-batch-size",
-            "2",
-            "--seq-length",
-            "32",
-            "--output",
-            str(root / "adapter_run"),
-        )
-    )
+    model, data, output = (str(root / name) for name in ("llama_dlm", "chats.jsonl", "adapter_run"))
+    run(("sft", "--model", model, "--data", data, "--lora-rank", "2", "--steps", "1", *BATCH, "--output", output))
     shutil.copytree(root / "adapter_run" / "checkpoints" / "step-0000001", target)
 
 
@@ -187,29 +167,8 @@ def _megatron_adapter(root: Path, target: Path, run: Run) -> None:
 
 def _run(engine: str) -> Callable[[Path, Path, Run], None]:
     def build(root: Path, target: Path, run: Run) -> None:
-        run(
-            (
-                "pretrain",
-                "--engine",
-                engine,
-                "--model",
-                str(root / "diffusion"),
-                "--data",
-                str(root / "text.txt"),
-                "--output",
-                str(target),
-                "--steps",
-                "2",
-                "--global-batch-size",
-                "2",
-                "--seq-length",
-                "32",
-                "--save-interval",
-                "1",
-                "--eval-interval",
-                "0",
-            )
-        )
+        model, data = str(root / "diffusion"), str(root / "text.txt")
+        run(("pretrain", "--engine", engine, "--model", model, "--data", data, "--output", str(target), *TWO_STEPS))
 
     return build
 
@@ -224,18 +183,8 @@ def _data(root: Path, target: Path, run: Run) -> None:
         shutil.copyfile(root / name, target / name)
     rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target / "rows.parquet")
-    run(
-        (
-            "preprocess",
-            str(root / "text.txt"),
-            "--tokenizer",
-            str(root / "diffusion"),
-            "--output",
-            str(target / "pair"),
-            "--workers",
-            "1",
-        )
-    )
+    data, tokenizer, output = str(root / "text.txt"), str(root / "diffusion"), str(target / "pair")
+    run(("preprocess", data, "--tokenizer", tokenizer, "--output", output, "--workers", "1"))
 
 
 def _requests(root: Path, target: Path, _: Run) -> None:
@@ -259,24 +208,8 @@ def _tasks(root: Path, target: Path, __: Run) -> None:
 
 
 def _resume(engine: str) -> tuple[str, ...]:
-    return (
-        "pretrain",
-        "--engine",
-        engine,
-        "--model",
-        "{diffusion}",
-        "--data",
-        "{text}",
-        "--resume",
-        "--output",
-        "{it}",
-        "--steps",
-        "3",
-        "--global-batch-size",
-        "2",
-        "--seq-length",
-        "32",
-    )
+    source = ("--model", "{diffusion}", "--data", "{text}")
+    return ("pretrain", "--engine", engine, *source, "--resume", "--output", "{it}", "--steps", "3", *BATCH)
 
 
 UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
@@ -377,18 +310,7 @@ KINDS: dict[str, Kind] = {
             ("preprocess", "{it}/rows.jsonl", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
             ("preprocess", "{it}/rows.parquet", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
             ("generate", "{diffusion}", "--jsonl", "{it}/prompts.jsonl", "--gen-length", "4"),
-            (
-                "eval",
-                "{diffusion}",
-                "--perplexity",
-                "{it}/text.txt",
-                "--limit",
-                "2",
-                "--window",
-                "16",
-                "--mc-samples",
-                "1",
-            ),
+            ("eval", "{diffusion}", "--perplexity", "{it}/text.txt", *PERPLEXITY[4:]),
         ),
         "pair.*",
         ("diffusion",),

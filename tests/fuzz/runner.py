@@ -23,11 +23,12 @@ from tests.fuzz.inputs import KINDS, write_data
 
 # Commands that run until they are interrupted, and the exit codes that they end with.
 ENDS = {"serve": (2, 130), "app": (2, 130)}
-CPU_S = 45  # of a case, whose time depends on what else the machine does
-IDLE_S, BUSY_TICKS = 90, 100  # without using so much of it, since the threads of a waiting process use a little
-LONGEST_S = 1200
-ROOM = 6 << 30  # bytes that a case may ask the system for
-LINES, LENGTH = 6, 2000  # of a refusal
+CPU_S = 45  # limit of a case's processor time; its wall time depends on what else the machine does
+# A case hangs after IDLE_S seconds in which it used fewer than BUSY_TICKS clock ticks of processor time (the threads
+# of a waiting process use a few), or after LONGEST_S seconds in all.
+IDLE_S, BUSY_TICKS, LONGEST_S = 90, 100, 1200
+ROOM = 6 << 30  # limit of the bytes that a case allocates
+LINES, LENGTH = 6, 2000  # limits of a refusal: lines, and characters of one
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _PROGRESS = re.compile(r"\[\d+:\d\d[<,].*\]$")  # a bar of tqdm's, with its times
 
@@ -102,7 +103,8 @@ class Fuzzer:
             raise RuntimeError(f"{' '.join(words)}: {outcome.stderr[-3000:]}")
 
     def _execute(self, words: tuple[str, ...], requests: Path | None = None) -> Outcome:
-        """Run a command. One of `ENDS` that listens is sent the requests, where it takes any, and SIGINT."""
+        """Run a command in a forked process. A server (`ENDS`) gets SIGINT once it listens, `serve` after it has been
+        sent the `requests`."""
         logs = self._root / "stdout", self._root / "stderr"
         began = time.monotonic()
         child = os.fork()
@@ -160,14 +162,15 @@ def _ask(port: int, folder: Path) -> dict[str, int]:
                 client.request("POST", f"/v1/{path}", file.read_bytes(), {"Content-Type": "application/json"})
                 answer = client.getresponse()
                 answer.read()
-            except (OSError, HTTPException):  # it has ended, or it hangs, which it says by itself
+            except (OSError, HTTPException):  # the server has ended or hangs, which `_execute` finds
                 break
             found[file.name] = answer.status
     return found
 
 
 def faults(case: Case, words: tuple[str, ...]) -> list[str]:
-    """What a command must not do, whatever it is given."""
+    """The faults of a case: what a command must not do, whatever its input is. `words` are the command's, before the
+    paths were filled in."""
     outcome, found = case.outcome, []
     if outcome.code is None:
         return ["hangs"]
@@ -220,7 +223,8 @@ def _folder_name(random: Random) -> str:
 
 
 def _become(words: tuple[str, ...], stdout: Path, stderr: Path, home: Path) -> NoReturn:
-    """The command's process, as if it had been started on its own."""
+    """Run the command in this forked process, with limits on memory and processor time, as if it had been started on
+    its own."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fuzzer
