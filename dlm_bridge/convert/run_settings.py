@@ -210,8 +210,8 @@ class _Derivation:
             if value is not None and (rows is None or value <= rows):
                 self.add(key, value, self._name("vocab_size"))
             elif padded is not None or rows is not None:
-                said = "padded_vocab_size" if padded is not None else "the stored embedding"
-                self.add(key, padded if padded is not None else rows, f"{said}: padding may be among it", assumed=True)
+                name = "padded_vocab_size" if padded is not None else "the stored embedding"
+                self.add(key, padded if padded is not None else rows, f"{name}: padding may be among it", assumed=True)
             else:
                 raise DlmBridgeError(f"{self._where}: {self._origin} has no vocab_size: give --hf-config or --like")
 

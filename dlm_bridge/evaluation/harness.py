@@ -117,8 +117,8 @@ class DiffusionHarness(TemplateLM):
                 place: is_greedy(self.model, self._pair(*requests[asked[place]].args))
                 for place in self.replicas.share(range(len(asked)))
             }
-        said = dict(zip(asked, self.replicas.collect(greedy), strict=True))
-        return [(value, said.get(number, False)) for number, (value, _) in enumerate(found)]
+        greedily = dict(zip(asked, self.replicas.collect(greedy), strict=True))
+        return [(value, greedily.get(number, False)) for number, (value, _) in enumerate(found)]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

@@ -45,7 +45,7 @@ _MISSING = "missing"  # no JSON value that a config holds under a key of the oth
 RUNNER = Path(__file__).with_name("original_runner.py")
 READY = "requirements.json"  # written last: an environment without it was interrupted
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS", "SYSTEMROOT")
-_SHOWN = 3  # lines of what a failed process has said
+_SHOWN = 3  # lines of a failed process' output
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def make_environment(requirements: Sequence[str], folder: Path | None = None, pi
 def run_original(python: Path, checkpoint: Path, request: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """result.json's dict and the logits [1, S, V] that the checkpoint's own code computes under `python`.
 
-    Raises DlmBridgeError where it fails, with the last lines that it said.
+    Raises DlmBridgeError where it fails, with the last lines of its output.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -368,11 +368,11 @@ def _check_run(command: Sequence[str], what: str, environment: dict[str, str] | 
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            said = process.stdout.read().decode("utf-8", "replace")  # standard input stays open until it has ended
+            printed = process.stdout.read().decode("utf-8", "replace")  # standard input stays open until it has ended
             code = process.wait()
         except BaseException:
             process.kill()
             raise
     if code != 0:
-        lines = [line.strip() for line in said.splitlines() if line.strip()][-_SHOWN:]
+        lines = [line.strip() for line in printed.splitlines() if line.strip()][-_SHOWN:]
         raise DlmBridgeError(f"{what} (exit code {code}): {printable(' | '.join(lines))}")

@@ -274,9 +274,9 @@ def _reasons(
         tried = sorted(value for dimension, value in search if dimension == name)
         lower = [value for value in tried if value < chosen]
         higher = [value for value in tried if value > chosen]
-        said = [f"with {value} {_against(best, search[name, value])}" for value in (*lower[-1:], *higher[:1])]
-        if said:
-            yield f"{_NAMES[name]} {chosen}: " + "; ".join(said)
+        compared = [f"with {value} {_against(best, search[name, value])}" for value in (*lower[-1:], *higher[:1])]
+        if compared:
+            yield f"{_NAMES[name]} {chosen}: " + "; ".join(compared)
     run = best.run
     if run.recompute == "none":
         yield f"no recomputation: {best.memory.peak.total / GIB:.1f} of {hardware.memory / GIB:.0f} GiB are used"

@@ -151,10 +151,10 @@ class FirstProcess(ShardSource):
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model, device)
-        said: list[Any] = [{name: tensor.dtype for name, tensor in self.tensors.items()}]
-        dist.broadcast_object_list(said, src=0, device=device)
-        assert said[0].keys() == self.tensors.keys(), "the processes have different models"
-        self._dtypes: dict[str, torch.dtype] = said[0]
+        sent: list[Any] = [{name: tensor.dtype for name, tensor in self.tensors.items()}]
+        dist.broadcast_object_list(sent, src=0, device=device)
+        assert sent[0].keys() == self.tensors.keys(), "the processes have different models"
+        self._dtypes: dict[str, torch.dtype] = sent[0]
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:

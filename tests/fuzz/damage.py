@@ -112,22 +112,22 @@ def mutate_json(path: Path, random: Random) -> str:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         return "no JSON any more"
-    said = "all"
+    change = "all"
     nodes = list(_nodes(value))
     if nodes and random.random() < 0.9:
         # Half of the time near the root, where the keys are that all readers look at.
         node, key = random.choice(
             [each for each in nodes if each[0] is value] or nodes if random.random() < 0.5 else nodes
         )
-        said = f"{key!r} = {_mutate(node, key, random)}"
+        change = f"{key!r} = {_mutate(node, key, random)}"
     else:
         value = random.choice(VALUES)
     text = json.dumps(value)
     if random.random() < 0.1:
         depth = random.choice((200, 900, 5000, 200_000))
-        text, said = text[:-1] + ', "deep": ' + "[" * depth + "]" * depth + text[-1:], f"nested {depth}"
+        text, change = text[:-1] + ', "deep": ' + "[" * depth + "]" * depth + text[-1:], f"nested {depth}"
     path.write_text(text, "utf-8", errors="surrogatepass")
-    return said
+    return change
 
 
 def _nodes(value: Any) -> list[tuple[Any, Any]]:
@@ -166,13 +166,13 @@ def mutate_line(path: Path, random: Random) -> str:
     except (ValueError, RecursionError):
         return "no JSON any more"
     nodes = _nodes(row)
-    said = "all"
+    change = "all"
     if nodes:
         node, key = random.choice(nodes)
-        said = f"line {place}: {key!r} = {_mutate(node, key, random)}"
+        change = f"line {place}: {key!r} = {_mutate(node, key, random)}"
     lines[place] = json.dumps(row).encode() + b"\n"
     path.write_bytes(b"".join(lines))
-    return said
+    return change
 
 
 def mutate_header(path: Path, random: Random) -> str:

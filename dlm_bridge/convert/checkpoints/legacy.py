@@ -161,9 +161,9 @@ def open_legacy(folder: Path) -> LegacyFiles:
             if a != b:
                 raise DlmBridgeError(f"{folder / rank.file}: its {what} is {b}, that of {first.name} is {a}")
     args = first.rest.get("args")
-    said = args.fields if isinstance(args, Inert) else {}
+    saved = args.fields if isinstance(args, Inert) else {}
     tp, pp, ep = (
-        max(_size(said.get(name)), 1 + max(key[axis] for key in by_place))
+        max(_size(saved.get(name)), 1 + max(key[axis] for key in by_place))
         for axis, name in enumerate(
             ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
         )

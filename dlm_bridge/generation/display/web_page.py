@@ -212,12 +212,12 @@ def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
             colour = "" if confidence is None else f' style="color:{confidence_colour(confidence)}"'
             title = "" if confidence is None else f' title="{confidence:.3f}"'
             parts.append(f"<span{mark}{colour}{title}>{html.escape(string)}</span>")
-    said = summary or f"forward {frame.forwards}, {frame.committed} tokens committed"
+    caption = summary or f"forward {frame.forwards}, {frame.committed} tokens committed"
     legend = ""
     if any(confidence is not None for confidence in frame.confidence):
         bars = "".join(f'<span style="color:{confidence_colour(step / STEPS)}">{BAR}</span>' for step in range(STEPS))
         legend = f' &nbsp; <span style="white-space:nowrap">probability when committed: 0 {bars} 1</span>'
-    status = f'<div class="denoising-status">{html.escape(said)}{legend}</div>'
+    status = f'<div class="denoising-status">{html.escape(caption)}{legend}</div>'
     return f'<div class="denoising">{"".join(parts)}</div>{status}'
 
 
