@@ -240,9 +240,9 @@ def _become(words: tuple[str, ...], stdout: Path, stderr: Path, home: Path) -> N
         os.environ |= {"HOME": str(home), "DLM_BRIDGE_PLATFORM": "cpu"}
         _caches(home)
         sys.argv = ["dlm-bridge", *words]
-        from dlm_bridge.cli.app import main
+        from dlm_bridge.cli.__main__ import run
 
-        main()
+        run()  # with what ends a command soon after SIGINT, wherever that finds it
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
