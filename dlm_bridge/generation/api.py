@@ -301,14 +301,19 @@ def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | Non
 
 
 def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
-    """The parts of the call's sampler, with the caller's rule in place of its own."""
-    sampler = settings.sampler
+    """The parts of the call's sampler, with the caller's rule in place of its own. Raises DlmBridgeError."""
+    sampler, limits = settings.sampler, settings.limits
+    if limits.context is not None and not limits.infill and limits.gen_length > limits.context:
+        raise DlmBridgeError(  # before blocks and steps that do not divide it
+            f"gen_length {limits.gen_length} alone is beyond the model's context of {limits.context}: use "
+            f"{limits.context} less the prompt's tokens, or fewer"
+        )
     spec = sampler.spec(SpecialTokens.of(settings))
     closing = spec.layout.closing
-    if closing is not None and closing >= settings.limits.vocabulary_size:
+    if closing is not None and closing >= limits.vocabulary_size:
         raise DlmBridgeError(
             f"the {sampler.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
-            f"{settings.limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
+            f"{limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
         )
     if commit_rule is None:
         return spec

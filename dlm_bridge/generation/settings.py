@@ -111,11 +111,6 @@ def resolve_settings(
     needs_mask = kind.needs_mask or infill or parameters.get("p_uniform") is not None
     mask_token_id = _mask_token_id(model, family, sources, needs_mask)
     context = getattr(config, "max_position_embeddings", None)
-    if context is not None and not infill and gen_length > context:  # before blocks and steps have to divide it
-        raise DlmBridgeError(
-            f"gen_length {gen_length} alone is beyond the model's context of {context}: use {context} less the "
-            "prompt's tokens, or fewer"
-        )
     eos = eos_token_ids(_find(sources, "eos_token_id", getattr(config, "eos_token_id", None))[0])
     named = [ids for source in sources if (ids := eos_token_ids(source.values.get("eos_token_id")))]
     pad_token_id, _ = _find(sources, "pad_token_id", getattr(config, "pad_token_id", None))

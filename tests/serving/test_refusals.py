@@ -143,7 +143,7 @@ def test_a_prompt_that_is_too_long_gets_the_numbers(server: Running, diffusion: 
     for number in (context, context + 16):
         assert str(number) in error_of(answer)["message"]
     far = error_of(post(server, {**PROMPT, "max_tokens": 100_001}))["message"]  # and no number of blocks
-    assert f"context of {context}" in far
+    assert f"limit of {context}" in far
     with running(diffusion, max_length=20) as short:
         assert "20" in error_of(post(short, {**PROMPT, "prompt": [5] * 5}))["message"]
         assert post(short, {**PROMPT, "prompt": [5] * 4}).status_code == 200

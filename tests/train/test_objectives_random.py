@@ -309,7 +309,7 @@ def test_a_model_is_trained_sampled_and_bounded(tmp_path: Path, run: Run) -> Non
     with pytest.raises(DlmBridgeError, match=r"algorithm llada .* hybrid .*noise_process"):
         model.generate(torch.tensor([[9, 8]]), algorithm="llada")
     with pytest.raises(DlmBridgeError, match="entropy_bound"):
-        model.generate(torch.tensor([[9, 8]]), resampling="entropy_bound")
+        model.generate(torch.tensor([[9, 8]]), gen_length=12, resampling="entropy_bound")
     assert "hybrid noise" in bound_estimator(model).described
     with pytest.raises(DlmBridgeError, match="hybrid noise has no greedy"):
         is_greedy(model, Answer((9,), (8,)))
