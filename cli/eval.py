@@ -271,7 +271,7 @@ def _show(facts: Mapping[str, Any]) -> None:
             documents = (entry["documents"] or {}).get("effective", "")
             shown = kind if filtered in ("", "none") else f"{kind} ({filtered})"
             spread = f"{error:.4f}" if isinstance(error, int | float) else ""
-            table.add_row(task, shown, f"{value:.4f}", spread, str(documents))
+            table.add_row(printable(str(task)), shown, f"{value:.4f}", spread, str(documents))
     if text := facts.get("perplexity"):
         bound = "" if text["exact"] else ", at most"
         size = f"{text['tokens']:,} tokens"

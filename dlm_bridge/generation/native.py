@@ -120,6 +120,11 @@ def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         ends = end_tokens(model, settings)
         return canvases.keywords(model, given, ends)
     check_values(given)
+    words = given.get("bad_words_ids")
+    if isinstance(words, list) and any(
+        type(token) is bool for word in words if isinstance(word, list) for token in word
+    ):
+        raise DlmBridgeError(f"bad_words_ids must be lists of token ids, not {words!r}")
     known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
     for name in given:
         if name in diffusion_fields() and name != "seed":

@@ -325,6 +325,15 @@ def test_a_task_of_ones_own_may_ask_for_greedy_answers(
     assert "acc,none" in facts["tasks"]["own"]["metrics"]
 
 
+def test_a_number_may_name_a_task(
+    tmp_path: Path, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = tmp_path / "own.yaml"
+    task.write_text(json.dumps({**local_task("sums"), "task": 7077}))
+    evaluate(str(folders["llada"]), tasks=[str(task)], limit=1, set_=["gen_length=4"], max_length=128, device="cpu")
+    assert "7077" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -190,6 +190,13 @@ def test_an_autoregressive_model_is_given_tokens_of_its_vocabulary(autoregressiv
     assert str(token) in answer.json()["error"]["message"]
 
 
+def test_truth_values_are_no_token_ids(autoregressive: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 4, "bad_words_ids": [[True]]}
+    answer = httpx.post(f"{autoregressive.address}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "bad_words_ids" in answer.json()["error"]["message"]
+
+
 def test_as_transformers_chat_asks(server: Running) -> None:
     """First whether the model is loaded, then with a generation config, which can hold a sampler's settings."""
     ready = httpx.post(f"{server.address}/load_model", json={"model": "any"}).text
