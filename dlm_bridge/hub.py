@@ -291,3 +291,19 @@ def inside(folder: Path, name: str) -> Path:
         raise DlmBridgeError(f"{path} is not a plain file")
     check_readable(path)
     return path
+
+
+def check_named_base(named: Any, base: str | None, where: str, compared: bool = False) -> None:
+    """Raise DlmBridgeError where adapter_config.json names another Hub id than `base`. Where one of the two is a
+    folder, which may hold a copy of the other, and their weights are not `compared`, log that in the first process."""
+    if not isinstance(named, str) or not isinstance(base, str) or os.path.realpath(named) == os.path.realpath(base):
+        return
+    if HUB_ID.fullmatch(named) and HUB_ID.fullmatch(base):
+        raise DlmBridgeError(
+            f"{where}: is an adapter of {named}, not of {base}: give its own base, or correct base_model_name_or_path "
+            f"in {ADAPTER_CONFIG}"
+        )
+    if not compared and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            printable(f"{where}: names {named} as its base; whether {base} has the same weights is not known")
+        )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -31,13 +29,11 @@ from dlm_bridge.convert.lora.experts import (
 from dlm_bridge.convert.lora.mask_only import mask_only_token
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
 from dlm_bridge.convert.streaming import read_tensor
-from dlm_bridge.errors import DlmBridgeError, first_of, printable
-from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, read_config
+from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import FamilySpec
-
-logger = logging.getLogger(__name__)
 
 # A [rank, columns] and B [rows, rank]: the weight gets scale * B @ A. DoRA's magnitude [rows] is then the norm of each
 # of its rows.
@@ -465,22 +461,6 @@ def check_plain(config: dict[str, Any], path: Path) -> None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise DlmBridgeError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are no rank and no scale")
-
-
-def check_named_base(named: Any, base: str | None, where: str, compared: bool = False) -> None:
-    """Raise DlmBridgeError where adapter_config.json names another Hub id than `base`. Where one of the two is a
-    folder, which may hold a copy of the other, and their weights are not `compared`, log that in the first process."""
-    if not isinstance(named, str) or not isinstance(base, str) or os.path.realpath(named) == os.path.realpath(base):
-        return
-    if HUB_ID.fullmatch(named) and HUB_ID.fullmatch(base):
-        raise DlmBridgeError(
-            f"{where}: is an adapter of {named}, not of {base}: give its own base, or correct base_model_name_or_path "
-            f"in {ADAPTER_CONFIG}"
-        )
-    if not compared and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            printable(f"{where}: names {named} as its base; whether {base} has the same weights is not known")
-        )
 
 
 def check_all_layers(base: Checkpoint, weights: Iterable[str], where: str) -> None:

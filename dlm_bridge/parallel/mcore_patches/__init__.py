@@ -39,11 +39,6 @@ class Patch:
     replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # full dotted name: make a replacement
 
 
-def on_cpu(platform: Platform) -> bool:
-    """Whether a platform is the CPU's."""
-    return isinstance(platform, CPU)
-
-
 def anywhere(words: str) -> Condition:
     """On every platform, where the run is as the words say."""
     return Condition(words, lambda platform: True)
@@ -51,7 +46,7 @@ def anywhere(words: str) -> Condition:
 
 def on_accelerators(words: str) -> Condition:
     """On every platform but the CPU's."""
-    return Condition(words, lambda platform: not on_cpu(platform))
+    return Condition(words, lambda platform: not ON_CPU.met(platform))
 
 
 def with_te(words: str) -> Condition:
@@ -64,9 +59,9 @@ def without_te(words: str) -> Condition:
     return Condition(words, lambda platform: not platform.uses_transformer_engine())
 
 
-ON_CPU = Condition("the CPU platform", on_cpu)
+ON_CPU = Condition("the CPU platform", lambda platform: isinstance(platform, CPU))
 TORCH_ADAM = Condition(
-    "neither Transformer Engine nor apex", lambda platform: on_cpu(platform) or process.uses_torch_adam()
+    "neither Transformer Engine nor apex", lambda platform: ON_CPU.met(platform) or process.uses_torch_adam()
 )
 
 _TORCH_ON_CPU = process.TorchOnCPU("torch")
