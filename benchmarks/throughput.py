@@ -19,7 +19,7 @@ have lengths like GSM8K's (--shortest to --longest, most of them short), --batch
 - block (block-causal): ratios are to `roofline`, the least time in which this GPU can read weights and cache or do the
   multiplications, of which both rates are measured in the same run.
 
-Ways of ours: eager, graph, compiled: `generate` in batches; continuous: `ContinuousBatch`, longest prompts first, in
+Ways of ours: eager, graph, compiled: `generate` in batches; continuous: `SamplingEngine`, longest prompts first, in
 --continuous-execution. With --padding masked packed each runs twice: padding masked in attention, and left out. With
 --answers ragged each prompt has its own number of new tokens, from a quarter of --new-tokens to all of it, as where
 rows end at their end of sequence: a batch in lockstep runs them all to its longest, a continuous one does not.
@@ -62,7 +62,8 @@ from benchmarks.generation_peers import (  # noqa: E402
     roofline,
 )
 from dlm_bridge.generation import release  # noqa: E402
-from dlm_bridge.generation.batching import ContinuousBatch, RowRequest  # noqa: E402
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Request
 from dlm_bridge.generation.runtime import runner  # noqa: E402
 
 SIZES = ["135m", "1.7b", "8b", "sdar-4b", "llada2-mini"]
@@ -257,13 +258,13 @@ class Bench:
     def continuous(self, row: Row, prompts: list[list[int]], new: list[int]) -> int:
         longest = max(len(prompt) + count for prompt, count in zip(prompts, new, strict=True))
         settings = self.settings(row, max(new)) | {"execution": self.options.continuous_execution}
-        batch = ContinuousBatch(
+        batch = SamplingEngine(
             self.model(row.size), settings, max_rows=row.batch, max_length=longest + self.block(row), stream=False
         )
         for number in sorted(range(len(prompts)), key=lambda number: -len(prompts[number])):
-            batch.submit(RowRequest(number, prompts[number], new[number], seed=0))
+            batch.submit(Request(number, prompts[number], new[number], seed=0))
         while not batch.idle:
-            batch.advance()
+            batch.step()
         return batch.forwards
 
     def plain(self, row: Row, prompts: list[list[int]], new: int) -> Measured:

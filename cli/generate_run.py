@@ -26,7 +26,7 @@ from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
-from dlm_bridge.generation.replicas import Replicas
+from dlm_bridge.distributed import Replicas
 from dlm_bridge.generation.texts import (
     GeneratedTexts,
     WrittenPrompt,

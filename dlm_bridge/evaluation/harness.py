@@ -25,7 +25,7 @@ from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.native import drawing_from, native_settings, refusals_named
-from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
+from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds

@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
-from dlm_bridge.generation.canvases import has_canvas
-from dlm_bridge.generation.replicas import ALONE, Replicas
+from dlm_bridge.generation.gemma import is_gemma
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.hub import check_text_file
 
 WINDOW = 1024
@@ -71,7 +71,7 @@ def text_perplexity(
     tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
     not UTF-8 text or is empty.
     """
-    if has_canvas(model):
+    if is_gemma(model):
         raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
     check_text_file(file, f"--perplexity {file}")
     try:

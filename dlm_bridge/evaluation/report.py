@@ -15,7 +15,7 @@ import torch
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.evaluation.perplexity import Perplexity
-from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.loading import LoadedModel
 
 PACKAGES = ("dlm-bridge", "torch", "transformers", "lm-eval", "datasets")
@@ -38,7 +38,7 @@ def report(
     facts: dict[str, Any] = {
         "model": name,
         "family": opened.family,
-        "kind": "diffusion" if opened.diffusion or has_canvas(opened.model) else "autoregressive",
+        "kind": "diffusion" if opened.diffusion or is_gemma(opened.model) else "autoregressive",
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "likelihood": _likelihood(opened),
@@ -79,7 +79,7 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
 def _likelihood(opened: LoadedModel) -> str:
     if opened.diffusion:
         return f"bound: {bound_estimator(opened.model).described}"
-    return "none" if has_canvas(opened.model) else "exact"
+    return "none" if is_gemma(opened.model) else "exact"
 
 
 def _version(package: str) -> str | None:

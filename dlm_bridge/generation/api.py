@@ -1,16 +1,10 @@
-"""`generate`: the settings, prompts and constraints of a call, the run of the sampler, and the result.
-
-The denoising loop takes blocks from left to right, each denoised by the sampler's rule. A sampler is one choice of
-independent parts: the block layout (`canvas`), the attention pattern (`predictors`), the proposal of tokens
-(`token_sampling`) and the rule that commits them (`commit_rules`).
-"""
+"""`generate`: prompts become requests of the sampling engine, and its events become a tensor."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +12,25 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep, StepObserver
-from dlm_bridge.generation.canvas import Canvas, read_flags
-from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
-from dlm_bridge.generation.constraints import Constraints, read_constraints
-from dlm_bridge.generation.kv_cache import CacheMode, KVCache
-from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.rows import PromptBatch, StopCondition, check_ids, warn_of_padding
-from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache
-from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
-from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
-from dlm_bridge.generation.spans import fit_spans
-from dlm_bridge.generation.token_sampling import Noise, shared_seed
+from dlm_bridge.generation.callbacks import DenoisingStep, OutputColumns, RowStreams, StepRecorder, split_observers
+from dlm_bridge.generation.canvas import Canvas, Entry
+from dlm_bridge.generation.commit_rules import CommitRule
+from dlm_bridge.generation.engine import SamplingEngine, SamplingPlan, input_device
+from dlm_bridge.generation.kv_cache import KVCache
+from dlm_bridge.generation.prompts import (
+    PromptLimits,
+    check_ids,
+    check_row,
+    prompt_rows,
+    resized_span,
+    spans,
+    warn_of_padding,
+)
+from dlm_bridge.generation.request import MASK, Ended, Failed, Request
+from dlm_bridge.generation.runtime.runner import ModelRunner
+from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.generation.stopping import StopCondition
+from dlm_bridge.generation.token_sampling import request_seeds, shared_seed, without_token
 
 
 @dataclass
@@ -115,257 +116,153 @@ def generate(
     settings = resolve_settings(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
     if attention_mask is None:
         warn_of_padding(tokens_BP, settings.pad_token_id)
-    spec = sampler_spec(settings, commit_rule)
-    limits = settings.limits
-    make_prompt = partial(PromptBatch.build, limits=limits, device=input_device(model))
-    prompt, trials, row_trials = make_prompt(tokens_BP, attention_mask), 0, 0
-    given_rows = [row for row in prompt.rows for _ in range(settings.num_return_sequences)]
+    limits, copies = settings.limits, settings.num_return_sequences
+    plan = SamplingPlan.of(settings, commit_rule, tokens_BP.shape[1])
+    device = input_device(model)
+    prompts, padding = prompt_rows(tokens_BP, attention_mask, limits)
+    width, trials, row_trials = tokens_BP.shape[1], 0, 0
+    given = [_as_given(prompt, limits) for prompt in prompts for _ in range(copies)]
     if settings.span_lengths:
-        make_padded = partial(_left_padded, make_prompt, settings.pad_token_id)
-        rows, trials, row_trials = fit_spans(model, prompt.rows, spec, settings, make_padded)
-        prompt = make_padded(rows)
-    prompt = prompt.repeated(settings.num_return_sequences)
+        prompts, trials, row_trials = _fit_spans(model, prompts, plan, device)
+        width = max(map(len, prompts))
+        for number, prompt in enumerate(prompts):
+            check_row(prompt, f"input_ids row {number}", limits)
+        padding = [[settings.pad_token_id] * (width - len(prompt)) for prompt in prompts]
+    prompts, padding = ([row for row in rows for _ in range(copies)] for rows in (prompts, padding))
     seed = settings.seed if generator is None else kwargs.get("seed")  # a generator wins over a stored seed
     if seed is None and generator is None:
         seed = shared_seed(model)
-    noise = Noise.build(generator, seed, given_rows, prompt.tokens.device)
+    seeds = request_seeds(generator, seed, given)
     keep_history = settings.return_dict and settings.output_history
-    callbacks = None
-    if streamer or keep_history:
-        callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
-    stop = StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer"))
-    constraints = call_constraints(settings, spec, prompt.tokens.shape[1])
-    result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
-    _refuse_nan(result, prompt, limits.masked_token_id)
+    callbacks, streamers = split_observers(streamer, len(prompts))
+    output = OutputColumns(prompts, padding, width, limits.gen_length, settings.pad_token_id, limits.infill)
+    recorder = None
+    if callbacks or keep_history:
+        recorder = StepRecorder(
+            callbacks,
+            output,
+            device,
+            keep_history=keep_history,
+            mask_token_id=limits.mask_token_id or 0,
+            closing=plan.spec.layout.closing,
+        )
+    streams = RowStreams(streamers, output) if streamers else None
+    engine = SamplingEngine(
+        model,
+        plan,
+        tokenizer=kwargs.get("tokenizer"),
+        max_rows=len(prompts),
+        max_length=max(map(len, prompts)) + limits.gen_length,
+        stream=streams is not None,
+        observers=[recorder] if recorder is not None else [],
+    )
+    ends: dict[int, Ended] = {}
+    for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True)):
+        engine.submit(Request(number, prompt, seed=row_seed))
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Ended):
+                ends[event.name] = event
+            if streams is not None:
+                streams.report(event)
+    rows = [output.text(number, ends[number].tokens) for number in range(len(prompts))]
+    row_ends = list(map(len, rows))
+    length = max(row_ends)
+    rows = [row + [settings.pad_token_id] * (length - len(row)) for row in rows]
+    sequences = torch.tensor(rows, dtype=torch.long).view(len(rows), length).to(device)
+    if streams is not None:
+        streams.end(sequences)
     if not settings.return_dict:
-        return result.sequences
-    if result.sequences.device.type == "cuda":
-        torch.cuda.synchronize(result.sequences.device)
-    row_forwards = result.row_forwards + row_trials * settings.num_return_sequences
+        return sequences
+    row_forwards = sum(event.forwards for event in ends.values()) + row_trials * copies
+    filled = sum(len(prompt) - prompt.count(MASK) for prompt in prompts) if limits.infill else 0
+    new_tokens = sum(len(event.tokens) for event in ends.values()) - filled
     return DiffusionGenerateOutput(
-        sequences=result.sequences,
-        row_ends=result.row_ends,
-        forwards=result.forwards + trials,
-        tokens_per_forward=int(result.new_tokens) / max(row_forwards, 1),
+        sequences=sequences,
+        row_ends=torch.tensor(row_ends, device=device),
+        forwards=engine.forwards + trials,
+        tokens_per_forward=new_tokens / max(row_forwards, 1),
         time=time.perf_counter() - began,
-        history=tuple(callbacks.history) if callbacks is not None and keep_history else None,
+        history=tuple(recorder.history) if recorder is not None and keep_history else None,
     )
 
 
-@dataclass(frozen=True)
-class SamplingResult:
-    """Result of the denoising loop.
+def _as_given(prompt: Sequence[int], limits: PromptLimits) -> list[int]:
+    """The prompt with mask tokens at masks, from which its random numbers are derived."""
+    return [limits.mask_token_id or 0 if token == MASK else token for token in prompt]
 
-    Args:
-        sequences: [B, P + new].
-        forwards: forward passes of the model.
-        row_forwards: sum over the forward passes of the rows that took part.
-        new_tokens: number of new tokens of all rows, each as far as its end.
-        row_ends: [B], the column behind each row's last token.
-        has_nan: whether the first forward pass gave NaN, a scalar on the device; None without a forward pass.
+
+def _fit_spans(
+    model: Any, rows: Sequence[list[int]], plan: SamplingPlan, device: torch.device
+) -> tuple[list[list[int]], int, int]:
+    """Choose the length of each span of masks among `span_lengths`.
+
+    A masked diffusion model is most confident in its first step where a span of masks has about the right length; CAL
+    (arXiv 2602.00476) chooses lengths by that. Here the score is the first-step confidence, the mean over the span of
+    the best token's probability, over the lengths that the caller names; CAL's search and its correction for the
+    confidence's bias towards some lengths are not part of it.
+
+    Spans are decided from left to right, those to the right at their given length; of equal scores the shortest length
+    wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on.
+
+    Returns:
+        The rows with spans of the chosen lengths; the number of forward passes; the sum over them of the rows that
+        took part.
     """
+    settings = plan.settings
+    fitted = [list(row) for row in rows]
+    forwards = row_forwards = 0
+    for number in range(max((len(spans(row)) for row in rows), default=0)):
+        undecided = [row for row, tokens in enumerate(fitted) if len(spans(tokens)) > number]
+        scores, candidates = [], []
+        for length in settings.span_lengths:
+            tried = [resized_span(fitted[row], number, length) for row in undecided]
+            for row, tokens in zip(undecided, tried, strict=True):
+                check_row(tokens, f"input_ids row {row}", settings.limits)
+            begins = [spans(row)[number][0] for row in tried]
+            columns = slice(min(begins), max(begins) + length)
+            logits_ANV = _first_logits(model, tried, columns, plan, device)
+            places = [begin - columns.start for begin in begins]
+            scores.append(_span_confidence(logits_ANV, places, length, settings.limits.excluded_token_id))
+            candidates.append(tried)
+            forwards += 1
+            row_forwards += len(tried)
+        for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
+            fitted[undecided[place]] = candidates[best][place]
+    return fitted, forwards, row_forwards
 
-    sequences: torch.Tensor
-    forwards: int
-    row_forwards: int
-    new_tokens: torch.Tensor
-    row_ends: torch.Tensor
-    has_nan: torch.Tensor | None
 
-
-def denoise(
-    model: Any,
-    prompt: PromptBatch,
-    spec: SamplerSpec,
-    settings: GenerationSettings,
-    noise: Noise,
-    stop_condition: StopCondition,
-    constraints: Constraints | None,
-    callbacks: CallbackHandler | None,
-) -> SamplingResult:
-    """Run the sampler. Rows that have ended leave the batch after their block.
-
-    Raises:
-        DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
-    """
-    canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
-    rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
-    kv_cache = choose_cache(spec.predictor, model, settings.cache)
-    copies = 2 if spec.predictor_options.get("cfg_scale") else 1
-    rows = copies * len(canvas.rows)
-    with ModelRunner.open(model, settings.execution, kv_cache, rows=rows, width=canvas.width) as runner:
-        context = sampler_context(spec, settings, runner, canvas, kv_cache, noise, constraints, callbacks)
-        if callbacks is not None:
-            callbacks.begin(canvas)
-        for _ in denoise_rows(context, rule):
-            pass
-    sequences = canvas.output()
-    if callbacks is not None:
-        callbacks.end(sequences)
-    return SamplingResult(
-        sequences,
-        context.predictor.forwards,
-        context.row_forwards,
-        canvas.new_tokens(),
-        canvas.output_ends(),
-        context.has_nan,
+def _first_logits(
+    model: Any, rows: Sequence[list[int]], columns: slice, plan: SamplingPlan, device: torch.device
+) -> torch.Tensor:
+    """[A, N, V] logits of these columns of the rows before any step."""
+    limits, cache = plan.settings.limits, KVCache()
+    canvas = Canvas(
+        plan.spec.layout,
+        StopCondition((), device),
+        device,
+        mask_token_id=limits.mask_token_id,
+        cache_width=max(map(len, rows)) + limits.gen_length + 1,
+        infill=True,
     )
-
-
-def sampler_context(
-    spec: SamplerSpec,
-    settings: GenerationSettings,
-    runner: ModelRunner,
-    canvas: Canvas,
-    kv_cache: KVCache,
-    noise: Noise,
-    constraints: Constraints | None,
-    callbacks: StepObserver | None,
-    planner: Callable[[Any], DenoisingRule] | None = None,
-) -> SamplerContext:
-    """What the rows of a canvas are denoised with."""
-    predictor = spec.predictor(runner, canvas, kv_cache, shift=settings.shift, **spec.predictor_options)
-    predictor.commits_first_token = spec.first_token is not None
-    return SamplerContext(
-        canvas,
-        predictor,
-        spec.sampling,
-        constraints,
-        noise,
-        callbacks,
-        settings.limits.vocabulary_size,
-        first_token=spec.first_token,
-        window=spec.window,
-        logits_bias=spec.logits_bias,
-        planner=planner,
-    )
-
-
-def denoise_rows(
-    context: SamplerContext,
-    rule: DenoisingRule,
-    enter: Callable[[], None] = lambda: None,
-    may_launch: Callable[[], bool] = lambda: True,
-) -> Iterator[bool]:
-    """Denoise the rows of the canvas until none is left. Yields after each step: whether rows have completed a block.
-
-    Args:
-        enter: called between two steps, lets rows enter the canvas.
-        may_launch: whether a forward pass of the rows that go on may be launched before they are known.
-    """
-    canvas, predictor = context.canvas, context.predictor
-
-    def launch() -> None:
-        if may_launch():
-            predictor.launch_speculatively(done=True)
-
-    def leave_block(rows: list[int]) -> bool:
-        over = canvas.close_block(rows)
-        if not over:
-            return False
-        if context.callbacks is not None:
-            context.callbacks.block(canvas, canvas.block, over)
-        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
-        if stay is not None:
-            context.noise.select_rows(stay)
-            predictor.select_rows(stay)
-        return True
-
-    while canvas.names:
-        opening = canvas.open_block()
-        nothing_to_do: set[int] = set()
-        if opening:
-            predictor.open_block(canvas.block, opening)
-            nothing_to_do = {*opening} - {*rule.begin_block(context, canvas.block, opening)}
-        inside = [row for row in canvas.rows if canvas.inside[row]]
-        active = [row for row in inside if row not in nothing_to_do]
-        going = set(rule.denoise_step(context, canvas.block, active) if active else ())
-        for row in active:
-            canvas.steps[row] += 1
-        yield leave_block([row for row in inside if row not in going])
-        unwanted = canvas.unwanted()
-        if unwanted:
-            leave_block(unwanted)
-        enter()
-
-
-def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
-    """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
-    kinds = {kind.mode: kind for kind in predictor.caches}
-    if wanted is None:
-        storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
-        return storing[0]() if storing and supports_kv_cache(model) else KVCache()
-    if wanted not in kinds:
-        raise DlmBridgeError(f"this sampler has no cache '{wanted}', its attention allows {' or '.join(kinds)}")
-    return kinds[wanted]()
-
-
-def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
-    """The parts of the call's sampler, with the caller's rule in place of its own. Raises DlmBridgeError."""
-    sampler, limits = settings.sampler, settings.limits
-    if limits.context is not None and not limits.infill and limits.gen_length > limits.context:
-        raise DlmBridgeError(  # before blocks and steps that do not divide it
-            f"gen_length {limits.gen_length} alone is beyond the model's context of {limits.context}: use "
-            f"{limits.context} less the prompt's tokens, or fewer"
+    canvas.admit([Entry(number, row, limits.gen_length) for number, row in enumerate(rows)])
+    options = {"rows": plan.copies * len(rows), "width": canvas.width, "mask_token_id": limits.mask_token_id}
+    with ModelRunner.open(model, "eager", cache, **options) as runner:
+        predictor = plan.spec.predictor(
+            runner, canvas, cache, shift=plan.settings.shift, **plan.spec.predictor_options
         )
-    spec = sampler.spec(SpecialTokens.of(settings))
-    closing = spec.layout.closing
-    if closing is not None and closing >= limits.vocabulary_size:
-        raise DlmBridgeError(
-            f"the {sampler.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
-            f"{limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
-        )
-    if commit_rule is None:
-        return spec
-    if not sampler.takes_commit_rule:
-        raise DlmBridgeError(f"the {sampler.name} sampler takes no commit_rule: leave it out")
-    return replace(spec, rule=CheckedRule(commit_rule))
+        predictor.open_block(columns, canvas.rows)
+        logits_ANV = predictor(None, columns)
+    if plan.spec.logits_bias is not None:
+        logits_ANV = plan.spec.logits_bias(logits_ANV, canvas, None, columns)
+    return logits_ANV
 
 
-def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_width: int) -> Constraints | None:
-    """The constraints that the caller or the sampler asks for; None without any. Raises DlmBridgeError."""
-    if not settings.constraints and not spec.suppress:
-        return None
-    return read_constraints(
-        settings.constraints.get,
-        prompt_width=prompt_width,
-        vocabulary_size=settings.limits.vocabulary_size,
-        mask_token_id=settings.limits.masked_token_id,
-        eos_token_ids=settings.eos_token_ids,
-        pad_token_id=settings.pad_token_id,
-        suppress=spec.suppress,
-    )
-
-
-def _left_padded(make_prompt: Callable[..., PromptBatch], pad_token_id: int, rows: list[list[int]]) -> PromptBatch:
-    width = max(map(len, rows))
-    tokens = torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows])
-    real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return make_prompt(tokens, real)
-
-
-def input_device(model: Any) -> torch.device:
-    """The device of the model's input. Raises DlmBridgeError for a model without weights."""
-    embedding = model.get_input_embeddings()
-    device: torch.device = embedding.weight.device
-    if device.type == "meta":  # offloaded: accelerate's hook names the device
-        hook = getattr(embedding, "_hf_hook", None)
-        if hook is None:
-            raise DlmBridgeError(
-                "the model is on the meta device, without weights: load it with from_pretrained, or move it with "
-                "to_empty and load its state_dict"
-            )
-        device = torch.device(hook.execution_device)
-    return device
-
-
-def _refuse_nan(result: SamplingResult, prompt: PromptBatch, mask_token_id: int) -> None:
-    """Raise DlmBridgeError where the model's logits were NaN: in the first forward pass, or later, since a rule leaves
-    masks only where scores are NaN."""
-    tokens_BS, has_nan = result.sequences, result.has_nan
-    pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
-    real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= pads_B[:, None]
-    if (has_nan is not None and bool(has_nan)) or bool(((tokens_BS == mask_token_id) & real_BS).any()):
-        raise DlmBridgeError(
-            "the model's logits are NaN: look for NaN in its weights; float16 overflows where bfloat16 does not"
-        )
+def _span_confidence(logits_ANV: torch.Tensor, begins: list[int], length: int, excluded_token_id: int) -> torch.Tensor:
+    """[A], the mean over a row's span of the best token's probability."""
+    rows = torch.arange(len(begins))[:, None]
+    columns = torch.tensor(begins)[:, None] + torch.arange(length)
+    probabilities = without_token(logits_ANV[rows, columns], excluded_token_id, torch.float32).softmax(dim=-1)
+    return probabilities.amax(dim=-1).mean(dim=1)

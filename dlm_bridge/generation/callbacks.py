@@ -1,4 +1,4 @@
-"""Step callbacks and streamers."""
+"""Step callbacks and streamers of a call of `generate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from transformers.generation.streamers import TextStreamer
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.request import MASK, Ended, Event, Extended
 from dlm_bridge.generation.token_sampling import gather_tokens
 
 
@@ -44,7 +45,7 @@ class StepCallback(Protocol):
 
 
 class StepObserver(Protocol):
-    """What a sampler's rule reports its steps to."""
+    """An object that an engine calls after every forward pass."""
 
     def step(
         self,
@@ -56,114 +57,192 @@ class StepObserver(Protocol):
         *,
         final: bool,
     ) -> None:
-        """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
-        change any more."""
+        """Called after a forward pass that predicted these columns, and after the commit; `final`: committed tokens do
+        not change any more."""
 
-    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
-        """After these rows have completed the block, before any of them leaves the canvas."""
+    def block(self, canvas: Canvas, rows: list[int]) -> None:
+        """Called when these rows have completed the block, before any of them leaves the canvas."""
 
 
-class CallbackHandler:
-    """Calls the step callbacks and streamers of one call of `generate`.
+@dataclass(frozen=True)
+class OutputColumns:
+    """The columns of `generate`'s output: prompts [B, width] padded on the left, then `gen_length` new tokens.
+
+    Args:
+        prompts: token ids of each row, `MASK` at positions to fill.
+        padding: token ids on the left of each prompt.
+        fills: the rows' positions to fill are in their prompts.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    padding: Sequence[Sequence[int]]
+    width: int
+    gen_length: int
+    pad_token_id: int
+    fills: bool
+
+    def text(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """A row of the output, without padding on the right; `tokens` are those of the row's events."""
+        return [*self.padding[row], *(() if self.fills else self.prompts[row]), *tokens]
+
+
+class StepRecorder:
+    """Calls the step callbacks of a call, and keeps its history.
+
+    Args:
+        mask_token_id: shown at masks.
+        closing: a token that stands in the last column from the start.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[StepCallback],
+        output: OutputColumns,
+        device: torch.device,
+        *,
+        keep_history: bool,
+        mask_token_id: int,
+        closing: int | None,
+    ) -> None:
+        self._callbacks, self._output, self._keep_history = callbacks, output, keep_history
+        self._mask_token_id = mask_token_id
+        rows = [output.text(number, prompt if output.fills else []) for number, prompt in enumerate(output.prompts)]
+        self._tokens = torch.nn.functional.pad(torch.tensor(rows), (0, output.gen_length), value=MASK).to(device)
+        if closing is not None and output.gen_length:
+            self._tokens[:, -1] = closing
+        self._confidence = torch.full(self._tokens.shape, torch.nan, device=device)
+        self._columns = torch.arange(self._tokens.shape[1], device=device)
+        self.history: list[DenoisingStep] = []
+
+    def step(
+        self,
+        canvas: Canvas,
+        rows: list[int],
+        columns: Columns,
+        logits_ANV: torch.Tensor,
+        forwards: int,
+        *,
+        final: bool,
+    ) -> None:
+        """See `StepObserver`."""
+        names = canvas.names
+        tokens = self._tokens.clone()
+        behind_AS = self._copy(canvas, canvas.rows, canvas.tokens, tokens)
+        masked = tokens == MASK  # perhaps again: a rule may take a token back
+        committed = tokens.ne(self._tokens) & ~masked
+        if canvas.grows:
+            ended = to_device([int(name) for name in names], tokens.device)  # type: ignore[call-overload]
+            committed[ended] &= ~behind_AS
+        of_tokens_AN = canvas.take(rows, columns).clamp(min=0)
+        probabilities_AN = gather_tokens(logits_ANV.softmax(dim=-1, dtype=torch.float32), of_tokens_AN)
+        values_BS = probabilities_AN.new_full(canvas.tokens.shape, torch.nan)
+        index = canvas.index(rows)
+        values_BS[index] = values_BS[index].scatter(1, canvas.columns(rows, columns), probabilities_AN)
+        now = torch.full_like(self._confidence, torch.nan)
+        self._copy(canvas, rows, values_BS, now)
+        self._confidence = torch.where(committed, now, self._confidence).masked_fill(masked, torch.nan)
+        self._tokens = tokens
+        step = DenoisingStep(
+            forwards,
+            tuple(names[row] for row in rows),  # type: ignore[misc]
+            tokens.masked_fill(masked, self._mask_token_id),
+            committed,
+            self._confidence,
+        )
+        for callback in self._callbacks:
+            callback.on_step(step)
+        if self._keep_history:
+            self.history.append(step)
+
+    def block(self, canvas: Canvas, rows: list[int]) -> None:
+        """See `StepObserver`."""
+
+    def _copy(self, canvas: Canvas, rows: list[int], values_BS: torch.Tensor, output_BS: torch.Tensor) -> torch.Tensor:
+        """Copy these rows' values from the columns of the canvas to those of the output. Returns [A, S], True behind
+        each row's end; of rows that grow and shrink, it is padding."""
+        index, names, starts, ends = canvas.index(rows), canvas.names, canvas.starts, canvas.ends
+        names_A = to_device([int(names[row]) for row in rows], output_BS.device)  # type: ignore[call-overload]
+        start_A = canvas.first_new(rows)
+        stops = [min(ends[row], starts[row] + self._output.gen_length) for row in rows]
+        columns_AS = self._columns - (self._output.width - start_A)[:, None]  # of the canvas
+        behind_AS = columns_AS >= to_device(stops, output_BS.device)[:, None]
+        own_AS = (columns_AS >= canvas.origin(rows)[:, None]) & ~behind_AS
+        before_AS = output_BS[names_A]
+        if canvas.grows and not values_BS.is_floating_point():
+            before_AS = torch.where(behind_AS, self._output.pad_token_id, before_AS)
+        values_AS = values_BS[index].gather(1, columns_AS.clamp(0, canvas.width - 1))
+        output_BS[names_A] = torch.where(own_AS, values_AS, before_AS)
+        return behind_AS
+
+
+class RowStreams:
+    """Sends the final tokens of a call to its streamers.
 
     A streamer has `put` and `end`, as in transformers. It gets the prompts [B, P] (of prompts to fill, the columns
     before the first mask), then each run of new tokens as soon as no later step can change it: [N] of a single row,
     [B, N] of several, as far as every row is committed. A row that has ended is padding.
     """
 
-    def __init__(self, streamer: Any, *, keep_history: bool, batch: int) -> None:
-        """`streamer` is a step callback, a streamer, several of them in a list or tuple, or None.
+    def __init__(self, streamers: Sequence[Any], output: OutputColumns) -> None:
+        self._streamers, self._output = streamers, output
+        self._rows = [output.text(number, []) for number in range(len(output.prompts))]  # final columns of each row
+        self._ended: set[Any] = set()
+        if output.fills:
+            for row, prompt in zip(self._rows, output.prompts, strict=True):
+                row += prompt[: prompt.index(MASK) if MASK in prompt else len(prompt)]
+        self._sent = min(map(len, self._rows))
+        self._send(torch.tensor([row[: self._sent] for row in self._rows], dtype=torch.long))
 
-        Raises:
-            DlmBridgeError: an object that is neither, or a text streamer for more than one row.
-        """
-        observers = list(streamer) if isinstance(streamer, (list, tuple)) else [streamer] if streamer else []
-        self._callbacks: list[StepCallback] = [one for one in observers if hasattr(one, "on_step")]
-        self._streamers = [one for one in observers if hasattr(one, "put") and hasattr(one, "end")]
-        for one in observers:
-            if one not in self._callbacks and one not in self._streamers:
-                raise DlmBridgeError(
-                    f"streamer {type(one).__name__} has neither the methods put and end nor on_step: nothing to call"
-                )
-        _refuse_text_streamers(self._streamers, batch)
-        self._keep_history = keep_history
-        self._previous = self._confidence = torch.empty(0)
-        self._sent = 0  # columns of the output that the streamers have got
-        self.history: list[DenoisingStep] = []
-
-    def begin(self, canvas: Canvas) -> None:
-        """Before the first step."""
-        self._previous = canvas.snapshot()
-        self._confidence = torch.full(self._previous.shape, torch.nan, device=self._previous.device)
-        self._sent = canvas.first_open
-        self._send(self._previous[:, : self._sent])
-
-    def step(
-        self,
-        canvas: Canvas,
-        rows: list[int],
-        columns: Columns,
-        logits_ANV: torch.Tensor,
-        forwards: int,
-        *,
-        final: bool,
-    ) -> None:
-        """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
-        change any more."""
-        if self._callbacks or self._keep_history:
-            tokens = canvas.snapshot()
-            names = tuple(canvas.names[row] for row in rows)
-            masked = tokens == canvas.mask_token_id  # perhaps again: a rule may take a token back
-            committed = tokens.ne(self._previous) & ~masked
-            if canvas.grows:
-                committed &= ~canvas.behind_rows()
-            probabilities_AN = gather_tokens(
-                logits_ANV.softmax(dim=-1, dtype=torch.float32), canvas.take(rows, columns)
-            )
-            now = canvas.in_output(rows, columns, probabilities_AN)
-            self._confidence = torch.where(committed, now, self._confidence).masked_fill(masked, torch.nan)
-            step = DenoisingStep(forwards, names, tokens, committed, self._confidence)
-            self._previous = tokens
-            for callback in self._callbacks:
-                callback.on_step(step)
-            if self._keep_history:
-                self.history.append(step)
-        if final:
-            self._stream(canvas, canvas.width)
-
-    def block(self, canvas: Canvas, block: slice, rows: list[int]) -> None:
-        """After these rows have completed the block, before any of them leaves the canvas."""
-        self._stream(canvas, block.stop)
+    def report(self, event: Event) -> None:
+        """Send what the event makes final in all rows."""
+        if isinstance(event, Extended):
+            whole = self._output.text(event.name, [])
+            self._rows[event.name] = whole + self._rows[event.name][len(whole) :][: event.first] + [*event.tokens]
+        elif isinstance(event, Ended):
+            self._rows[event.name] = self._output.text(event.name, event.tokens)
+            self._ended.add(event.name)
+        running = [len(row) for number, row in enumerate(self._rows) if number not in self._ended]
+        self._send_until(min(running) if running else max(map(len, self._rows)))
 
     def end(self, sequences: torch.Tensor) -> None:
-        """With the result of the call."""
+        """Send the rest of the call's result."""
         if self._sent < sequences.shape[1]:
-            self._send_run(sequences[:, self._sent :])
+            run = sequences[:, self._sent :].cpu()
+            self._send(run[0] if len(run) == 1 else run)
         for streamer in self._streamers:
             streamer.end()
 
-    def _stream(self, canvas: Canvas, stop: int) -> None:
-        """Send the columns that are committed in every row, up to `stop` on the canvas."""
-        if not self._streamers:
+    def _send_until(self, stop: int) -> None:
+        if stop <= self._sent:
             return
-        tokens_BS, counts = canvas.committed(stop)
-        count = min(counts)
-        if count > self._sent:
-            self._send_run(tokens_BS[:, self._sent : count])
-            self._sent = count
-
-    def _send_run(self, tokens_BN: torch.Tensor) -> None:
-        self._send(tokens_BN[0] if len(tokens_BN) == 1 else tokens_BN)
+        padding = [self._output.pad_token_id] * stop
+        run = torch.tensor([(row + padding)[self._sent : stop] for row in self._rows], dtype=torch.long)
+        self._sent = stop
+        self._send(run[0] if len(run) == 1 else run)
 
     def _send(self, tokens: torch.Tensor) -> None:
         for streamer in self._streamers:
-            streamer.put(tokens.cpu())
+            streamer.put(tokens)
 
 
-def _refuse_text_streamers(streams: Sequence[Any], batch: int) -> None:
-    for stream in streams:
-        if batch > 1 and isinstance(stream, TextStreamer):
+def split_observers(streamer: Any, batch: int) -> tuple[list[StepCallback], list[Any]]:
+    """The step callbacks and the streamers among `streamer`: one object, several in a list or tuple, or None.
+
+    Raises:
+        DlmBridgeError: an object that is neither, or a text streamer for more than one row.
+    """
+    observers = list(streamer) if isinstance(streamer, (list, tuple)) else [streamer] if streamer else []
+    callbacks: list[StepCallback] = [one for one in observers if hasattr(one, "on_step")]
+    streamers = [one for one in observers if hasattr(one, "put") and hasattr(one, "end")]
+    for one in observers:
+        if one not in callbacks and one not in streamers:
             raise DlmBridgeError(
-                f"{type(stream).__name__} prints one row, there are {batch}: generate them one by one, or pass a "
+                f"streamer {type(one).__name__} has neither the methods put and end nor on_step: nothing to call"
+            )
+    for one in streamers:
+        if batch > 1 and isinstance(one, TextStreamer):
+            raise DlmBridgeError(
+                f"{type(one).__name__} prints one row, there are {batch}: generate them one by one, or pass a "
                 "streamer whose put takes [batch, tokens]"
             )
+    return callbacks, streamers

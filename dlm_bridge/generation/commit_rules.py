@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -12,10 +12,10 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.canvas import Canvas, Columns, read_flags
+from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, read_flags, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.rows import RowMemory, to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf
@@ -25,14 +25,14 @@ LogitsBias = Callable[[torch.Tensor, Canvas, list[int] | None, Columns], torch.T
 
 @dataclass
 class SamplerContext:
-    """What one call of `generate` denoises with, and what it counts.
+    """The parts of a run of the sampler, and its counts.
 
     Args:
         first_token: a block's first token is committed alone, predicted by the position before it: the best token
             ("greedy") or a draw ("sampled").
         window: each step predicts so many columns from a row's first mask on, instead of the whole block.
         logits_bias: the sampler's own change of the logits.
-        planner: the rule that plans the steps of the row with this name; None: that of the batch plans them all.
+        planner: gives the rule that plans the steps of the row with a name; None: the run's rule plans them all.
         row_forwards: sum over the forward passes of the rows that took part.
         has_nan: whether the first forward pass gave NaN, by which no rule can choose; a scalar on the device.
     """
@@ -42,7 +42,7 @@ class SamplerContext:
     sampling: TokenSampling
     constraints: Constraints | None
     noise: Noise
-    callbacks: StepObserver | None
+    observers: Sequence[StepObserver]
     vocabulary_size: int
     first_token: Literal["greedy", "sampled"] | None = None
     window: int | None = None
@@ -80,22 +80,22 @@ class SamplerContext:
             shaped=shaped,
             tokens=tokens,
             before=before,
-            masked=(before == canvas.mask_token_id) & new,
+            masked=(before == MASK) & new,
             new=new,
             columns=columns,
             places=canvas.places(selected, columns),
             noise=self.noise,
-            mask_token_id=canvas.mask_token_id,
+            excluded_token_id=canvas.excluded_token_id,
         )
 
     def report(self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, *, final: bool) -> None:
-        """Count a forward pass that predicted these columns, and tell the callbacks, after the commit; `final`: no
+        """Count a forward pass that predicted these columns, and call the observers, after the commit; `final`: no
         committed token can change any more."""
         self.row_forwards += len(rows)
         if self.has_nan is None:
             self.has_nan = logits_ANV.amax(dim=-1).isnan().any()
-        if self.callbacks is not None:
-            self.callbacks.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
+        for observer in self.observers:
+            observer.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
 
 
 class DenoisingRule(ABC):
@@ -127,14 +127,14 @@ class Step:
     num_transfer_tokens: list[int]  # [A], this step's entry of what `CommitRule.begin` returned
     logits: torch.Tensor  # [A, N, V], after guidance and constraints
     shaped: torch.Tensor  # [A, N, V], after temperature, top-k and top-p
-    tokens: torch.Tensor  # [A, N], proposed tokens, never the mask token
-    before: torch.Tensor  # [A, N], current tokens
+    tokens: torch.Tensor  # [A, N], proposed tokens
+    before: torch.Tensor  # [A, N], current tokens, `MASK` at masks
     masked: torch.Tensor  # [A, N], True at masks
     new: torch.Tensor  # [A, N], True behind the prompt
     columns: slice | torch.Tensor  # the N columns on the canvas
     places: torch.Tensor  # [A, N], the columns counted from each row's first token
     noise: Noise
-    mask_token_id: int
+    excluded_token_id: int  # which is never proposed; -1: none
 
     def uniform(self) -> torch.Tensor:
         """float64 [A, N], random numbers on (0, 1), each row's from its own seed; other ones at every call."""

@@ -16,8 +16,8 @@ from transformers.generation.logits_process import (
 )
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.canvas import Canvas, Columns, to_device
+from dlm_bridge.generation.request import MASK
 
 # Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
 # the published samplers read none of them there.
@@ -134,12 +134,15 @@ class Constraints:
     ) -> None:
         positions = columns_AN.shape[1]
         seen_ANS = canvas.take(rows, slice(0, canvas.width))[:, None].repeat(1, positions, 1)
-        seen_ANS.scatter_(2, columns_AN[..., None], canvas.mask_token_id)  # a token does not repeat itself
-        # Padding consists of mask tokens, too: their own logit is restored.
-        of_mask_AN = logits_ANV[..., canvas.mask_token_id].clone()
+        seen_ANS.scatter_(2, columns_AN[..., None], MASK)  # a token does not repeat itself
+        # One more token stands for masks and padding.
+        vocabulary = logits_ANV.shape[-1]
+        padded_ANV = torch.nn.functional.pad(logits_ANV, (0, 1))
         penalise = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
-        logits_ANV.copy_(penalise(seen_ANS.flatten(0, 1), logits_ANV.flatten(0, 1)).view_as(logits_ANV))
-        logits_ANV[..., canvas.mask_token_id] = of_mask_AN
+        penalised = penalise(
+            seen_ANS.masked_fill(seen_ANS == MASK, vocabulary).flatten(0, 1), padded_ANV.flatten(0, 1)
+        )
+        logits_ANV.copy_(penalised.view_as(padded_ANV)[..., :vocabulary])
 
     def _run_processors(
         self,
@@ -152,6 +155,7 @@ class Constraints:
     ) -> None:
         """`shared`: the columns are the same in all rows; else each row has its own window."""
         tokens_AS = canvas.take(rows, slice(0, canvas.width))
+        tokens_AS = tokens_AS.masked_fill(tokens_AS == MASK, canvas.mask_token_id or 0)
         tokens_AS = tokens_AS.masked_fill(~canvas.real(rows), self.pad_token_id)
         count = len(tokens_AS)
         groups = [slice(0, count)] if shared else [slice(row, row + 1) for row in range(count)]
@@ -172,8 +176,8 @@ class Constraints:
     def _refuse_no_token(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
-        """Raise DlmBridgeError where the processors leave a mask no token but the mask token."""
-        others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.mask_token_id
+        """Raise DlmBridgeError where the processors leave a mask no token."""
+        others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.excluded_token_id
         some_AN = ((logits_ANV > -torch.inf) & others_V).any(dim=-1)  # NaN is no token either
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
             before = int(canvas.places(rows)[row, columns_AN[row, place]])
@@ -201,7 +205,7 @@ class Constraints:
             texts = tokens_AS[before_AS].split(before_AS.sum(dim=1).tolist())
             answers = [self.allowed(name, text) for name, text in zip(names, texts, strict=True)]
             scores_AV = _only_allowed(scores_AV, answers, names)
-        others_V = torch.arange(scores_AV.shape[1], device=scores_AV.device) != canvas.mask_token_id
+        others_V = torch.arange(scores_AV.shape[1], device=scores_AV.device) != canvas.excluded_token_id
         nothing_A = ~((scores_AV > -torch.inf) & others_V).any(dim=1)
         for row in nothing_A.nonzero()[:, 0].tolist():
             length = int(stop_A1[row] - begin_A1[row])
@@ -224,7 +228,8 @@ class Constraints:
             first_W = torch.arange(grams_AWN.shape[1], device=tokens_AS.device)
             repeated_AW = _follows(tokens_AS, begin_A1, stop_A1, grams_AWN[..., :-1])
             repeated_AW = repeated_AW & (first_W >= begin_A1) & (first_W + size <= stop_A1)
-            banned_AV.scatter_(1, torch.where(repeated_AW, grams_AWN[..., -1], vocabulary), True)
+            last_AW = grams_AWN[..., -1]
+            banned_AV.scatter_(1, torch.where(repeated_AW & (last_AW != MASK), last_AW, vocabulary), True)
         for length in {len(word) for word in self.bad_words} - {1}:
             words = [word for word in self.bad_words if len(word) == length]
             words_WN = to_device([token for word in words for token in word], tokens_AS.device).view(-1, length)
@@ -271,7 +276,7 @@ def read_constraints(
     *,
     prompt_width: int,
     vocabulary_size: int,
-    mask_token_id: int,
+    excluded_token_id: int,
     eos_token_ids: tuple[int, ...],
     pad_token_id: int,
     suppress: tuple[int, ...] = (),
@@ -280,7 +285,7 @@ def read_constraints(
 
     Args:
         asked: gives the value of one of `CONSTRAINT_SETTINGS`, or None.
-        mask_token_id: never proposed; below 0 there is none.
+        excluded_token_id: never proposed; below 0 there is none.
         suppress: the sampler's own bans.
 
     Raises:
@@ -311,7 +316,7 @@ def read_constraints(
     ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # others no model proposes
     fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)
     never = {*suppress, *banned, *(word[0] for word in words if len(word) == 1), *(ends if fewest > 0 else ())}
-    if never | {mask_token_id} >= {*range(vocabulary_size)}:
+    if never | {excluded_token_id} >= {*range(vocabulary_size)}:
         raise DlmBridgeError(
             f"suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of {vocabulary_size}"
         )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.canvas import to_device
 
 CacheMode = Literal["none", "prefix", "dual", "block"]
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention_mask import block_causal_mask, causal_mask
-from dlm_bridge.generation.canvas import Canvas, Columns
+from dlm_bridge.generation.canvas import Canvas, Columns, order_behind, to_device
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
-from dlm_bridge.generation.rows import order_behind, to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
@@ -97,16 +97,8 @@ class Predictor:
             self._fill_cache(columns)
         # The cache holds all rows, so that every row runs.
         asked, rows = (rows, None) if self.cache.stores else (None, rows)
-        shift = self.shift if shift is None else shift
-        # Rows that have entered one after the other stand far apart: each one's own columns are run.
-        compact = self.canvas.rolls and type(self).view is Predictor.view
-        logits = self._compact_logits(rows, columns, shift) if compact else self._guided_logits(rows, columns, shift)
+        logits = self._logits(rows, columns, self.shift if shift is None else shift)
         return logits if asked is None else logits[self.canvas.index(asked)]
-
-    def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
-        """The model input of a forward pass that predicts these columns."""
-        end = self.end(columns)
-        return self._bidirectional_view(rows, self.columns_to_run(end, shift=self.shift), end)
 
     def columns_to_run(self, end: int, *, shift: bool) -> slice:
         """The columns that the next forward pass runs, of the `end` that it attends to; the others are cached."""
@@ -123,34 +115,48 @@ class Predictor:
         """Columns of the canvas that the model attends to."""
         return self.canvas.width
 
-    def run(self, view: CanvasView, columns: slice) -> torch.Tensor:
-        """Logits of one forward pass at these canvas columns (a slice costs no device sync)."""
-        self.cache.write(columns.stop)
-        return self._runner.logits(view, columns)
-
-    def _bidirectional_view(self, rows: list[int] | None, columns: slice, end: int) -> CanvasView:
-        """These columns attend to the first `end` columns of the canvas."""
-        tokens = self.canvas.take(rows, columns)
-        if not self.canvas.padded:  # without a mask attention runs the faster kernel
-            return CanvasView(tokens, None, None, columns.start, end)
-        positions, real = self._positions(rows, end)
-        lengths = self.canvas.lengths(rows, min(columns.stop, end), columns.start)
-        attended = None if columns == slice(0, end) else self.canvas.lengths(rows, end)
-        packing = Packing(real[:, columns], lengths, attended)
-        return CanvasView(tokens, real, positions[:, columns], columns.start, end, packing=packing)
-
-    def _compact_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
-        """Logits [A, N, V] by a forward pass in which every row begins in the first column."""
+    def _logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
+        """Logits [A, N, V] by a forward pass in which every row begins in the first column; after classifier-free
+        guidance un + (cfg_scale + 1) * (cond - un)."""
         canvas = self.canvas
-        view, first_A1 = self._compact_view(rows, columns, self.columns_to_run(self.end(columns), shift=shift))
-        # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own.
-        from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), canvas.origin(rows)[:, None]) - first_A1
-        from_AN = from_AN.clamp(max=view.tokens.shape[1] - 1)
-        self.cache.write(columns.stop)
+        run = self.columns_to_run(self.end(columns), shift=shift)
+        origin = self._common_origin(rows, run, columns.start - shift)
+        if origin is not None:
+            view = self._unpadded_view(rows, columns, run, origin)
+            self.cache.write(columns.stop)
+            both = self._runner.logits(view, slice(columns.start - shift - origin, columns.stop - shift - origin))
+        else:
+            view, first_A1 = self._compact_view(rows, columns, run)
+            # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own, as in Dream.
+            from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), canvas.origin(rows)[:, None])
+            from_AN = (from_AN - first_A1).clamp(max=view.tokens.shape[1] - 1)
+            self.cache.write(columns.stop)
+            both = self._runner.logits_at(view, from_AN.repeat(2, 1) if self.cfg_scale else from_AN)
         if not self.cfg_scale:
-            return self._runner.logits_at(view, from_AN)
-        logits, unconditional = self._runner.logits_at(view, from_AN.repeat(2, 1)).chunk(2)
+            return both
+        logits, unconditional = both.chunk(2)
         return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+
+    def _common_origin(self, rows: list[int] | None, run: slice, first: int) -> int | None:
+        """The column in which all of these rows begin, if they also end in one column and run no padding, and the
+        column `first`, whose logits are read, is not before it; else None."""
+        canvas = self.canvas
+        origins, ends = canvas.origins, canvas.ends
+        chosen = canvas.rows if rows is None else rows
+        origin, end = origins[chosen[0]], ends[chosen[0]]
+        if any(origins[row] != origin or ends[row] != end for row in chosen):
+            return None
+        return origin if origin <= first and run.stop <= end else None
+
+    def _unpadded_view(self, rows: list[int] | None, columns: slice, run: slice, origin: int) -> CanvasView:
+        """The view of a forward pass that runs these columns of rows that all begin in column `origin`. Without a
+        mask, attention runs its fastest kernel."""
+        run = slice(max(run.start, origin), run.stop)
+        tokens_AQ = self.canvas.take(rows, run)
+        if self.cfg_scale:
+            condition_AQ = self._condition(rows, columns)[:, run]
+            tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, MASK)])
+        return CanvasView(tokens_AQ, None, None, run.start - origin, self.end(columns) - origin)
 
     def _compact_view(self, rows: list[int] | None, columns: slice, run: slice) -> tuple[CanvasView, torch.Tensor]:
         """The view of a forward pass that runs these columns of each row (of all, each row's own), and [A, 1] the
@@ -183,7 +189,7 @@ class Predictor:
         tokens_AQ = canvas.take(rows, source_AQ)
         if self.cfg_scale:
             condition_AQ = self._condition(rows, columns).gather(1, source_AQ)
-            tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, canvas.mask_token_id)])
+            tokens_AQ = torch.cat([tokens_AQ, tokens_AQ.masked_fill(condition_AQ, MASK)])
             attended_AK, place_AQ = attended_AK.repeat(2, 1), place_AQ.repeat(2, 1)
             cached_AQ = None if cached_AQ is None else cached_AQ.repeat(2, 1)
             packing = packing.repeat(2)
@@ -214,29 +220,6 @@ class Predictor:
         first, rest = range(2 * count), range(2 * count, 2 * (count + others))
         return [*first[:count], *rest[:others], *first[count:], *rest[others:]]
 
-    def _guided_logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
-        """Logits after classifier-free guidance: un + (cfg_scale + 1) * (cond - un)."""
-        view = self.view(rows, columns)
-        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
-        if not self.cfg_scale:
-            return self._shifted_logits(origins, view, columns, shift)
-        both = self._with_unconditional_rows(view, self._condition(rows, columns))
-        logits, unconditional = self._shifted_logits(origins * 2, both, columns, shift).chunk(2)
-        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
-
-    def _with_unconditional_rows(self, view: CanvasView, condition_AS: torch.Tensor) -> CanvasView:
-        """Classifier-free guidance: a second copy of the rows, in which the condition is masked."""
-        unconditional = view.tokens.clone()
-        unconditional[condition_AS[:, view.first : view.first + unconditional.shape[1]]] = self.canvas.mask_token_id
-        mask, positions = view.attention_mask, view.position_ids
-        return replace(
-            view,
-            tokens=torch.cat([view.tokens, unconditional]),
-            attention_mask=mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
-            position_ids=positions if positions is None else positions.repeat(2, 1),
-            packing=None if view.packing is None else view.packing.repeat(2),
-        )
-
     def _condition(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
         """[A, S], True at the condition of guidance: the prompt."""
         return ~self.canvas.behind_prompt(rows, slice(0, self.canvas.width))
@@ -245,25 +228,6 @@ class Predictor:
         """[A, E] positions, counted from each row's first token, and False at padding."""
         places = self.canvas.places(rows)[:, :end]
         return places.clamp(min=0), self.canvas.real(rows)[:, :end]
-
-    def _shifted_logits(self, origins: list[int], view: CanvasView, columns: slice, shift: bool) -> torch.Tensor:
-        first = columns.start
-        # With a shift, logits[i - 1] predict token i. A row's first token has none before it: its own logits predict
-        # it, as in Dream's sampler.
-        alone = [(row, at - first) for row, at in enumerate(origins) if first <= at < columns.stop] if shift else []
-        own = bool(alone) or (shift and first == 0)
-        logits = self.run(view, slice(max(first - shift, 0), columns.stop - (shift and not own)))
-        if not own:
-            return logits
-        if first == 0:
-            shifted, unshifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1), logits
-        else:
-            shifted, unshifted = logits[:, :-1].clone(), logits[:, 1:]
-        moved = [(row, place) for row, place in alone if first + place > 0]
-        if moved:
-            at = tuple(map(list, zip(*moved, strict=True)))
-            shifted[at] = unshifted[at]
-        return shifted
 
 
 class RowCachePredictor(Predictor):
@@ -390,15 +354,39 @@ class BlockCachePredictor(Predictor):
     def end(self, block: slice) -> int:
         return block.stop
 
+    def _logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
+        view = self.view(rows, columns)
+        origins = self.canvas.origins if rows is None else [self.canvas.origins[row] for row in rows]
+        if not self.cfg_scale:
+            return self._shifted_logits(origins, view, columns, shift)
+        both = self._with_unconditional_rows(view, self._condition(rows, columns))
+        logits, unconditional = self._shifted_logits(origins * 2, both, columns, shift).chunk(2)
+        return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
+
+    def _with_unconditional_rows(self, view: CanvasView, condition_AS: torch.Tensor) -> CanvasView:
+        """Classifier-free guidance: a second copy of the rows, in which the condition is masked."""
+        unconditional = view.tokens.clone()
+        unconditional[condition_AS[:, view.first : view.first + unconditional.shape[1]]] = MASK
+        mask, positions = view.attention_mask, view.position_ids
+        return replace(
+            view,
+            tokens=torch.cat([view.tokens, unconditional]),
+            attention_mask=mask if mask is None else mask.repeat(2, *[1] * (mask.dim() - 1)),
+            position_ids=positions if positions is None else positions.repeat(2, 1),
+            packing=None if view.packing is None else view.packing.repeat(2),
+        )
+
     def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
+        """The model input of a forward pass that predicts these columns."""
         if not self.cache.stores:
             return self._uncached_view(rows, columns)
         run = self.cache.read(self._block, self._block.stop, shift=self.shift)
         return self._cached_view(run.start, self._block)
 
     def run(self, view: CanvasView, columns: slice) -> torch.Tensor:
+        """Logits of one forward pass at these canvas columns (a slice costs no device synchronisation)."""
         if not self.cache.stores:
-            return super().run(view, columns)
+            return self._runner.logits(view, columns)
         start = self._block.start
         if columns.stop <= start:  # only the column before the block, which is about to change
             return self._runner.head(self._hidden_before_block(), slice(None))
@@ -407,6 +395,25 @@ class BlockCachePredictor(Predictor):
             assert self._last_cached is not None
             hidden = torch.cat([self._last_cached, hidden], dim=1)
         return self._runner.head(hidden, slice(None))
+
+    def _shifted_logits(self, origins: list[int], view: CanvasView, columns: slice, shift: bool) -> torch.Tensor:
+        first = columns.start
+        # With a shift, logits[i - 1] predict token i. A row's first token has none before it: its own logits predict
+        # it, as in Dream's sampler.
+        alone = [(row, at - first) for row, at in enumerate(origins) if first <= at < columns.stop] if shift else []
+        own = bool(alone) or (shift and first == 0)
+        logits = self.run(view, slice(max(first - shift, 0), columns.stop - (shift and not own)))
+        if not own:
+            return logits
+        if first == 0:
+            shifted, unshifted = torch.cat([logits[:, :1], logits[:, :-1]], dim=1), logits
+        else:
+            shifted, unshifted = logits[:, :-1].clone(), logits[:, 1:]
+        moved = [(row, place) for row, place in alone if first + place > 0]
+        if moved:
+            at = tuple(map(list, zip(*moved, strict=True)))
+            shifted[at] = unshifted[at]
+        return shifted
 
     def _hidden_of_block(self, view: CanvasView) -> torch.Tensor:
         """[A, N, H] of the block, by the speculative forward pass if there is one."""
@@ -439,6 +446,17 @@ class BlockCachePredictor(Predictor):
     def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
         """The canvas up to the block; an empty block means that all of it is committed."""
         raise NotImplementedError
+
+    def _bidirectional_view(self, rows: list[int] | None, columns: slice, end: int) -> CanvasView:
+        """These columns attend to the first `end` columns of the canvas."""
+        tokens = self.canvas.take(rows, columns)
+        if not self.canvas.padded:  # without a mask attention runs the faster kernel
+            return CanvasView(tokens, None, None, columns.start, end)
+        positions, real = self._positions(rows, end)
+        lengths = self.canvas.lengths(rows, min(columns.stop, end), columns.start)
+        attended = None if columns == slice(0, end) else self.canvas.lengths(rows, end)
+        packing = Packing(real[:, columns], lengths, attended)
+        return CanvasView(tokens, real, positions[:, columns], columns.start, end, packing=packing)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:
         """The columns from `begin` up to the block; those before `begin` are cached."""

@@ -27,9 +27,10 @@ from dlm_bridge.generation.config import (
 )
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
 from dlm_bridge.generation.kv_cache import CacheMode
-from dlm_bridge.generation.rows import PromptLimits, check_stop_strings
+from dlm_bridge.generation.prompts import PromptLimits
 from dlm_bridge.generation.runtime.runner import Execution
 from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Sampler
+from dlm_bridge.generation.stopping import check_stop_strings
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
 from dlm_bridge.objectives.registry import noise_process

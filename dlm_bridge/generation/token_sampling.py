@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import Canvas, Columns
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.objectives.noise import philox_uniform
 
@@ -31,36 +30,6 @@ class Noise:
         """`seeds` are 64 bits each, of integers of any sign."""
         self.device = device
         self._rows = _first_draws(seeds)
-
-    @classmethod
-    def build(
-        cls,
-        generator: torch.Generator | Sequence[torch.Generator] | None,
-        seed: int | Sequence[int] | None,
-        prompts: Sequence[Sequence[int]],
-        device: torch.device,
-    ) -> Noise:
-        """The noise for the arguments of `generate`; `prompts` are the rows' tokens without padding.
-
-        Raises:
-            DlmBridgeError: both a generator and a seed, or generators or seeds that are not one per row.
-        """
-        if generator is not None and seed is not None:
-            raise DlmBridgeError("generator and seed both choose the random numbers: give one of them")
-        if seed is not None:
-            return cls(row_seeds(seed, prompts), device)
-        if generator is None or isinstance(generator, torch.Generator):
-            return cls(drawn_seeds(len(prompts), generator), device)
-        generators = list(generator) if isinstance(generator, (list, tuple)) else []
-        if not generators or not all(isinstance(one, torch.Generator) for one in generators):
-            raise DlmBridgeError("generator must be a torch.Generator or a list of them, one per row")
-        if len(generators) != len(prompts):
-            raise DlmBridgeError(f"{len(generators)} generators for {len(prompts)} rows: give one per row")
-        if len({id(one) for one in generators}) != len(generators):
-            raise DlmBridgeError(
-                "generator lists the same torch.Generator twice: make one per row, or pass just the one"
-            )
-        return cls([drawn_seeds(1, one)[0] for one in generators], device)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the current batch only."""
@@ -88,6 +57,32 @@ def _first_draws(seeds: Sequence[int]) -> torch.Tensor:
     """[B, 2] on the CPU: each row's seed, and the number of its next draw."""
     signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
     return torch.tensor([[seed, 0] for seed in signed], dtype=torch.long).view(-1, 2)
+
+
+def request_seeds(
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    seed: int | Sequence[int] | None,
+    prompts: Sequence[Sequence[int]],
+) -> list[int]:
+    """The seeds of rows for the arguments of `generate`; `prompts` are the rows' tokens without padding.
+
+    Raises:
+        DlmBridgeError: both a generator and a seed, or generators or seeds that are not one per row.
+    """
+    if generator is not None and seed is not None:
+        raise DlmBridgeError("generator and seed both choose the random numbers: give one of them")
+    if seed is not None:
+        return row_seeds(seed, prompts)
+    if generator is None or isinstance(generator, torch.Generator):
+        return drawn_seeds(len(prompts), generator)
+    generators = list(generator) if isinstance(generator, (list, tuple)) else []
+    if not generators or not all(isinstance(one, torch.Generator) for one in generators):
+        raise DlmBridgeError("generator must be a torch.Generator or a list of them, one per row")
+    if len(generators) != len(prompts):
+        raise DlmBridgeError(f"{len(generators)} generators for {len(prompts)} rows: give one per row")
+    if len({id(one) for one in generators}) != len(generators):
+        raise DlmBridgeError("generator lists the same torch.Generator twice: make one per row, or pass just the one")
+    return [drawn_seeds(1, one)[0] for one in generators]
 
 
 def row_seeds(seed: int | Sequence[int], prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -129,14 +124,12 @@ def shared_seed(model: Any) -> int | None:
 
 
 def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
-    """[A, N], the token with the highest logit except `without`, the first of equal ones."""
+    """[A, N], the token with the highest logit except `without` (-1: none), the first of equal ones."""
     kernels = _triton_kernels() if logits_ANV.is_cuda else None
     if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.best_token(logits_ANV, without)
         return tokens_AN
-    logits_ANV = logits_ANV.clone()
-    logits_ANV[..., without] = -torch.inf
-    return logits_ANV.argmax(dim=-1)
+    return without_token(logits_ANV, without, logits_ANV.dtype).argmax(dim=-1)
 
 
 def draw_token(logits_ANV: torch.Tensor, uniform_AN: torch.Tensor, without: int = -1) -> torch.Tensor:
@@ -145,7 +138,7 @@ def draw_token(logits_ANV: torch.Tensor, uniform_AN: torch.Tensor, without: int 
     if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.draw_token(logits_ANV, without, uniform_AN)
         return tokens_AN
-    scores_ANV = logits_ANV if without < 0 else without_token(logits_ANV, without, logits_ANV.dtype)
+    scores_ANV = without_token(logits_ANV, without, logits_ANV.dtype)
     return invert(scores_ANV.softmax(dim=-1, dtype=torch.float64), uniform_AN, scores_ANV.argmax(dim=-1))
 
 
@@ -237,22 +230,24 @@ class TokenSampling:
         return logits
 
     def propose(
-        self, logits: torch.Tensor, shaped: torch.Tensor, mask_token_id: int, uniform: torch.Tensor | None
+        self, logits: torch.Tensor, shaped: torch.Tensor, without: int, uniform: torch.Tensor | None
     ) -> torch.Tensor:
-        """[A, N] tokens out of `shaped` [A, N, V], never the mask token. `uniform` [A, N], the numbers to draw with;
-        None: the best tokens.
+        """[A, N] tokens out of `shaped` [A, N, V], never the token `without` (-1: none). `uniform` [A, N], the numbers
+        to draw with; None: the best tokens.
 
-        Where the filters leave only the mask token, the unfiltered `logits` decide.
+        Where the filters leave only that token, the unfiltered `logits` decide.
         """
         if self.top_k or self.top_p is not None:
-            scores = without_token(shaped, mask_token_id, shaped.dtype)
+            scores = without_token(shaped, without, shaped.dtype)
             nothing = scores.amax(dim=-1, keepdim=True) == -torch.inf
-            shaped = torch.where(nothing, without_token(logits, mask_token_id, shaped.dtype), scores)
-        return best_token(shaped, mask_token_id) if uniform is None else draw_token(shaped, uniform, mask_token_id)
+            shaped = torch.where(nothing, without_token(logits, without, shaped.dtype), scores)
+        return best_token(shaped, without) if uniform is None else draw_token(shaped, uniform, without)
 
 
 def without_token(logits: torch.Tensor, token: int, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in which the token has no probability."""
+    """A copy in which the token has no probability; -1: the logits as they are."""
+    if token < 0:
+        return logits.to(dtype)
     copy = logits.to(dtype, copy=True)
     copy[..., token] = -torch.inf
     return copy
@@ -279,4 +274,4 @@ def propose_tokens(
     """The distribution [A, N, V] of these columns and the tokens [A, N] proposed from it."""
     shaped = sampling.shape(logits)
     uniform_AN = noise.uniform(rows, canvas.places(rows, columns)) if sampling.draws else None
-    return shaped, sampling.propose(logits, shaped, canvas.mask_token_id, uniform_AN)
+    return shaped, sampling.propose(logits, shaped, canvas.excluded_token_id, uniform_AN)

@@ -18,7 +18,7 @@ from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, rec
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, opening, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.objectives.registry import mask_token_id
@@ -143,7 +143,7 @@ def add_adapter(
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
             if left:
                 raise ValueError(f"{left[0]} is not in both")
-    if has_canvas(model):
+    if is_gemma(model):
         _share_between_towers(model)
     if mask_only is not None:
         restrict_to_masks(peft, mask_only)
@@ -209,14 +209,14 @@ def _new(config: TrainConfig, model: Any) -> Any:
 
     names = comma_separated(config.model.lora_targets)
     targets: Any = [name for name in names if name != EXPERTS]
-    if targets and has_canvas(
+    if targets and is_gemma(
         model
     ):  # not the vision tower, nor the self-conditioning block, whose layers have the same names
         linear = "|".join(targets)
         targets = rf"model\.(decoder|encoder\.language_model)\.layers\.\d+\.(self_attn|mlp)\.({linear})"
     alpha = config.model.lora_alpha or 1.0
     return LoraConfig(
-        task_type=None if has_canvas(model) else "CAUSAL_LM",
+        task_type=None if is_gemma(model) else "CAUSAL_LM",
         r=max(1, config.model.lora_rank),
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=config.model.lora_dropout,

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.native import random_state_preserved
-from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
+from dlm_bridge.generation.autoregressive import random_state_preserved
+from dlm_bridge.generation.offline import write_texts
+from dlm_bridge.generation.prompts import WrittenPrompt, as_message
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import (
@@ -124,7 +125,7 @@ class TextSamples:
         try:
             # A compiled layer would be recompiled for each length.
             with random_state_preserved(), torch.compiler.set_stance("force_eager"):
-                result = write_texts(model, self._tokenizer, self._tokens, settings, diffusion=diffusion)
+                result = write_texts(model, self._tokenizer, self._tokens, settings)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"--sample-prompt after step {step}: {error}") from error
         finally:

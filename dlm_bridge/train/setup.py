@@ -20,7 +20,7 @@ from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
-from dlm_bridge.generation.canvases import image_token_ids
+from dlm_bridge.generation.gemma import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.objectives.base import Objective

@@ -19,7 +19,8 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Ended
 from dlm_bridge.generation.texts import ended_rows
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import MASK, TOKENIZER, Cli
@@ -345,7 +346,7 @@ def test_a_sampling_that_fails_leaves_no_output(
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "two")))
     calls: list[Any] = []
 
-    def failing(batch: ContinuousBatch) -> Iterator[RowEnded]:
+    def failing(batch: SamplingEngine) -> Iterator[Ended]:
         for row in ended_rows(batch):
             calls.append(row)
             if len(calls) == 2:

@@ -20,7 +20,7 @@ from dlm_bridge.cli.app import main
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.generation.display import web_page
 from dlm_bridge.generation.display.web_page import CHAT, CONTINUE, FILL, PageModel, serve_page
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import load_model
 
 MASK = "\u2591"
@@ -30,7 +30,7 @@ MASK = "\u2591"
 def page_model(request: pytest.FixtureRequest) -> Iterator[PageModel]:
     """The page's model; `request.param` names its fixture."""
     loaded = load_model(request.getfixturevalue(getattr(request, "param", "llada")))
-    page_model = PageModel(loaded.model, loaded.tokenizer, "a <model>", diffusion=loaded.diffusion)
+    page_model = PageModel(loaded.model, loaded.tokenizer, "a <model>")
     yield page_model
     page_model.close()
 
@@ -43,7 +43,7 @@ def text_of(shown: str) -> str:
 def written(page_model: PageModel, prompt: str, **settings: Any) -> str:
     """The text of the same call without the page."""
     ids = page_model.tokenizer(prompt)["input_ids"]
-    result = write_texts(page_model.model, page_model.tokenizer, [ids], settings, diffusion=page_model.diffusion)
+    result = write_texts(page_model.model, page_model.tokenizer, [ids], settings)
     return prompt + page_model.tokenizer.decode(result.token_ids[0], skip_special_tokens=False)
 
 

@@ -91,9 +91,9 @@ def test_the_model_gets_a_mask_and_positions_per_row() -> None:
     assert isinstance(output, torch.Tensor)
     assert output[:, :4].tolist() == [[1, 1, 1, 1], [0, 0, 2, 2]]
     call = model.calls[0]
-    mask_rows, position_rows = [[1] * 6, [0, 0, 1, 1, 1, 1]], [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3]]
+    mask_rows = [[1] * 6, [1, 1, 1, 1, 0, 0]]  # every row begins in the first column
     assert call["attention_mask"].tolist() == mask_rows * 2  # once with the prompt, once without
-    assert call["position_ids"].tolist() == position_rows * 2
+    assert call["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 4
     assert (call["input_ids"][2:] == 3).all()
 
 
@@ -105,7 +105,7 @@ def test_ties_are_broken_as_they_are_alone() -> None:
     generate(together, torch.ones(2, 5, dtype=torch.long), attention_mask=mask, **arguments)
     assert len(alone.calls) == len(together.calls) == 4
     for one, both in zip(alone.calls, together.calls, strict=True):
-        assert torch.equal(one["input_ids"][0], both["input_ids"][0, 3:])
+        assert torch.equal(one["input_ids"][0], both["input_ids"][0, :42])
 
 
 def test_without_padding_no_mask_is_passed() -> None:
@@ -169,7 +169,7 @@ def test_a_model_without_weights_is_refused(model: Any) -> None:
 
 def test_padding_without_a_mask_is_warned_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("dlm_bridge.generation.rows.logger.warning_once", said.append)
+    monkeypatch.setattr("dlm_bridge.generation.prompts.logger.warning_once", said.append)
     left, right = torch.tensor([[EOS, EOS, 3], [4, 5, 6]]), torch.tensor([[3, EOS, EOS], [4, 5, 6]])
     for ids in (left[:1], left[1:], left[:, :0], torch.tensor([[EOS, 3], [EOS, 4]])):
         model.generate(ids, gen_length=4)

@@ -11,19 +11,11 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import api, batch_size, commit_rules, generate
-from dlm_bridge.generation.batching import (
-    ContinuousBatch,
-    Event,
-    RowCommits,
-    RowEnded,
-    RowFailed,
-    RowRequest,
-    RowTokens,
-)
-from dlm_bridge.generation.canvas import HostCopy
+from dlm_bridge.generation import batch_size, commit_rules, engine, generate
+from dlm_bridge.generation.canvas import Canvas, HostCopy
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.rolling_canvas import OwnBlocksCanvas
+from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Failed, Request
 from tests.families.case import FamilyCase
 from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
@@ -32,13 +24,11 @@ from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
 
-def requests(
-    count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0
-) -> list[RowRequest]:
+def requests(count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0) -> list[Request]:
     """Rows of random prompts, each with its seed and one of the lengths."""
     draw = random.Random(0)
     return [
-        RowRequest(
+        Request(
             name=f"row {number}",
             prompt=[draw.randrange(4, vocabulary) for _ in range(draw.randint(1, longest))],
             gen_length=draw.choice(lengths),
@@ -48,7 +38,7 @@ def requests(
     ]
 
 
-def alone(model: Any, row: RowRequest, settings: dict[str, Any]) -> list[int]:
+def alone(model: Any, row: Request, settings: dict[str, Any]) -> list[int]:
     """The new tokens of `generate` with this row, up to its end."""
     output = generate(
         model,
@@ -61,7 +51,7 @@ def alone(model: Any, row: RowRequest, settings: dict[str, Any]) -> list[int]:
 
 
 def run(
-    batch: ContinuousBatch, rows: list[RowRequest], cancelled: set[Any] = frozenset(), seed: int = 0
+    batch: SamplingEngine, rows: list[Request], cancelled: set[Any] = frozenset(), seed: int = 0
 ) -> dict[Any, list[Event]]:
     """Submit the rows at random boundaries; each row's events."""
     draw, waiting, events = random.Random(seed), list(rows), {row.name: [] for row in rows}
@@ -70,7 +60,7 @@ def run(
         batch.submit(row)
     del waiting[:2]
     while waiting or not batch.idle:
-        for event in batch.advance():
+        for event in batch.step():
             events[event.name].append(event)
         while waiting and (batch.idle or draw.random() < 0.5):
             batch.submit(waiting.pop(0))
@@ -81,27 +71,27 @@ def run(
     return events
 
 
-def ended(events: list[Event]) -> RowEnded:
+def ended(events: list[Event]) -> Ended:
     """The end of a row, after a check that what was reported on the way agrees with it."""
     *before, end = events
-    assert isinstance(end, RowEnded)
-    texts = [event for event in before if isinstance(event, RowTokens)]
+    assert isinstance(end, Ended)
+    texts = [event for event in before if isinstance(event, Extended)]
     assert [event.first for event in texts] == [sum(len(one.tokens) for one in texts[:n]) for n in range(len(texts))]
     if texts:
         assert tuple(token for event in texts for token in event.tokens) == end.tokens
     canvas: dict[int, int] = {}
     for event in before:
-        if isinstance(event, RowCommits):
-            canvas.update(zip(event.places, event.tokens, strict=True))
-            assert 1 <= event.step <= end.forwards
+        if isinstance(event, Committed):
+            canvas.update(zip(event.positions, event.tokens, strict=True))
+            assert 1 <= event.forwards <= end.forwards
     if canvas:
         assert tuple(canvas[place] for place in range(len(end.tokens))) == end.tokens
     return end
 
 
-def check_rows(model: Any, settings: dict[str, Any], rows: list[RowRequest], **options: Any) -> list[RowEnded]:
+def check_rows(model: Any, settings: dict[str, Any], rows: list[Request], **options: Any) -> list[Ended]:
     """Run the rows in a batch of three, and compare each with `generate`."""
-    batch = ContinuousBatch(model, settings, max_rows=3, max_length=40, **options)
+    batch = SamplingEngine(model, settings, max_rows=3, max_length=40, **options)
     cancelled = {rows[3].name, rows[-2].name}
     events = run(batch, rows, cancelled)
     found = []
@@ -116,7 +106,7 @@ def check_rows(model: Any, settings: dict[str, Any], rows: list[RowRequest], **o
         assert end.finish_reason == "stop" or len(end.tokens) == row.gen_length
         found.append(end)
     assert batch.idle
-    assert batch.rows_running == batch.rows_waiting == 0
+    assert batch.running == batch.waiting == 0
     return found
 
 
@@ -136,14 +126,14 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
     lengths = [6, 12, 18] if name.startswith(("llada-", "difflm")) or name == "llada" else [8, 12, 20]
     rows = requests(9, lengths)
     entered: list[bool] = []  # whether some other row was in the middle of its block
-    admit = OwnBlocksCanvas.admit
+    admit = Canvas.admit
 
-    def watching(self: OwnBlocksCanvas, entering: Any, cached: Any) -> int:
+    def watching(self: Canvas, entering: Any, cached: Any) -> int:
         if entering:
-            entered.append(any(steps and inside for steps, inside in zip(self.steps, self.inside, strict=True)))
+            entered.append(any(self.steps[row] for row in self.inside))
         return admit(self, entering, cached)
 
-    monkeypatch.setattr(OwnBlocksCanvas, "admit", watching)
+    monkeypatch.setattr(Canvas, "admit", watching)
     free = check_rows(model, settings, rows)
     assert len(free) >= 7
     assert any(entered)
@@ -167,15 +157,15 @@ def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytes
     first, second = requests(2, [24])
     expected = [alone(model, row, settings) for row in (first, second)]
     monkeypatch.setattr(type(model), "forward", counting)
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     batch.submit(first)
-    events = batch.advance()
+    events = batch.step()
     assert set(sizes) == {1}
     batch.submit(second)
-    events += batch.advance()
+    events += batch.step()
     assert sizes[-1] == 2
     while not batch.idle:
-        events += batch.advance()
+        events += batch.step()
     for row, tokens in zip((first, second), expected, strict=True):
         assert list(ended([event for event in events if event.name == row.name]).tokens) == tokens
 
@@ -213,9 +203,9 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         for speculative in (False, True):
             with monkeypatch.context() as patch:
                 if speculative:
-                    patch.setattr(api, "read_flags", read_with_overlap)
+                    patch.setattr(engine, "read_flags", read_with_overlap)
                     patch.setattr(commit_rules, "read_flags", read_with_overlap)
-                    rows = [RowRequest(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
+                    rows = [Request(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
                 check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
 
 
@@ -265,19 +255,19 @@ def test_batches_of_one_model_take_turns() -> None:
     """The one that waits keeps the other from admitting rows, and then has its turn."""
     model, settings = build("llada2")
     settings |= {"temperature": 0.0, "eos_token_id": None}
-    first = ContinuousBatch(model, settings, max_rows=1, max_length=40)
-    second = ContinuousBatch(model, settings | {"threshold": 0.9}, max_rows=1, max_length=40)
+    first = SamplingEngine(model, settings, max_rows=1, max_length=40)
+    second = SamplingEngine(model, settings | {"threshold": 0.9}, max_rows=1, max_length=40)
     rows = requests(4, [8])
     for batch, own in ((first, rows[:3]), (second, rows[3:])):
         for row in own:
             batch.submit(row)
     order = []
-    first.advance()
-    assert second.advance() == []
+    first.step()
+    assert second.step() == []
     while not (first.idle and second.idle):
         for batch in (first, second):
-            for event in batch.advance():
-                if isinstance(event, RowEnded):
+            for event in batch.step():
+                if isinstance(event, Ended):
                     order.append(event.name)
                     own = settings if batch is first else settings | {"threshold": 0.9}
                     row = next(row for row in rows if row.name == event.name)
@@ -288,16 +278,16 @@ def test_batches_of_one_model_take_turns() -> None:
 def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
     model, settings = build("sdar")
     rows = requests(3, [8])
-    first, second, third = (ContinuousBatch(model, settings, max_rows=1, max_length=40) for _ in rows)
+    first, second, third = (SamplingEngine(model, settings, max_rows=1, max_length=40) for _ in rows)
     for batch, row in zip((first, second, third), rows, strict=True):
         batch.submit(row)
-        batch.advance()
-    assert (first.rows_running, second.rows_running, third.rows_running) == (1, 0, 0)
+        batch.step()
+    assert (first.running, second.running, third.running) == (1, 0, 0)
     del second, batch
     first.close()
     assert first.idle
-    third.advance()
-    assert third.rows_running == 1
+    third.step()
+    assert third.running == 1
 
 
 def test_a_row_whose_logits_are_nan_fails_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,16 +305,16 @@ def test_a_row_whose_logits_are_nan_fails_and_others_go_on(monkeypatch: pytest.M
 
     expected = alone(model, good, settings)
     monkeypatch.setattr(type(model), "forward", broken)
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     batch.submit(bad)
     batch.submit(good)
     ends: dict[Any, Event] = {}
     while not batch.idle:
-        ends |= {event.name: event for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
+        ends |= {event.name: event for event in batch.step() if isinstance(event, (Ended, Failed))}
     failed, ended_row = ends[bad.name], ends[good.name]
-    assert isinstance(failed, RowFailed)
+    assert isinstance(failed, Failed)
     assert "NaN" in str(failed.error)
-    assert isinstance(ended_row, RowEnded)
+    assert isinstance(ended_row, Ended)
     assert list(ended_row.tokens) == expected
 
 
@@ -332,50 +322,50 @@ def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
     model, settings = build("llada")
     nothing: list[int] = []
     settings |= {"prefix_allowed_tokens_fn": lambda name, tokens: nothing if name == "row 1" else [5, 6]}
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     for row in requests(3, [6]):
         batch.submit(row)
     ends = {}
     while not batch.idle:
-        ends |= {event.name: type(event) for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
-    assert ends == {"row 0": RowFailed, "row 1": RowFailed, "row 2": RowEnded}
+        ends |= {event.name: type(event) for event in batch.step() if isinstance(event, (Ended, Failed))}
+    assert ends == {"row 0": Failed, "row 1": Failed, "row 2": Ended}
 
 
 @pytest.mark.parametrize(("setting", "value"), [("cache", "prefix"), ("execution", "graph")])
 def test_rows_that_the_model_cannot_be_prepared_for_fail(setting: str, value: str) -> None:
-    batch = ContinuousBatch(build("llada2")[0], {setting: value}, max_rows=2, max_length=40)
+    batch = SamplingEngine(build("llada2")[0], {setting: value}, max_rows=2, max_length=40)
     for row in (rows := requests(3, [8])):
         batch.submit(row)
-    events = [event for _ in rows for event in batch.advance()]
+    events = [event for _ in rows for event in batch.step()]
     assert [event.name for event in events] == [row.name for row in rows]
-    assert all(isinstance(event, RowFailed) and f"{setting} '{value}'" in str(event.error) for event in events)
+    assert all(isinstance(event, Failed) and f"{setting} '{value}'" in str(event.error) for event in events)
     assert batch.idle
 
 
 def test_what_a_batch_cannot_run_is_refused() -> None:
     model, settings = build("llada")
     with pytest.raises(DlmBridgeError, match="max_length"):
-        ContinuousBatch(model, settings, max_rows=1)
-    for name, value in (("infill", True), ("num_return_sequences", 2), ("nonsense", 1)):
+        SamplingEngine(model, settings, max_rows=1)
+    for name, value in (("span_lengths", [2]), ("num_return_sequences", 2), ("nonsense", 1)):
         with pytest.raises(DlmBridgeError, match=name):
-            ContinuousBatch(model, settings | {name: value}, max_rows=1, max_length=40)
-    batch = ContinuousBatch(model, settings, max_rows=1, max_length=20)
-    batch.submit(RowRequest("a", [5, 6]))
+            SamplingEngine(model, settings | {name: value}, max_rows=1, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=1, max_length=20)
+    batch.submit(Request("a", [5, 6]))
     for request, words in (
-        (RowRequest("a", [5]), "'a'.*name"),
-        (RowRequest("b", [5] * 9), "'b'.*max_length of 20"),
-        (RowRequest("c", [5, 999]), "'c'.*999"),
-        (RowRequest("d", [5], gen_length=7), "gen_length 7"),
+        (Request("a", [5]), "'a'.*name"),
+        (Request("b", [5] * 9), "'b'.*max_length of 20"),
+        (Request("c", [5, 999]), "'c'.*999"),
+        (Request("d", [5], gen_length=7), "gen_length 7"),
     ):
         with pytest.raises(DlmBridgeError, match=words):
             batch.submit(request)
-    assert batch.rows_waiting == 1
+    assert batch.waiting == 1
     assert batch.cancel("a")
     assert not batch.cancel("a")
     assert batch.idle
     speculative, settings = build("linear_spec")
     with pytest.raises(DlmBridgeError, match="'e' has no tokens"):
-        ContinuousBatch(speculative, settings, max_rows=1, max_length=40).submit(RowRequest("e", []))
+        SamplingEngine(speculative, settings, max_rows=1, max_length=40).submit(Request("e", []))
 
 
 @pytest.mark.parametrize(
@@ -394,15 +384,15 @@ def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: p
     rows = requests(2, [12])
     expected = alone(model, rows[1], settings)
     monkeypatch.setattr(type(model), "forward", counting)
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     for row in rows:
         batch.submit(row)
-    events = [event for event in batch.advance() if event.name == "row 1"]
+    events = [event for event in batch.step() if event.name == "row 1"]
     assert batches[-1] == 2
     assert batch.cancel("row 0")
     seen = len(batches)
     while not batch.idle:
-        events += batch.advance()
+        events += batch.step()
     assert set(batches[seen:]) == {1}
     assert {event.name for event in events} == {"row 1"}
     assert list(ended(events).tokens) == expected
@@ -412,12 +402,12 @@ def test_a_cancelled_row_takes_part_in_no_further_step(name: str, monkeypatch: p
 def test_a_steps_operators_do_not_grow_with_the_rows(model: Any, cache: str) -> None:
     def operators(rows: int, gen_length: int) -> int:
         settings = {"gen_length": gen_length, "block_length": 16, "eos_token_id": None, "cache": cache}
-        batch = ContinuousBatch(model, settings, max_rows=rows, max_length=64, stream=False)
+        batch = SamplingEngine(model, settings, max_rows=rows, max_length=64, stream=False)
         for row in requests(rows, [gen_length]):
             batch.submit(row)
         with OperatorCount() as counted:
             while not batch.idle:
-                batch.advance()
+                batch.step()
         return counted.count
 
     few, many = ([operators(rows, length) for length in (16, 32)] for rows in (3, 9))
@@ -447,9 +437,9 @@ def test_the_batch_size_follows_from_free_memory(model: Any, monkeypatch: pytest
 def steps_of_commits(events: list[Event], length: int) -> list[int]:
     steps = [0] * length
     for event in events:
-        if isinstance(event, RowCommits):
-            for place in event.places:
-                steps[place] = event.step
+        if isinstance(event, Committed):
+            for place in event.positions:
+                steps[place] = event.forwards
     return steps
 
 
@@ -462,12 +452,12 @@ def test_a_recorded_row_says_what_a_streamed_one_told(name: str, late: bool, mon
     rows = requests(5, [12])
 
     def run_all(**options: Any) -> dict[Any, list[Event]]:
-        batch = ContinuousBatch(model, settings, max_rows=3, max_length=40, **options)
+        batch = SamplingEngine(model, settings, max_rows=3, max_length=40, **options)
         events: dict[Any, list[Event]] = {row.name: [] for row in rows}
         for row in rows:
             batch.submit(row)
         while not batch.idle:
-            for event in batch.advance():
+            for event in batch.step():
                 events[event.name].append(event)
         return events
 
@@ -479,22 +469,22 @@ def test_a_recorded_row_says_what_a_streamed_one_told(name: str, late: bool, mon
     for row in rows:
         end = ended(told[row.name])
         (record,) = recorded[row.name]
-        assert isinstance(record, RowEnded)
+        assert isinstance(record, Ended)
         assert (record.tokens, record.finish_reason, record.forwards) == (end.tokens, end.finish_reason, end.forwards)
-        assert record.written[: len(record.tokens)] == record.tokens
+        assert record.canvas[: len(record.tokens)] == record.tokens
         assert list(record.steps) == steps_of_commits(told[row.name], 12)
-        assert (end.written, end.steps) == ((), ())
+        assert (end.canvas, end.steps) == ((), ())
 
 
 def test_only_rows_that_are_live_are_reported_as_they_come() -> None:
     model, settings = build("llada")
-    batch = ContinuousBatch(model, settings | {"eos_token_id": None}, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings | {"eos_token_id": None}, max_rows=2, max_length=40)
     quiet, live = requests(2, [12])
-    batch.submit(RowRequest(quiet.name, quiet.prompt, quiet.gen_length, quiet.seed, live=False))
+    batch.submit(Request(quiet.name, quiet.prompt, quiet.gen_length, quiet.seed, stream=False))
     batch.submit(live)
     events: dict[Any, list[Event]] = {quiet.name: [], live.name: []}
     while not batch.idle:
-        for event in batch.advance():
+        for event in batch.step():
             events[event.name].append(event)
-    assert [type(event) for event in events[quiet.name]] == [RowEnded]
-    assert {type(event) for event in events[live.name]} == {RowCommits, RowTokens, RowEnded}
+    assert [type(event) for event in events[quiet.name]] == [Ended]
+    assert {type(event) for event in events[live.name]} == {Committed, Extended, Ended}

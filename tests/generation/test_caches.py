@@ -12,9 +12,10 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import api, commit_rules, predictors
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest, RowTokens
+from dlm_bridge.generation import commit_rules, engine, predictors
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.predictors import BlockCachePredictor
+from dlm_bridge.generation.request import Ended, Extended, Request
 from dlm_bridge.generation.runtime import attention, graphs
 from tests.families.case import FamilyCase, some_slow
 from tests.generation.conftest import MASK, prompts
@@ -64,7 +65,8 @@ def logits_of(
 
 @pytest.mark.parametrize("case", some_slow(WITH_BLOCK_CACHE, "llada2_moe-2.2"))
 def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths, some of which end early and leave the batch; every step's logits are compared."""
+    """Rows of different lengths, some of which end early and leave the batch, have the same tokens; each alone, the
+    same logits in every step."""
     model, mask = load_case(case, tmp_path)
     block = model.config.block_size if case.spec.attention_pattern == "block_causal" else 8
     lengths = (1, block + 3, 2 * block)
@@ -80,9 +82,13 @@ def test_block_cache_is_exact(case: FamilyCase, tmp_path: Path, monkeypatch: pyt
     free = model.generate(**settings, cache="none", eos_token_id=None)
     ending = [int(free[0, width + 1])]  # so that the first row ends in its first block
     for stop in (None, ending):
-        plain, plain_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop, cache="none")
-        kept, kept_logits = logits_of(model, monkeypatch, **settings, eos_token_id=stop)  # the default
-        assert torch.equal(kept, plain)
+        plain = model.generate(**settings, eos_token_id=stop, cache="none")
+        assert torch.equal(model.generate(**settings, eos_token_id=stop), plain)  # the default
+    for row, length in zip(tokens, lengths, strict=True):
+        alone = settings | {"input_ids": row[None, width - length :], "attention_mask": None}
+        plain, plain_logits = logits_of(model, monkeypatch, **alone, eos_token_id=None, cache="none")
+        cached, kept_logits = logits_of(model, monkeypatch, **alone, eos_token_id=None)
+        assert torch.equal(cached, plain)
         assert [logits.shape for logits in kept_logits] == [logits.shape for logits in plain_logits]
         for ours, theirs in zip(kept_logits, plain_logits, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -225,7 +231,7 @@ def test_a_speculative_forward_pass_is_the_next(
             with monkeypatch.context() as patch:
                 if ahead:
                     patch.setattr(commit_rules, "read_flags", read)
-                    patch.setattr(api, "read_flags", read)
+                    patch.setattr(engine, "read_flags", read)
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)
@@ -251,7 +257,7 @@ def test_rows_leave_with_a_first_block_that_was_run_speculatively(
     going = (expected[:, block:] != 0).any(dim=1)
     assert not going[0]
     assert going.any()
-    for module in (commit_rules, api):
+    for module in (commit_rules, engine):
         monkeypatch.setattr(module, "read_flags", read_with_overlap)
     assert torch.equal(model.generate(tokens, **settings), expected)
 
@@ -264,22 +270,22 @@ def test_a_longer_prompt_enters_before_anything_is_cached(
     model, mask = load_case(SDAR, tmp_path)
     block = model.config.block_size
     settings = {"mask_token_id": mask, "eos_token_id": None, "temperature": 0.0}
-    rows = [RowRequest("short", [5], 2 * block), RowRequest("long", list(range(6, 7 + 2 * block)), block)]
+    rows = [Request("short", [5], 2 * block), Request("long", list(range(6, 7 + 2 * block)), block)]
     expected: dict[Any, tuple[int, ...]] = {}
     for row in rows:
         output = model.generate(torch.tensor([row.prompt]), gen_length=row.gen_length, **settings)
         expected[row.name] = tuple(output[0, len(row.prompt) :].tolist())
-    for module in (commit_rules, api) if speculative else ():
+    for module in (commit_rules, engine) if speculative else ():
         monkeypatch.setattr(module, "read_flags", read_with_overlap)
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=4 * block)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=4 * block)
     batch.submit(rows[0])
-    while not any(isinstance(event, RowTokens) for event in batch.advance()):
+    while not any(isinstance(event, Extended) for event in batch.step()):
         pass
     batch.submit(rows[1])
     events: list[Any] = []
     while not batch.idle:
-        events += batch.advance()
-    assert {event.name: event.tokens for event in events if isinstance(event, RowEnded)} == expected
+        events += batch.step()
+    assert {event.name: event.tokens for event in events if isinstance(event, Ended)} == expected
 
 
 @pytest.mark.parametrize("threshold", [None, 3.0])

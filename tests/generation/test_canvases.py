@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel, load_model
 from tests.canvas_models import CANVAS, CONTEXT, has_class, keyed_draws, write_canvas_model
@@ -66,12 +66,12 @@ def test_a_text_ends_at_its_end_token(loaded: LoadedModel, monkeypatch: pytest.M
     prompt = loaded.tokenizer("the cat")["input_ids"]
     whole = by_hand(loaded, "the cat", max_new_tokens=16)
     settings = {"gen_length": 16, "steps": STEPS, "seed": 1, "eos_token_id": whole[3]}
-    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings)
     assert found.token_ids[0] == tuple(whole[: whole.index(whole[3]) + 1])
     assert found.forwards == STEPS  # no second canvas
     monkeypatch.setattr(loaded.model.config.text_config, "eos_token_id", whole[3])
     del settings["eos_token_id"]
-    again = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    again = write_texts(loaded.model, loaded.tokenizer, [prompt], settings)
     assert again.token_ids == found.token_ids
 
 
@@ -130,7 +130,7 @@ def test_the_page_and_the_live_view_show_every_denoising_step(
     view = DenoisingTrace(TokenStrings(tokenizer, None), ids)
     with live(view, Console(file=screen, force_terminal=True, width=200)):
         settings = {"gen_length": 8, "steps": STEPS, "seed": 1}
-        write_texts(loaded.model, tokenizer, [ids], settings, diffusion=False, streamer=view.token_streamer())
+        write_texts(loaded.model, tokenizer, [ids], settings, streamer=view.token_streamer())
     assert f"forward {STEPS}" in screen.getvalue()
 
 
@@ -139,9 +139,9 @@ def test_another_canvas_than_the_model_was_trained_with_is_said(
 ) -> None:
     prompt = loaded.tokenizer("the cat")["input_ids"]
     settings = {"gen_length": 8, "steps": STEPS, "seed": 1, "eos_token_id": None}
-    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False)
+    found = write_texts(loaded.model, loaded.tokenizer, [prompt], settings)
     assert not caplog.records
-    other = write_texts(loaded.model, loaded.tokenizer, [prompt], {**settings, "block_length": 4}, diffusion=False)
+    other = write_texts(loaded.model, loaded.tokenizer, [prompt], {**settings, "block_length": 4})
     assert (other.forwards, found.forwards) == (2 * STEPS, STEPS)
     (said,) = [record.getMessage() for record in caplog.records]
     assert {"4", str(CANVAS)} <= set(said.replace(":", "").split())

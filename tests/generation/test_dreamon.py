@@ -9,8 +9,9 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest, RowTokens
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.offline import write_texts
+from dlm_bridge.generation.request import Ended, Extended, Request
 from tests.generation import published_samplers as published
 from tests.generation.published_samplers import bidirectional
 from tests.generation.standin import MASK, StandIn, family
@@ -105,16 +106,16 @@ def test_a_continuous_batch_gives_each_row_its_length() -> None:
     model, prompts = build(1), [[1, 8, 30], [2], [9, 9, 4, 31], [6, 7]]
     settings = {"temperature": 0.0, "gen_length": MOST, **TOKENS}
     expected = texts(fill(model, prompts, infill=False), prompts)
-    batch = ContinuousBatch(model, settings, max_rows=3, max_length=16)
+    batch = SamplingEngine(model, settings, max_rows=3, max_length=16)
     for number, prompt in enumerate(prompts):
-        batch.submit(RowRequest(number, prompt))
-    ended: dict[int, RowEnded] = {}
+        batch.submit(Request(number, prompt))
+    ended: dict[int, Ended] = {}
     streamed: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
     while not batch.idle:
-        for event in batch.advance():
-            if isinstance(event, RowEnded):
+        for event in batch.step():
+            if isinstance(event, Ended):
                 ended[event.name] = event
-            elif isinstance(event, RowTokens):
+            elif isinstance(event, Extended):
                 streamed[event.name] += event.tokens
     for number, (prompt, line) in enumerate(zip(prompts, expected, strict=True)):
         assert list(ended[number].tokens) == streamed[number] == line[len(prompt) :]
@@ -149,7 +150,7 @@ def test_texts_end_where_their_rows_do() -> None:
     model.generation_config = None  # type: ignore[assignment]
     model.generate = lambda *given, **more: generate(model, *given, **more)  # type: ignore[assignment]
     settings = {"temperature": 0.0, "gen_length": MOST, "infill": True, **TOKENS}
-    found = write_texts(model, Words(), ROWS, settings, diffusion=True)
+    found = write_texts(model, Words(), ROWS, settings)
     lines = texts(fill(model), ROWS)
     assert [list(ids) for ids in found.token_ids] == lines
     given = [sum(token != MASK for token in row) for row in ROWS]

@@ -9,7 +9,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import SAMPLERS, generate
-from dlm_bridge.generation.spans import spans
+from dlm_bridge.generation.prompts import spans as runs_of_masks
+from dlm_bridge.generation.request import MASK as HOLE
 from tests.generation import published_samplers as published
 from tests.generation.published_samplers import Logits, bidirectional, block_causal
 from tests.generation.scripted import Scripted
@@ -179,8 +180,8 @@ def test_a_span_gets_the_length_that_the_model_is_surest_of() -> None:
     lengths = (1, 2, 4, 7)
 
     def best(row: list[int]) -> list[int]:
-        for number in range(len(spans(row, MASK))):
-            begin, end = spans(row, MASK)[number]
+        for number in range(len(spans(row))):
+            begin, end = spans(row)[number]
             scores = {}
             for length in lengths:
                 tried = row[:begin] + [MASK] * length + row[end:]
@@ -240,9 +241,13 @@ def test_a_seed_s_noise_is_that_of_the_prompt_as_it_was_given() -> None:
     assert not torch.equal(together[0], together[1])
 
 
+def spans(row: list[int]) -> list[tuple[int, int]]:
+    return runs_of_masks([HOLE if token == MASK else token for token in row])
+
+
 def test_spans() -> None:
-    assert spans([MASK, MASK, 1, MASK], MASK) == [(0, 2), (3, 4)]
-    assert spans([], MASK) == []
+    assert spans([MASK, MASK, 1, MASK]) == [(0, 2), (3, 4)]
+    assert spans([]) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Ended, Request
 from tests.families.dream import CASE as DREAM
 from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
@@ -118,12 +119,12 @@ def test_dream_s_caches(record: dict[str, Any], tmp_path: Path) -> None:
         assert alone.sequences[0, len(prompt) :].tolist() == tokens
         skipped = record["settings"]["alg"] == "entropy"  # steps that commit nothing take no forward pass
         assert alone.forwards < forwards if skipped else alone.forwards == forwards
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     for number, prompt in enumerate(prompts):
-        batch.submit(RowRequest(number, prompt, 16, 0))
+        batch.submit(Request(number, prompt, 16, 0))
     ended = {}
     while not batch.idle:
-        ended |= {event.name: list(event.tokens) for event in batch.advance() if isinstance(event, RowEnded)}
+        ended |= {event.name: list(event.tokens) for event in batch.step() if isinstance(event, Ended)}
     assert [ended[number] for number in range(len(prompts))] == record["tokens"]
 
 
@@ -166,5 +167,5 @@ def test_what_dream_s_blocks_refuse(settings: dict[str, Any], message: str) -> N
 
 def test_dream_s_blocks_need_a_prompt() -> None:
     model = StandIn(family(name="dream", shift=True, algorithm="dream_block"))
-    with pytest.raises(DlmBridgeError, match="a prompt is empty"):
+    with pytest.raises(DlmBridgeError, match="has no tokens"):
         generate(model, torch.zeros(1, 0, dtype=torch.long), gen_length=4, block_length=4)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from dlm_bridge.generation.batching import ContinuousBatch
 from dlm_bridge.generation.commit_rules import SamplerContext
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.runtime import attention, graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
     PackedRows,
@@ -283,7 +283,7 @@ def test_packed_rows_enter_and_leave(
     settings = {"cache": cache, "block_length": 4, "threshold": 0.9, "eos_token_id": list(range(0, 128, 16))}
     settings["pad_token_id"] = 0
     rows = requests(6, [4, 8, 12])
-    events = run(ContinuousBatch(model, settings | {"execution": execution}, max_rows=3, max_length=40), rows)
+    events = run(SamplingEngine(model, settings | {"execution": execution}, max_rows=3, max_length=40), rows)
     runner.release(model)
     assert {len(inputs.cu_seqlens) for inputs in packed_calls} > ({2} if execution == "eager" else set())
     assert any(inputs.attended is not None for inputs in packed_calls) == (cache != "none")
@@ -303,7 +303,7 @@ def test_packed_rows_enter_beside_cached_blocks(
     settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.0, "cache": "block"}
     settings |= {"algorithm": "bd3lm", "block_size": 4, "cfg_scale": 0.7} if guided else {}
     rows = requests(8, [6, 8, 12])
-    events = run(ContinuousBatch(model, settings, max_rows=3, max_length=40), rows)
+    events = run(SamplingEngine(model, settings, max_rows=3, max_length=40), rows)
     for kind in ("blocks", "attended"):
         assert any(getattr(inputs, kind) is not None for inputs in packed_calls)
     for row in rows:

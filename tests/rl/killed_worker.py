@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.train.rl import rollout
 
 
 def kill_in_rollout(number: int, rank: int) -> None:
     complete, run = rollout.Rollouts._complete, rollout._run
 
-    def killed(batch: ContinuousBatch, rows: Sequence[Any]) -> None:
-        batch.advance()  # together with the ranks that have the model
+    def killed(batch: SamplingEngine, rows: Sequence[Any]) -> None:
+        batch.step()  # together with the ranks that have the model
         os.kill(os.getpid(), signal.SIGKILL)
 
     def at_step(self: Any, model: Any, problems: Any, samples: Any, step: int, temperature: float) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import LoadedModel, load_model
 from tests.cli.conftest import TEMPLATE, llada, qwen3  # noqa: F401  fixtures
 
@@ -43,7 +43,7 @@ class Running:
         """The text of `generate` for this prompt alone."""
         loaded = self.served.loaded
         ids = loaded.tokenizer(prompt)["input_ids"]
-        found = write_texts(loaded.model, loaded.tokenizer, [ids], settings, diffusion=loaded.diffusion)
+        found = write_texts(loaded.model, loaded.tokenizer, [ids], settings)
         return found.texts[0]
 
     def wait(self, true: Callable[[], bool], what: str) -> None:

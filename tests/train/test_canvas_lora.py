@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import DlmBridgeError
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import load_model
 from tests.canvas_models import has_class, write_canvas_model
 from tests.convert.helpers import hub_tensors, run_cli
@@ -54,7 +54,7 @@ def answer(folder: Path, tokenizer: Path) -> tuple[tuple[int, ...], ...]:
     loaded = load_model(folder, tokenizer=str(tokenizer))
     prompt = loaded.tokenizer("def f")["input_ids"]
     settings = {"gen_length": 16, "steps": 3, "seed": 1, "eos_token_id": None}
-    return write_texts(loaded.model, loaded.tokenizer, [prompt], settings, diffusion=False).token_ids
+    return write_texts(loaded.model, loaded.tokenizer, [prompt], settings).token_ids
 
 
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])

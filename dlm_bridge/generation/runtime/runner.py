@@ -14,6 +14,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.fused_elementwise import at_places
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
@@ -37,7 +38,7 @@ class CanvasView:
     K is the number of columns that are attended to.
     """
 
-    tokens: torch.Tensor  # [A, Q]
+    tokens: torch.Tensor  # [A, Q], `MASK` at masks and padding
     attention_mask: torch.Tensor | None  # [A, K] padding mask, or [A, 1, Q, K]; True or 1: attended to
     position_ids: torch.Tensor | None  # [A, Q]; None: the columns themselves
     first: int = 0
@@ -53,8 +54,11 @@ class CanvasView:
 class ModelRunner:
     """Runs the model for a predictor, and counts the forward passes."""
 
-    def __init__(self, model: Any, body: GraphedBody | None, cache: KVCache, *, packs: bool = False) -> None:
+    def __init__(
+        self, model: Any, body: GraphedBody | None, cache: KVCache, *, mask_token_id: int = 0, packs: bool = False
+    ) -> None:
         self.forwards = 0
+        self._mask_token_id = mask_token_id
         self._model = model
         self._body = body
         self._cache = cache
@@ -64,17 +68,23 @@ class ModelRunner:
 
     @classmethod
     @contextmanager
-    def open(
-        cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int
-    ) -> Iterator[ModelRunner]:
-        """A runner for one call of `generate`; see `prepare`."""
-        runner = cls.prepare(model, execution, cache, rows=rows, width=width)
+    def open(cls, model: Any, execution: Execution | None, cache: KVCache, **options: Any) -> Iterator[ModelRunner]:
+        """A runner for one call; see `prepare`."""
+        runner = cls.prepare(model, execution, cache, **options)
         with runner.active():
             yield runner
 
     @classmethod
     def prepare(
-        cls, model: Any, execution: Execution | None, cache: KVCache, *, rows: int, width: int, hold: bool = False
+        cls,
+        model: Any,
+        execution: Execution | None,
+        cache: KVCache,
+        *,
+        rows: int,
+        width: int,
+        mask_token_id: int | None,
+        hold: bool = False,
     ) -> ModelRunner:
         """A runner for canvases of at most `rows` rows and `width` columns. It runs the model while it is `active`.
 
@@ -83,6 +93,7 @@ class ModelRunner:
                 time; "compiled": `torch.compile` fuses each decoder layer, on a CUDA device in addition to graphs.
                 None: "graph" on a CUDA device where the model supports it, else "eager".
             cache: the KV cache, whose buffers are allocated here.
+            mask_token_id: the token that the model reads at masks and padding.
             hold: reserve the graphs and their buffers for this runner until `close`, between its forward passes too.
 
         Raises:
@@ -91,8 +102,9 @@ class ModelRunner:
         plain = unwrapped(model)
         execution = _resolve_execution(model, plain, execution)
         packs = _graph_obstacle(model, plain) is None and supports_packing(plain)
+        options: dict[str, Any] = {"packs": packs, "mask_token_id": mask_token_id or 0}
         if execution == "eager" and not cache.stores:
-            return cls(model, None, cache, packs=packs)
+            return cls(model, None, cache, **options)
         if not supports_kv_cache(model):
             raise DlmBridgeError(
                 f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-"
@@ -100,11 +112,11 @@ class ModelRunner:
             )
         if execution == "eager":
             cache.allocate(plain, rows, width)
-            return cls(plain, None, cache, packs=packs)
+            return cls(plain, None, cache, **options)
         with _current_device(plain):
             body = _graphed_body(plain, execution, rows=rows, width=width if cache.stores else 0)
         cache.buffers = body.buffers
-        runner = cls(plain, body, cache, packs=packs)
+        runner = cls(plain, body, cache, **options)
         body.holder = weakref.ref(runner) if hold else None
         return runner
 
@@ -187,7 +199,9 @@ class ModelRunner:
         columns = view.columns
         if columns is None and self._cache.buffers is not None:
             columns = torch.arange(view.first, view.first + view.tokens.shape[1], device=view.tokens.device)
-        inputs = BodyInputs(view.tokens, mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant)
+        inputs = BodyInputs(
+            self._token_ids(view), mask, positions_AQ, columns, view.end, block=view.block, variant=view.variant
+        )
         if self._body is not None:
             if isinstance(places, slice):  # one graph serves every block
                 indices = torch.arange(places.start, places.stop, device=view.tokens.device)
@@ -245,7 +259,7 @@ class ModelRunner:
                 columns_K = torch.arange(view.attention_mask.shape[1], device=view.tokens.device)
                 attended = keys.pack(first_A1 + columns_K)
         inputs = BodyInputs(
-            rows.pack(view.tokens),
+            rows.pack(self._token_ids(view)),
             None,
             rows.pack(view.position_ids),
             columns,
@@ -266,12 +280,16 @@ class ModelRunner:
         with _cached_attention(model):
             return at_places(run_body(model, buffers, inputs), place_AN)
 
+    def _token_ids(self, view: CanvasView) -> torch.Tensor:
+        """[A, Q], the view's tokens as the model reads them."""
+        return view.tokens.masked_fill(view.tokens == MASK, self._mask_token_id)
+
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
         """Logits by the model's own forward pass."""
         self.forwards += 1
         mask = view.attention_mask
         output = self._model(
-            input_ids=view.tokens,
+            input_ids=self._token_ids(view),
             attention_mask=mask.long() if mask is not None and mask.dim() == 2 else mask,
             position_ids=view.position_ids,
             logits_to_keep=logits_to_keep,

@@ -25,7 +25,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
     CommitRule,
@@ -34,7 +34,6 @@ from dlm_bridge.generation.commit_rules import (
     probability,
     top_scores,
 )
-from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 

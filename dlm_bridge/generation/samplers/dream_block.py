@@ -103,11 +103,6 @@ class FirstTokenPredictor(Predictor):
     """A block's first token comes from its first forward pass, over the whole canvas; with a cache the later ones
     begin with the block's first column, which predicts the second token."""
 
-    def open_block(self, block: slice, rows: list[int]) -> None:
-        if any(origin >= block.start for origin in self.canvas.origins):
-            raise DlmBridgeError("dream_block needs a token before the first new one: a prompt is empty")
-        super().open_block(block, rows)
-
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
         return slice(block.start + 1, block.stop)
 

@@ -24,12 +24,11 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, read_flags
+from dlm_bridge.generation.canvas import BlockLayout, read_flags, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.dream import margin, negative_entropy
 from dlm_bridge.generation.token_sampling import TokenSampling

@@ -28,9 +28,10 @@ from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, read_flags
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
-from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from, refuse_empty_rows
-from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens
+from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from
+from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens, without_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,6 @@ class StridedRule(DenoisingRule):
         """Commit the causal model's first token. The block is all of the new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        refuse_empty_rows(canvas, rows)
         predictor.begin(rows)
         columns_AN = columns_from(predictor.firsts(rows), 1, canvas.tokens.device) + 1
         logits_ANV = context.constrain(predictor.prompt(rows), rows, columns_AN)
@@ -114,7 +114,7 @@ class StridedRule(DenoisingRule):
         drafts = self._drafts(context, rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
         # Rows without a draft have masks in its place, of which they read as many: one shape for all.
-        masks_AM = torch.full_like(drafts.tokens, canvas.mask_token_id)
+        masks_AM = torch.full_like(drafts.tokens, MASK)
         input_AN = torch.cat([last_A1, drafts.tokens, masks_AM], dim=1)
         columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
         logits_ANV = context.constrain(predictor.check(rows, firsts, input_AN), rows, columns_AN)
@@ -131,7 +131,7 @@ class StridedRule(DenoisingRule):
         next_A1 = torch.where(rejected_A[:, None], corrected_AM.gather(1, place_A1), next_A1)
         places_1N = torch.arange(count + 1, device=next_A1.device)[None]
         ahead_AN = torch.cat([drafts.tokens, masks_AM[:, :1]], dim=1)
-        committed_AN = torch.where(places_1N < accepted_A[:, None], ahead_AN, canvas.mask_token_id)
+        committed_AN = torch.where(places_1N < accepted_A[:, None], ahead_AN, MASK)
         committed_AN = torch.where(places_1N == accepted_A[:, None], next_A1, committed_AN)
         canvas.put(rows, columns_AN[:, : count + 1], committed_AN)
         seen_ANV = logits_ANV[:, : count + 1]
@@ -155,7 +155,7 @@ class StridedRule(DenoisingRule):
         """What the rows' last step has drafted."""
         memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
         exist_A = memory.tensor("drafted", dtype=torch.bool)[index]
-        tokens_AM = memory.tensor("drafts", count)[index].masked_fill(~exist_A[:, None], context.canvas.mask_token_id)
+        tokens_AM = memory.tensor("drafts", count)[index].masked_fill(~exist_A[:, None], MASK)
         if not context.sampling.draws:
             return _Drafts(tokens_AM, None, exist_A)
         q_BMV = memory.tensor("q", count, context.vocabulary_size, dtype=torch.float64)
@@ -192,15 +192,14 @@ class StridedRule(DenoisingRule):
         if drafts.probabilities is None:
             return drawn_AM == drafts.tokens, drawn_AM
         p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
-        bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, drafts.tokens)
-        accepted_AM = bound_AM < gather_tokens(p_AMV, drafts.tokens)
+        tokens_AM = drafts.tokens.clamp(min=0)  # of masks nothing is accepted
+        bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, tokens_AM)
+        accepted_AM = bound_AM < gather_tokens(p_AMV, tokens_AM)
         rest_AMV = (p_AMV - q_AMV).clamp(min=0)
         rest_AMV = torch.where(rest_AMV.sum(dim=-1, keepdim=True) > 0, rest_AMV, p_AMV)
         return accepted_AM, invert(rest_AMV, context.noise.uniform(rows, places_AM))
 
     @staticmethod
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:
-        """[A, N, V] in float64, without the mask token, which is never drawn."""
-        shaped_ANV = shaped_ANV.double().clone()
-        shaped_ANV[..., context.canvas.mask_token_id] = -torch.inf
-        return shaped_ANV.softmax(dim=-1)
+        """[A, N, V] in float64, without the token that is never drawn."""
+        return without_token(shaped_ANV, context.canvas.excluded_token_id, torch.float64).softmax(dim=-1)

@@ -25,11 +25,11 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -85,7 +85,6 @@ class SpeculativeRule(DenoisingRule):
         """Commit the causal model's first token. The block is all of the new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        refuse_empty_rows(canvas, rows)
         predictor.begin(rows)
         firsts = predictor.firsts(rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
@@ -137,7 +136,7 @@ class SpeculativeRule(DenoisingRule):
                 logits = context.constrain(logits, some, columns)
             shaped, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
             before = drafts_AN[which, 1:]
-            picked = before == canvas.mask_token_id
+            picked = before == MASK
             if self.threshold:
                 scores = probability_of(tokens, shaped).masked_fill(~picked, MINUS_INFINITY)
                 picked = (scores >= self.threshold) | best(scores)
@@ -145,7 +144,7 @@ class SpeculativeRule(DenoisingRule):
             context.report(some, columns, logits, final=False)
             if not self.threshold:
                 break
-            masked_A = (drafts_AN[which] == canvas.mask_token_id).any(dim=1)
+            masked_A = (drafts_AN[which] == MASK).any(dim=1)
             going = [place for place, masked in zip(going, masked_A.tolist(), strict=True) if masked]
         return drafts_AN
 
@@ -171,7 +170,7 @@ class SpeculativeRule(DenoisingRule):
             _, tokens_AN = propose_tokens(logits_ANV, canvas, rows, columns_AN, context.sampling, context.noise)
             committed_A = 1 + (tokens_AN[:, :-1] == drafts_AN[:, 1:]).cumprod(dim=1).sum(dim=1)
             accepted_AN = torch.arange(drafts_AN.shape[1], device=drafts_AN.device) < committed_A[:, None]
-            canvas.put(rows, columns_AN, torch.where(accepted_AN, tokens_AN, canvas.mask_token_id))
+            canvas.put(rows, columns_AN, torch.where(accepted_AN, tokens_AN, MASK))
         context.report(rows, columns_AN, logits_ANV, final=True)
         return committed_A
 
@@ -356,12 +355,3 @@ class DraftAdapter:
 def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
     """[A, width] columns of the canvas, from each row's own first one on."""
     return to_device(firsts, device)[:, None] + torch.arange(width, device=device)
-
-
-def refuse_empty_rows(canvas: Canvas, rows: list[int]) -> None:
-    """Raise DlmBridgeError for one of these rows that has no prompt."""
-    for row in rows:
-        if canvas.origins[row] == canvas.starts[row]:
-            raise DlmBridgeError(
-                f"input_ids row {row} has no tokens, a causal model continues one: begin with bos_token_id"
-            )

@@ -24,7 +24,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
     CommitRule,
@@ -38,7 +38,6 @@ from dlm_bridge.generation.commit_rules import (
     precise_confidence,
     random_order,
 )
-from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
 

@@ -17,10 +17,9 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, probability, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise
 

@@ -25,10 +25,10 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, probability_of, without_token
 
@@ -109,7 +109,7 @@ class LevenshteinRule(CommitRule):
         post_B[rows_A] = post_A
 
         dtype = torch.promote_types(step.logits.dtype, torch.float32)
-        logits_ANV = without_token(step.logits, step.mask_token_id, dtype)
+        logits_ANV = without_token(step.logits, step.excluded_token_id, dtype)
         scores_AN = probability_of(step.tokens, logits_ANV)
         # Enough for one that is neither DELETE nor SPLIT.
         ranked_ANK = logits_ANV.topk(min(3, logits_ANV.shape[-1]), dim=-1).indices
@@ -127,7 +127,7 @@ class LevenshteinRule(CommitRule):
         written_AN = self._without_repetition(step, written_AN, scores_AN, ranked_ANK, ~final_A)
         result_AN, original_AN = self._carried_out(step, written_AN, original_AN)
         original_BN[rows_A] = original_AN
-        masks_A = ((result_AN == step.mask_token_id) & step.new).any(dim=1)
+        masks_A = ((result_AN == MASK) & step.new).any(dim=1)
         self._more_A = ~final_A & (masks_A | (result_AN != step.before).any(dim=1))
         return result_AN
 
@@ -189,7 +189,7 @@ class LevenshteinRule(CommitRule):
         width = written_AN.shape[1]
         # One column more takes what is deleted or pushed out.
         last_AN = torch.where(deleted_AN, width, stops_AN - 1).clamp(max=width)  # of what each position becomes
-        tokens_AN = written_AN.new_full((len(written_AN), width + 1), step.mask_token_id)
+        tokens_AN = written_AN.new_full((len(written_AN), width + 1), MASK)
         tokens_AN.scatter_(1, last_AN, torch.where(split_AN, step.before, written_AN))
         moved_AN = torch.zeros_like(tokens_AN, dtype=torch.bool).scatter(1, last_AN, original_AN)
         return tokens_AN[:, :width], moved_AN[:, :width]

@@ -29,9 +29,8 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
-from dlm_bridge.generation.rows import to_device
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
 
 

@@ -33,10 +33,10 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import invert
 from dlm_bridge.objectives.base import NoiseName
@@ -120,16 +120,15 @@ class ResamplingRule(DenoisingRule):
         selected = context.selected(rows)
         start_AN = _noise(context, block, rows)
         if self.process.p_uniform is not None:
-            start_AN = torch.full_like(start_AN, canvas.mask_token_id)
+            start_AN = torch.full_like(start_AN, MASK)
         new_AN = canvas.behind_prompt(selected, block)
         canvas.put(selected, block, torch.where(new_AN, start_AN, canvas.take(selected, block)))
-        canvas.tokens.masked_fill_(~canvas.real(None), 0)  # padding, which nothing attends to
         return rows
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """Draw the block's tokens again. Every row takes every step."""
         canvas = context.canvas
-        vocabulary, mask = context.vocabulary_size, canvas.mask_token_id
+        vocabulary, mask = context.vocabulary_size, canvas.excluded_token_id
         selected = context.selected(rows)
         count = vocabulary - (0 <= mask < vocabulary)
         noise_V = torch.full((vocabulary,), 1 / count, dtype=torch.float64, device=canvas.tokens.device)
@@ -143,13 +142,16 @@ class ResamplingRule(DenoisingRule):
             x_ANV = torch.zeros_like(x_ANV).scatter(-1, shaped.argmax(dim=-1, keepdim=True), 1.0)
         uniform_AN = context.noise.uniform(rows, canvas.places(selected, block))
         before_AN, new_AN = canvas.take(selected, block), canvas.behind_prompt(selected, block)
-        if any(canvas.holes) or min(canvas.stops[row] for row in rows) < block.stop:
+        # The process draws the mask token like any other.
+        now_AN = before_AN.masked_fill(before_AN == MASK, max(mask, 0))
+        if canvas.has_holes or min(canvas.stops[row] for row in rows) < block.stop:
             # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
-            given_ANV = torch.zeros_like(x_ANV).scatter(-1, before_AN[..., None], 1.0)
+            given_ANV = torch.zeros_like(x_ANV).scatter(-1, now_AN[..., None], 1.0)
             x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
         index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
-        tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, before_AN, noise_V, uniform_AN)
+        tokens_AN, renoised_AN = self.next_tokens(index_A, x_ANV, now_AN, noise_V, uniform_AN)
         tokens_AN = torch.where(renoised_AN, _noise(context, block, rows), tokens_AN)
+        tokens_AN = tokens_AN.masked_fill(tokens_AN == mask, MASK)
         canvas.put(selected, block, torch.where(new_AN, tokens_AN, before_AN))
         context.report(rows, block, logits, final=False)
         return [row for row in rows if canvas.steps[row] + 1 < self.steps]
@@ -206,4 +208,4 @@ def _noise(context: SamplerContext, block: slice, rows: list[int]) -> torch.Tens
     """[A, N] of equally likely tokens; the mask token is none of them."""
     canvas = context.canvas
     uniform_AN = context.noise.uniform(rows, canvas.places(context.selected(rows), block))
-    return random_tokens(uniform_AN, context.vocabulary_size, canvas.mask_token_id)
+    return random_tokens(uniform_AN, context.vocabulary_size, canvas.excluded_token_id)

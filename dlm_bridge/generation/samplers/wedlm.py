@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
-from dlm_bridge.generation.canvas import BlockLayout, Columns
+from dlm_bridge.generation.canvas import BlockLayout, Columns, to_device
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
 from dlm_bridge.generation.predictors import RowCachePredictor
-from dlm_bridge.generation.rows import to_device
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
@@ -107,7 +107,7 @@ class ReorderedPredictor(RowCachePredictor):
         canvas = self.canvas
         tokens = canvas.take(rows, slice(0, canvas.width))
         positions, real = self._positions(rows, canvas.width)
-        order = (tokens == canvas.mask_token_id).int().argsort(dim=1, stable=True)
+        order = (tokens == MASK).int().argsort(dim=1, stable=True)
         tokens, positions, real = (each.gather(1, order) for each in (tokens, positions, real))
         packing = Packing(real, canvas.lengths(rows, canvas.width), causal=True)
         view = CanvasView(tokens, causal_mask(real), positions, packing=packing)
@@ -139,7 +139,7 @@ class ReorderedPredictor(RowCachePredictor):
         kind_AQ = torch.where(real_AK.gather(1, own_AQ), masked_AS.gather(1, source_AQ).long(), 2)
         order_AQ = kind_AQ.argsort(dim=1, stable=True)
         packing = None
-        if not self._has_run and not any(canvas.holes):  # nothing is cached: each row's prompt and its own window
+        if not self._has_run and not canvas.has_holes:  # nothing is cached: each row's prompt and its own window
             rooms = [canvas.starts[row] + columns_AN.shape[1] - canvas.origins[row] for row in chosen]
             lengths = tuple(min(room, width) for room in rooms)
             needed_AQ = torch.arange(width, device=own_AQ.device) < to_device(lengths, own_AQ.device)[:, None]
@@ -164,7 +164,7 @@ class ReorderedPredictor(RowCachePredictor):
         token."""
         canvas = self.canvas
         longest = max(canvas.ends[row] - canvas.origins[row] for row in rows)
-        if any(canvas.holes):  # tokens behind the window, to which it attends
+        if canvas.has_holes:  # tokens behind the window, to which it attends
             return longest - int(self._cached_tokens[canvas.index(rows)].min()), longest
         if not self._has_run:  # the prompt, too
             end = min(max(canvas.starts[row] - canvas.origins[row] for row in rows) + window, longest)

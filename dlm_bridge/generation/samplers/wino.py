@@ -42,6 +42,7 @@ from dlm_bridge.generation.commit_rules import (
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
@@ -96,7 +97,7 @@ class CheckingPredictor(Predictor):
         assert view.attention_mask is not None
         assert view.position_ids is not None
         width, place_AN = view.tokens.shape[1], canvas.columns(rows, columns) - first_A1
-        tokens_AQ = F.pad(view.tokens, (0, count), value=canvas.mask_token_id)
+        tokens_AQ = F.pad(view.tokens, (0, count), value=MASK)
         column_Q = torch.arange(width + count, device=tokens_AQ.device)
         real_AQ = torch.cat([view.attention_mask, canvas.real(rows)[:, columns]], dim=1)
         mask_AQK = ((column_Q < width) | (column_Q[:, None] >= width)) & real_AQ[:, None]
@@ -141,10 +142,10 @@ class WINORule(DenoisingRule):
             canvas.behind_prompt(selected, block),
         )
         committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
-        doubts = probability_of(before, predictor.checks, torch.float64)
+        doubts = probability_of(before.clamp(min=0), predictor.checks, torch.float64)  # of masks it is not read
         doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
         accepted_B[index] = committed.sum(dim=1)
-        after = torch.where(committed, tokens, before.masked_fill(doubted, canvas.mask_token_id))
+        after = torch.where(committed, tokens, before.masked_fill(doubted, MASK))
         canvas.put(selected, block, after)
         context.report(rows, block, logits, final=False)
         left = read_flags(canvas.masked(selected, block).any(dim=1), predictor.launch_speculatively)

@@ -15,8 +15,7 @@ from transformers import DynamicCache
 
 from dlm_bridge.attention_mask import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvases import has_canvas
-from dlm_bridge.generation.encoded_rows import cache_of
+from dlm_bridge.generation.gemma import cache_of, is_gemma
 from dlm_bridge.objectives.losses import log_sum_exps
 from dlm_bridge.train.accelerate.transforms import LossHead
 from dlm_bridge.train.config import TrainConfig
@@ -27,7 +26,7 @@ CHUNK = 512  # positions whose logits are held at a time
 def prepare_canvas_model(model: Any, config: TrainConfig) -> None:
     """Freeze what DiffusionGemma's recipes freeze: the routers; and the vision tower, which text never reaches. Any
     other model is left alone. Raises DlmBridgeError for settings under which it cannot be trained."""
-    if not has_canvas(model):
+    if not is_gemma(model):
         return
     if config.parallel.shards:
         raise DlmBridgeError(
@@ -160,4 +159,4 @@ class CanvasHead(LossHead):
 
 def loss_head(model: Any) -> LossHead:
     """The loss head of a Hub model."""
-    return CanvasHead(model) if has_canvas(model) else LossHead(model)
+    return CanvasHead(model) if is_gemma(model) else LossHead(model)

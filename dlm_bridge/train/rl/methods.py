@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.native import native_settings
+from dlm_bridge.generation.autoregressive import generate_keywords
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import FamilySpec
@@ -69,7 +69,7 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
 def check_sampler(config: RLConfig, model: Any) -> None:
     """Raise DlmBridgeError for settings of `--generation` that the model's sampler cannot run."""
     if config.rl.method in AUTOREGRESSIVE:
-        native_settings(model, {"temperature": config.rl.temperature, **config.rl.sampler})
+        generate_keywords(model, {"temperature": config.rl.temperature, **config.rl.sampler})
         return
     keywords = {"gen_length": config.rl.gen_length, "temperature": config.rl.temperature, **config.rl.sampler}
     settings = resolve_settings(model, None, keywords, prompt_width=1)

@@ -16,10 +16,10 @@ import torch
 from transformers import GenerationConfig
 
 from dlm_bridge.generation.batch_size import plan_batch
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
-from dlm_bridge.generation.native import sample
-from dlm_bridge.generation.texts import stop_condition
+from dlm_bridge.generation.offline import open_engine
+from dlm_bridge.generation.request import MASK, Ended, Failed, Request
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
+from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.replica import no_room
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
@@ -109,8 +109,7 @@ class Rollouts:
         model.eval()
         try:
             with self._room(model, [len(prompt) for prompt, _ in rows]) as size:
-                sampled = self._continued if self.autoregressive else self._denoised
-                completed = sampled(model, rows, temperature, size)
+                completed = self._sampled(model, rows, temperature, size)
         finally:
             model.train(training)
         first = sum(map(len, shares[: self.samplers.rank]))
@@ -142,47 +141,30 @@ class Rollouts:
     def _seed(self, step: int, sample: int) -> int:
         return int(keyed_generator(self.seed, Purpose.ROLLOUT, step, sample).integers(2**63))
 
-    def _denoised(
+    def _sampled(
         self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
     ) -> list[_Completed]:
-        """By the family's own sampler, of (prompt, seed), so many at once."""
-        settings = {"temperature": temperature, "return_dict_in_generate": False, **self.sampler}
-        settings["tokenizer"] = self.tokenizer  # for stop_strings
-        batch = ContinuousBatch(
-            model,
-            settings,
-            max_rows=size,
-            max_length=max(len(prompt) for prompt, _ in rows) + self.gen_length,
-            stream=False,
-            record=True,
-        )
-        for number, (prompt, seed) in enumerate(rows):
-            batch.submit(RowRequest(number, prompt, self.gen_length, seed))
+        """Complete (prompt, seed) rows, `size` at once."""
+        settings = {"temperature": temperature, **self.sampler}
+        length = max(len(prompt) for prompt, _ in rows) + self.gen_length
         found = [_Completed(prompt) for prompt, _ in rows]
-        _run(batch, found)
+        with _only_ends(model) if self.autoregressive else contextlib.nullcontext():
+            engine = open_engine(model, self.tokenizer, settings, max_rows=size, max_length=length, record=True)
+            for number, (prompt, seed) in enumerate(rows):
+                engine.submit(Request(number, prompt, self.gen_length, seed, stream=False))
+            try:
+                while not engine.idle:
+                    for event in engine.step():
+                        if isinstance(event, Failed):
+                            raise event.error
+                        if isinstance(event, Ended):
+                            found[event.name].end(event, self._mask_token_id(model))
+            finally:
+                engine.close()
         return found
 
-    def _continued(
-        self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
-    ) -> list[_Completed]:
-        """By transformers' `generate`, a batch after the other."""
-        settings = {"temperature": temperature, "max_new_tokens": self.gen_length, **self.sampler}
-        stop = stop_condition(model, self.tokenizer, settings)
-        found = []
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            width = max(len(prompt) for prompt, _ in part)
-            ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
-            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
-            seeds = [seed for _, seed in part] if temperature else None
-            with _only_ends(model):
-                new = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds).sequences[:, width:].tolist()
-            for (prompt, _), tokens in zip(part, new, strict=True):
-                length = stop.end_of(tokens) or len(tokens)
-                row = _Completed(prompt, length=length)
-                row.tokens, row.order = torch.tensor(tokens[:length]), torch.arange(1, length + 1)
-                found.append(row)
-        return found
+    def _mask_token_id(self, model: Any) -> int:
+        return 0 if self.autoregressive else mask_token_id(model) or 0
 
 
 @contextlib.contextmanager
@@ -200,22 +182,6 @@ def _only_ends(model: Any) -> Iterator[None]:
         model.generation_config = stored
 
 
-def _run(batch: ContinuousBatch, rows: Sequence[_Completed]) -> None:
-    """Fill the rows, which are named by their number. Raises DlmBridgeError for one that fails."""
-    try:
-        while not batch.idle:
-            for event in batch.advance():
-                row = rows[event.name]
-                if isinstance(event, RowFailed):
-                    raise event.error
-                if isinstance(event, RowEnded):
-                    row.tokens, steps = torch.tensor(event.written), torch.tensor(event.steps)
-                    row.order = torch.where(steps > 0, steps, NEVER_COMMITTED)
-                    row.length = len(event.tokens)
-    finally:
-        batch.close()
-
-
 @dataclass
 class _Completed:
     prompt: list[int]
@@ -224,6 +190,14 @@ class _Completed:
     order: torch.Tensor = field(init=False)  # [N], the row's step that committed each, also behind its end
     length: int = 0  # up to the end of the sequence, that included
     text: str = ""
+
+    def end(self, event: Ended, mask_token_id: int) -> None:
+        """Set what was sampled. An autoregressive model commits a token in each step."""
+        tokens = torch.tensor(event.canvas or event.tokens)
+        self.tokens = tokens.masked_fill(tokens == MASK, mask_token_id)
+        steps = torch.tensor(event.steps) if event.canvas else torch.arange(1, len(tokens) + 1)
+        self.order = torch.where(steps > 0, steps, NEVER_COMMITTED)
+        self.length = len(event.tokens)
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:

@@ -1,0 +1,401 @@
+"""Sampling of autoregressive models, by transformers' own `generate`, behind the protocol of an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList, StopStringCriteria
+
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
+from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
+from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, shared_seed
+
+NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """Result of transformers' `generate`: [B, P + new] tokens, and the number of forward passes."""
+
+    sequences: torch.Tensor
+    forwards: int
+
+
+class AutoregressiveEngine:
+    """Requests in closed batches: the first `max_rows` that wait run together until all have ended.
+
+    Each request draws by its own seed: its tokens depend neither on the other requests nor on their number, but for
+    the rounding of matrix products.
+
+    Args:
+        settings: keyword arguments of transformers' `generate`; `gen_length` is another name of `max_new_tokens`.
+        deliver: is given the events of requests that stream while `step` runs; None: `step` returns all events.
+
+    Raises:
+        DlmBridgeError: a setting that transformers does not have.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Mapping[str, Any],
+        *,
+        max_rows: int,
+        deliver: Callable[[Event], None] | None = None,
+    ) -> None:
+        self._model, self._tokenizer, self._max_rows, self._deliver = model, tokenizer, max_rows, deliver
+        self._settings = {name: value for name, value in settings.items() if name != "seed"}
+        self._given = self._keywords(self._settings)
+        self._stop = stop_condition(model, tokenizer, settings)
+        self._waiting: deque[Request] = deque()
+        self._running: dict[Hashable, Request] = {}
+        self.forwards = 0
+
+    def _keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return generate_keywords(self._model, settings)
+
+    @property
+    def idle(self) -> bool:
+        """True if no request waits."""
+        return not self._waiting
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises DlmBridgeError for a prompt that the model cannot continue."""
+        own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
+        check_prompt(self._model, request.prompt, own)
+        self._waiting.append(request)
+
+    def cancel(self, name: Hashable) -> bool:
+        """Drop a request; also called by `deliver`, while a batch runs, which ends when no request of it is left."""
+        for request in self._waiting:
+            if request.name == name:
+                self._waiting.remove(request)
+                return True
+        return self._running.pop(name, None) is not None
+
+    def close(self) -> None:
+        """Drop all requests."""
+        self._waiting.clear()
+        self._running.clear()
+
+    def step(self) -> list[Event]:
+        """Sample the next batch. Requests of another `gen_length` than its first one wait."""
+        if not self._waiting:
+            return []
+        length = self._waiting[0].gen_length
+        batch = [one for one in self._waiting if one.gen_length == length][: self._max_rows]
+        for request in batch:
+            self._waiting.remove(request)
+        self._running = {request.name: request for request in batch}
+        own = {} if length is None else {"gen_length": length, "max_new_tokens": None}
+        watch = _TokenWatch(self._running, batch, self._stop, self._deliver)
+        width = max(len(request.prompt) for request in batch)
+        input_ids = torch.tensor([[0] * (width - len(one.prompt)) + list(one.prompt) for one in batch])
+        mask = torch.tensor([[0] * (width - len(one.prompt)) + [1] * len(one.prompt) for one in batch])
+        try:
+            seeds = [request.seed for request in batch]
+            found = self._sample(input_ids, mask, {**self._settings, **own}, watch, seeds)
+        except AbandonedError:
+            return []
+        except DlmBridgeError as error:
+            return [Failed(name, error) for name in self._running]
+        self.forwards += found.forwards
+        new = found.sequences[:, width:].tolist()
+        events: list[Event] = []
+        for request, tokens in zip(batch, new, strict=True):
+            if request.name in self._running:
+                events += watch.ended(request, tokens, found.forwards)
+        self._running = {}
+        return events
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        settings: Mapping[str, Any],
+        streamer: Any,
+        seeds: Sequence[int | None],
+    ) -> SampledBatch:
+        stored = getattr(self._model, "generation_config", None)
+        draws = self._given.get("do_sample", getattr(stored, "do_sample", False))
+        one_beam = (self._given.get("num_beams") or getattr(stored, "num_beams", None) or 1) == 1
+        own = [drawn_seeds(1)[0] if seed is None else seed for seed in seeds] if draws and one_beam else None
+        return sample(self._model, self._tokenizer, input_ids, mask, settings, streamer, own)
+
+
+class AbandonedError(Exception):
+    """No request of the running batch is left."""
+
+
+class _TokenWatch:
+    """A streamer of transformers that reports the tokens of a batch."""
+
+    def __init__(
+        self,
+        running: dict[Hashable, Request],
+        batch: Sequence[Request],
+        stop: StopCondition,
+        deliver: Callable[[Event], None] | None,
+    ) -> None:
+        self._running, self._batch, self._stop, self._deliver = running, batch, stop, deliver
+        self._tokens: list[list[int]] = [[] for _ in batch]
+        self._complete = [False] * len(batch)
+        self._prompts_came = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._prompts_came:
+            self._prompts_came = True
+            return
+        if not self._running:
+            raise AbandonedError
+        if self._deliver is None:
+            return
+        for number, (request, new) in enumerate(
+            zip(self._batch, value.reshape(len(self._batch), -1).tolist(), strict=True)
+        ):
+            self._extend(number, request, new)
+
+    def end(self) -> None:
+        """Nothing is left to report."""
+
+    def ended(self, request: Request, tokens: list[int], forwards: int) -> list[Event]:
+        """The last events of a request with these new tokens, which may be followed by padding."""
+        end = self._stop.end_of(tokens)
+        kept = tokens if end is None else tokens[:end]
+        number = self._batch.index(request)
+        rest = kept[len(self._tokens[number]) :]
+        more: list[Event] = [Extended(request.name, len(kept) - len(rest), tuple(rest))] if rest else []
+        more = more if request.stream else []
+        return [*more, Ended(request.name, tuple(kept), "length" if end is None else "stop", forwards)]
+
+    def _extend(self, number: int, request: Request, new: list[int]) -> None:
+        if self._complete[number] or request.name not in self._running or not request.stream:
+            return
+        tokens = self._tokens[number]
+        whole = tokens + new if request.gen_length is None else (tokens + new)[: request.gen_length]
+        end = self._stop.end_of(whole)
+        self._complete[number] = end is not None  # behind it is padding
+        whole = whole if end is None else whole[:end]
+        if len(whole) > len(tokens):
+            assert self._deliver is not None
+            self._deliver(Extended(request.name, len(tokens), tuple(whole[len(tokens) :])))
+        self._tokens[number] = whole
+
+
+def sample(
+    model: Any,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    settings: Mapping[str, Any],
+    streamer: Any = None,
+    own_seeds: Sequence[int] | None = None,
+) -> SampledBatch:
+    """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1; `seed` is a setting.
+
+    Args:
+        own_seeds: seeds of the rows, each of which then draws by its own. None: all draw from torch's random state.
+
+    Raises DlmBridgeError.
+    """
+    given = generate_keywords(model, settings)
+    seed = given.pop("seed", None)
+    for prompt in rows_of(input_ids, mask):
+        check_prompt(model, prompt, given)
+    if own_seeds is not None:
+        given["custom_generate"] = drawing_from(own_seeds)
+        stored = getattr(model.generation_config, "stop_strings", None)
+        if strings := check_stop_strings(given.get("stop_strings", stored)):
+            # With a function of one's own `generate` forgets the tokenizer that they need.
+            given["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(strings))])
+            given["stop_strings"] = None
+    return run_generate(model, model, _generate, tokenizer, input_ids, mask, given, seed, streamer)
+
+
+def run_generate(
+    model: Any,
+    counted: nn.Module,
+    generate: Callable[[Any, torch.Tensor, torch.Tensor, Mapping[str, Any]], torch.Tensor],
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    mask: torch.Tensor,
+    given: dict[str, Any],
+    seed: int | list[int] | None,
+    streamer: Any,
+) -> SampledBatch:
+    """Call a `generate` of transformers with the random state of a seed.
+
+    Args:
+        counted: the module whose forward passes are counted.
+        given: its keyword arguments.
+    """
+    if isinstance(seed, list):
+        if len(seed) != 1 or len(input_ids) != 1:
+            raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")
+        seed = seed[0]
+    elif seed is None:
+        seed = shared_seed(model)
+    if streamer is not None:
+        given["streamer"] = streamer
+    if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
+        ends = end_tokens(model, given)
+        given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: accelerate moves the input
+        device = torch.device("cpu")
+    input_ids, mask = input_ids.to(device), mask.to(device)
+    with refusals_named(), random_state_preserved(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        with _forwards_of(counted) as forwards:
+            sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
+    return SampledBatch(sequences, len(forwards))
+
+
+def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """The real tokens of each row."""
+    return [
+        [token for token, is_real in zip(row, real, strict=True) if is_real]
+        for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True)
+    ]
+
+
+def generate_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of the model's `generate`, and `seed`. Raises DlmBridgeError for unknown ones."""
+    given = set_values(settings)
+    check_values(given)
+    words = given.get("bad_words_ids")
+    if isinstance(words, list) and any(
+        type(token) is bool for word in words if isinstance(word, list) for token in word
+    ):
+        raise DlmBridgeError(f"bad_words_ids must be lists of token ids, not {words!r}")
+    known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
+    for name in given:
+        if name in diffusion_fields() and name != "seed":
+            raise DlmBridgeError(
+                f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
+            )
+        if name not in known:
+            raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
+    stored = model.generation_config
+    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
+        given["max_new_tokens"] = NEW_TOKENS
+    if "temperature" in given:
+        if given.get("do_sample") is False and given["temperature"]:
+            raise DlmBridgeError(
+                f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
+            )
+        given["do_sample"] = given["temperature"] > 0
+        if not given["do_sample"]:  # transformers warns about them in greedy decoding
+            given |= {"temperature": None, "top_k": None, "top_p": None}
+    return given
+
+
+def set_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under transformers' names, without those that are None, which turns off end-of-sequence tokens."""
+    return {
+        name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
+    }
+
+
+def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) -> None:
+    """Raise DlmBridgeError for a prompt that the model cannot continue under these keywords: an empty one, one with a
+    token outside the vocabulary, or one that leaves no room in the context."""
+    count = len(prompt)
+    if not count:
+        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
+    text = model.config.get_text_config()
+    outside = next((token for token in prompt if not 0 <= token < text.vocab_size), None)
+    if outside is not None:
+        raise DlmBridgeError(f"the prompt holds token {outside}, outside the vocabulary of {text.vocab_size}")
+    context = getattr(text, "max_position_embeddings", None)
+    new = given.get("max_new_tokens")
+    if context is not None and new is not None and count + new > context:
+        raise DlmBridgeError(
+            f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
+            f"{context}: use a shorter gen_length"
+        )
+
+
+def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence tokens, with the precedence of `generate`."""
+    if "eos_token_id" in settings:
+        return eos_token_ids(settings["eos_token_id"])
+    stored = getattr(model.generation_config, "eos_token_id", None)
+    if stored is None:
+        stored = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return eos_token_ids(stored)
+
+
+def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
+    """The stop condition, with the precedence of `generate`."""
+    stored = getattr(model.generation_config, "stop_strings", None)
+    strings = check_stop_strings(settings.get("stop_strings", stored))
+    return StopCondition(end_tokens(model, settings), torch.device("cpu"), strings, tokenizer)
+
+
+@contextmanager
+def refusals_named() -> Iterator[None]:
+    """Raise DlmBridgeError for settings, of a call or stored with the model, that transformers' `generate` refuses."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
+
+
+@contextmanager
+def random_state_preserved(enabled: bool = True) -> Iterator[None]:
+    """Restore torch's random state, on the CPU and on the current GPU, at the end."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices, enabled=enabled):
+        yield
+
+
+def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """transformers' sampling loop, as the `custom_generate` of a call, in which each row draws by its own seed."""
+
+    def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
+        logits_processor.append(_RowDraws(Noise(seeds, input_ids.device)))
+        sequences: torch.Tensor = model._sample(input_ids, logits_processor=logits_processor, **rest)
+        return sequences
+
+    return decode
+
+
+class _RowDraws(LogitsProcessor):
+    """Draws each row's token by a random number of its own, and leaves no other a probability."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores after the sampler's own processors."""
+        uniform_B1 = self._noise.uniform(range(len(scores)), torch.zeros_like(input_ids[:, :1]))
+        drawn_B1 = draw_token(scores[:, None], uniform_B1)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn_B1, 0.0)
+
+
+def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    sequences: torch.Tensor = model.generate(input_ids, attention_mask=mask, **given)
+    return sequences
+
+
+@contextmanager
+def _forwards_of(module: nn.Module) -> Iterator[list[None]]:
+    """A list that grows by one with each forward pass of the module."""
+    forwards: list[None] = []
+    handle = module.register_forward_pre_hook(lambda *_: forwards.append(None))
+    try:
+        yield forwards
+    finally:
+        handle.remove()

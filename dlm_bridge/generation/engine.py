@@ -1,0 +1,567 @@
+"""The sampling engine: requests enter a running batch, and leave it when they end.
+
+    engine = SamplingEngine(model, {"threshold": 0.9}, max_rows=64, max_length=2048)
+    engine.submit(Request("a", prompt_ids, gen_length=256, seed=0))
+    while not engine.idle:
+        for event in engine.step():
+            ...  # Committed, Extended, Ended, Failed
+
+Everything that samples from a diffusion model does it here: `generate`, files of prompts, evaluations, rollouts, the
+server. A sampler is one choice of independent parts: the block layout (`canvas`), the attention pattern
+(`predictors`), the proposal of tokens (`token_sampling`) and the rule that commits them (`commit_rules`).
+
+A request's tokens depend neither on the other requests nor on when it enters. Each row is at a step and a block of its
+own, so that a waiting one enters before the next step. Only where the KV cache is filled block by block for all rows
+(of block-causal models and Nemotron, and "prefix" and "dual" of samplers with blocks) do they share the blocks'
+columns: there rows enter at the next block. Requests of another `gen_length` share the batch, unless it changes more
+than the steps that are planned.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.callbacks import StepObserver
+from dlm_bridge.generation.canvas import Canvas, Entry, cache_columns, order_behind, read_flags
+from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
+from dlm_bridge.generation.constraints import Constraints, read_constraints
+from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
+from dlm_bridge.generation.predictors import Predictor
+from dlm_bridge.generation.prompts import check_row
+from dlm_bridge.generation.reporting import EventReporter, RunningRow
+from dlm_bridge.generation.request import Event, Failed, Request
+from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache, unwrapped
+from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
+from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
+from dlm_bridge.generation.stopping import StopCondition
+from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
+
+# Settings of whole calls of `generate`.
+REFUSED = ("span_lengths", "num_return_sequences", "output_history", "generator", "streamer", "commit_rule")
+
+
+class SamplingEngine:
+    """The engine of diffusion language models. Not thread-safe.
+
+    Engines of one model take turns, since memory is planned for one of them: while another one waits for its turn, an
+    engine lets no requests enter, and `step` of the one that waits returns nothing. Call `step` of each in rotation
+    until it is `idle`, or `close` it.
+
+    Args:
+        model: a diffusion model, as for `generate`.
+        settings: keyword arguments of `generate`, without those for whole calls (`span_lengths`,
+            `num_return_sequences`, `output_history`). `seed` has no effect: requests have their own. Or the plan of
+            all requests, of a call that runs beside other engines of the model, without reserving its CUDA graphs.
+        max_rows: requests that run at once. Others wait, in the order of their arrival.
+        max_length: tokens of a request, prompt and new ones together, for which KV cache is planned; None: the model's
+            context.
+        stream: report `Extended` and `Committed` of requests that stream, and return from `step` after each denoising
+            step; False: return when some request has left.
+        record: report with a request that has left which step committed each of its tokens (`Ended.steps`). That needs
+            no `stream`, and no more waiting for the device.
+        observers: called after every forward pass.
+        tokenizer: decodes text where there are `stop_strings`; may also be among the settings.
+
+    Raises:
+        DlmBridgeError: a setting that the sampler cannot run with, or no `max_length` where the model names no
+            context.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Mapping[str, Any] | SamplingPlan | None = None,
+        *,
+        max_rows: int,
+        max_length: int | None = None,
+        stream: bool = True,
+        record: bool = False,
+        observers: Sequence[StepObserver] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        self._model = model
+        self._plans: dict[tuple[int | None, int], SamplingPlan] = {}
+        self._only_plan = settings if isinstance(settings, SamplingPlan) else None
+        self._settings = {} if isinstance(settings, SamplingPlan) else dict(settings or {})
+        self._tokenizer = self._settings.pop("tokenizer", tokenizer)
+        for name in REFUSED:
+            value = self._settings.get(name)
+            if value not in (None, False, (), []) and (name, value) != ("num_return_sequences", 1):
+                raise DlmBridgeError(f"{name} is for whole calls of generate: an engine samples single requests")
+        self._settings = {name: value for name, value in self._settings.items() if name not in REFUSED}
+        length = max_length
+        if self._only_plan is None:
+            limits = resolve_settings(model, None, self._settings, prompt_width=1).limits
+            length = limits.context if max_length is None else max_length
+        if length is None:
+            raise DlmBridgeError("the model's config names no context length: pass max_length")
+        self.max_length = length
+        self.max_rows = max_rows
+        self._stream = stream
+        self._record = record
+        self._observers = tuple(observers)
+        self._takes_turns = self._only_plan is None
+        self._device = input_device(model)
+        self._waiting: deque[_Waiting] = deque()
+        self._running: dict[Hashable, RunningRow] = {}
+        self._rules: dict[Hashable, DenoisingRule] = {}  # of running rows
+        self._events: list[Event] = []
+        self._canvas: Canvas | None = None
+        self._runner: ModelRunner | None = None
+        self._predictor: Predictor | None = None
+        self._steps: Iterator[None] | None = None
+        self._forwards = 0  # of runs that are over
+
+    @property
+    def idle(self) -> bool:
+        """True if no request waits or runs, and no event is left to report."""
+        return not (self._waiting or self._running or self._events or self._steps)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that run."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the model so far."""
+        return self._forwards + (0 if self._predictor is None else self._predictor.forwards)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises DlmBridgeError for a name in use, a wrong `gen_length`, or a prompt that the sampler, the model's
+        context or `max_length` does not allow.
+        """
+        shown = f"request {request.name!r}"
+        leaving = set() if self._canvas is None else self._canvas.cancelled
+        names = {*self._running, *leaving, *(row.request.name for row in self._waiting)}
+        if request.name in names:
+            raise DlmBridgeError(f"{shown}: the name is that of a request that waits or runs")
+        plan = self._plan(request.gen_length, len(request.prompt))
+        limits = plan.settings.limits
+        request = replace(request, prompt=limits.with_masks(request.prompt))
+        check_row(request.prompt, shown, limits)
+        gen_length = limits.gen_length
+        if len(request.prompt) + gen_length > self.max_length:
+            raise DlmBridgeError(
+                f"{shown}: a prompt of {len(request.prompt)} tokens and gen_length {gen_length} make "
+                f"{len(request.prompt) + gen_length}, beyond the engine's max_length of {self.max_length}"
+            )
+        if plan.spec.rule.needs_prompt and not len(request.prompt):
+            raise DlmBridgeError(
+                f"{shown} has no tokens, and this sampler predicts a text from its first: begin with bos_token_id"
+            )
+        self._waiting.append(_Waiting(request, plan, gen_length))
+
+    def cancel(self, name: Hashable) -> bool:
+        """Drop a request, of which there are no more events; False if there is none of this name. A running one takes
+        part in no further step, and makes room for others where they may enter next."""
+        self._events[:] = [event for event in self._events if event.name != name]
+        for row in self._waiting:
+            if row.request.name == name:
+                self._waiting.remove(row)
+                return True
+        if name not in self._running:
+            return False
+        del self._running[name]
+        assert self._canvas is not None
+        self._canvas.cancelled.add(name)
+        if not self._running:
+            self._end_run()
+        return True
+
+    def close(self) -> None:
+        """Drop all requests, and let other engines and calls use the model."""
+        self._waiting.clear()
+        self._running.clear()
+        self._events.clear()
+        self._end_run()
+
+    def step(self) -> list[Event]:
+        """Run to the next boundary, and return what has happened since the last call: with `stream` after a denoising
+        step, else when a request has left. Returns at once where there is nothing to run, or another engine of the
+        model runs.
+
+        An error that is not a single request's ends all that are running, each with a `Failed`; if it is not a
+        DlmBridgeError, it is raised as well.
+        """
+        if self._waiting or self._steps is not None:
+            if self._takes_turns and not _take_turn(self._model, self):
+                return []
+            self._run_until_boundary()
+        elif self._runner is None:
+            _leave_turn(self._model, self)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    @torch.no_grad()
+    def _run_until_boundary(self) -> None:
+        try:
+            if self._steps is None:
+                self._begin_run()
+            assert self._runner is not None
+            assert self._steps is not None
+            with self._runner.active():
+                ended = next(self._steps, self) is self
+            if ended:
+                self._end_run()
+        except BaseException as error:
+            known = isinstance(error, DlmBridgeError)
+            failure = error if isinstance(error, DlmBridgeError) else DlmBridgeError(f"sampling failed: {error!r}")
+            self._events += [Failed(name, failure) for name in self._running]
+            self._running.clear()
+            self._end_run()
+            if not known:
+                raise
+
+    def _plan(self, gen_length: int | None, prompt_length: int) -> SamplingPlan:
+        if self._only_plan is not None:
+            return self._only_plan
+        asked = self._settings | ({} if gen_length is None else {"gen_length": gen_length, "max_new_tokens": None})
+        by_prompt = gen_length is None or any(asked.get(name) for name in ("min_length", "max_length", "infill"))
+        cache_key = gen_length, prompt_length if by_prompt else 0
+        if cache_key not in self._plans:
+            settings = resolve_settings(self._model, None, asked, prompt_width=prompt_length)
+            self._plans[cache_key] = SamplingPlan.of(settings, None, prompt_length)
+        return self._plans[cache_key]
+
+    def _begin_run(self) -> None:
+        """Prepare the model for requests like the first that waits, which are the first to run: where the model cannot
+        be prepared, these fail."""
+        plan = self._waiting[0].plan
+        entering = self._entering(plan.key)
+        layout, settings, limits = plan.spec.layout, plan.settings, plan.settings.limits
+        cache = choose_cache(plan.spec.predictor, self._model, settings.cache)
+        width = cache_columns(layout, self.max_length)
+        self._runner = ModelRunner.prepare(
+            self._model,
+            settings.execution,
+            cache,
+            rows=plan.copies * self.max_rows,
+            width=width,
+            mask_token_id=limits.mask_token_id,
+            hold=self._takes_turns,
+        )
+        stop = StopCondition(settings.eos_token_ids, self._device, settings.stop_strings, self._tokenizer)
+        self._canvas = Canvas(
+            layout,
+            stop,
+            self._device,
+            mask_token_id=limits.mask_token_id,
+            proposes_mask=limits.ordinary_mask,
+            cache_width=width,
+            # A cache of the whole text's block is in columns of each row's own.
+            shares_blocks=cache.stores and layout.block_length is not None,
+            infill=limits.infill,
+        )
+        reporter = EventReporter(self._running, self._events, stop, stream=self._stream, record=self._record)
+        self._steps = self._denoise(plan, entering, cache, self._canvas, self._runner, reporter)
+
+    def _end_run(self) -> None:
+        if self._steps is not None:
+            self._steps = None
+            self._canvas = None
+        if self._runner is not None:
+            self._forwards = self.forwards
+            self._runner.close()
+            self._runner = self._predictor = None
+        _leave_turn(self._model, self)
+
+    def _denoise(
+        self,
+        plan: SamplingPlan,
+        entering: list[_Waiting],
+        cache: KVCache,
+        canvas: Canvas,
+        runner: ModelRunner,
+        reporter: EventReporter,
+    ) -> Iterator[None]:
+        """Denoise these requests, and those that enter later, until none is left. Yields at boundaries."""
+        noise = Noise([], self._device)
+        self._admit(entering, canvas, noise, None)
+        observers = (*self._observers, reporter)
+        rule = plan.rule
+        context = plan.context(runner, canvas, cache, noise, observers, planner=lambda name: self._rules[name])
+        predictor = self._predictor = context.predictor
+
+        def enter() -> None:
+            if not self._waiting or not canvas.admits:
+                return
+            entering = [] if _others_wait(self._model, self) else self._entering(plan.key)
+            cached = cache.length if isinstance(cache, BlockKVCache) and cache.stores else None
+            shift = self._admit(entering, canvas, noise, cached)
+            if shift:
+                predictor.shift_columns(shift)
+            if entering:
+                predictor.admit(len(entering))
+
+        # A forward pass launched for the rows that go on is useless where others may enter.
+        for _ in denoise_rows(context, rule, enter, lambda: not self._waiting):
+            reporter.ended(canvas)
+            reporter.poll()
+            if self._stream or self._events:
+                yield
+        reporter.ended(canvas)  # those that have left with the last cancelled row
+
+    def _entering(self, key: Any) -> list[_Waiting]:
+        """Take the next waiting requests that fit, as far as they may share the batch."""
+        rows: list[_Waiting] = []
+        while self._waiting and self._waiting[0].plan.key == key and len(self._running) < self.max_rows:
+            row = self._waiting.popleft()
+            self._running[row.request.name] = row.running()
+            self._rules[row.request.name] = row.plan.rule
+            rows.append(row)
+        for name in self._rules.keys() - self._running.keys() if len(self._rules) > 2 * len(self._running) else ():
+            del self._rules[name]
+        return rows
+
+    def _admit(self, rows: list[_Waiting], canvas: Canvas, noise: Noise, cached: int | None) -> int:
+        """Let these requests enter. Returns by how many columns the others have moved."""
+        seeds = []
+        for row in rows:
+            seed = row.request.seed
+            if seed is None:
+                seed = shared_seed(self._model)
+            seeds.append(drawn_seeds(1)[0] if seed is None else seed)
+        noise.select_rows(order_behind(len(rows), len(canvas.rows)))
+        noise.admit(seeds)
+        return canvas.admit([Entry(row.request.name, row.request.prompt, row.gen_length) for row in rows], cached)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A checked request."""
+
+    request: Request
+    plan: SamplingPlan
+    gen_length: int
+
+    def running(self) -> RunningRow:
+        layout, infill = self.plan.spec.layout, self.plan.settings.limits.infill
+        grows = layout.first_masks is not None
+        return RunningRow.begin(self.request, self.gen_length, infill=infill, grows=grows)
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The sampler's parts for requests of one length. Requests of equal `key` share a batch."""
+
+    settings: GenerationSettings
+    spec: SamplerSpec
+    constraints: Constraints | None
+    rule: DenoisingRule  # under the constraints
+    key: Any
+
+    @classmethod
+    def of(cls, settings: GenerationSettings, commit_rule: CommitRule | None, prompt_width: int) -> SamplingPlan:
+        """The parts for these settings, with the caller's rule in place of the sampler's own.
+
+        Raises DlmBridgeError.
+        """
+        spec = sampler_spec(settings, commit_rule)
+        constraints = call_constraints(settings, spec, prompt_width)
+        rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
+        key = _signature(spec), settings.limits.infill, 0 if constraints is None else constraints.min_new_tokens
+        return cls(settings, spec, constraints, rule, key)
+
+    @property
+    def copies(self) -> int:
+        """Rows of the model's input per request: guidance has unconditional ones."""
+        return 2 if self.spec.predictor_options.get("cfg_scale") else 1
+
+    def context(
+        self,
+        runner: ModelRunner,
+        canvas: Canvas,
+        cache: KVCache,
+        noise: Noise,
+        observers: Sequence[StepObserver],
+        planner: Callable[[Any], DenoisingRule] | None = None,
+    ) -> SamplerContext:
+        """The parts of a run, for the rows of a canvas."""
+        spec, settings = self.spec, self.settings
+        predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
+        predictor.commits_first_token = spec.first_token is not None
+        return SamplerContext(
+            canvas,
+            predictor,
+            spec.sampling,
+            self.constraints,
+            noise,
+            observers,
+            settings.limits.vocabulary_size,
+            first_token=spec.first_token,
+            window=spec.window,
+            logits_bias=spec.logits_bias,
+            planner=planner,
+        )
+
+
+def denoise_rows(
+    context: SamplerContext, rule: DenoisingRule, enter: Callable[[], None], may_launch: Callable[[], bool]
+) -> Iterator[None]:
+    """Denoise the rows of the canvas until none is left. Yields after each step.
+
+    Args:
+        enter: called between two steps, lets rows enter the canvas.
+        may_launch: True if a forward pass of the rows that go on may be launched before they are known.
+    """
+    canvas, predictor = context.canvas, context.predictor
+
+    def launch() -> None:
+        if may_launch():
+            predictor.launch_speculatively(done=True)
+
+    def leave_block(rows: list[int]) -> None:
+        over = canvas.close_block(rows)
+        if not over:
+            return
+        for observer in context.observers:
+            observer.block(canvas, over)
+        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
+        if stay is not None:
+            context.noise.select_rows(stay)
+            predictor.select_rows(stay)
+
+    while canvas.rows:
+        opening = canvas.open_block()
+        nothing_to_do: set[int] = set()
+        if opening:
+            predictor.open_block(canvas.block, opening)
+            nothing_to_do = {*opening} - {*rule.begin_block(context, canvas.block, opening)}
+        inside = canvas.inside
+        active = [row for row in inside if row not in nothing_to_do]
+        going = set(rule.denoise_step(context, canvas.block, active) if active else ())
+        canvas.count_step(active)
+        leave_block([row for row in inside if row not in going])
+        yield
+        unwanted = canvas.unwanted()
+        if unwanted:
+            leave_block(unwanted)
+        enter()
+
+
+def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
+    """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
+    kinds = {kind.mode: kind for kind in predictor.caches}
+    if wanted is None:
+        storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
+        return storing[0]() if storing and supports_kv_cache(model) else KVCache()
+    if wanted not in kinds:
+        raise DlmBridgeError(f"this sampler has no cache '{wanted}', its attention allows {' or '.join(kinds)}")
+    return kinds[wanted]()
+
+
+def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
+    """The parts of the sampler, with the caller's rule in place of its own. Raises DlmBridgeError."""
+    sampler, limits = settings.sampler, settings.limits
+    if limits.context is not None and not limits.infill and limits.gen_length > limits.context:
+        raise DlmBridgeError(  # before blocks and steps that do not divide it
+            f"gen_length {limits.gen_length} alone is beyond the model's context of {limits.context}: use "
+            f"{limits.context} less the prompt's tokens, or fewer"
+        )
+    spec = sampler.spec(SpecialTokens.of(settings))
+    closing = spec.layout.closing
+    if closing is not None and closing >= limits.vocabulary_size:
+        raise DlmBridgeError(
+            f"the {sampler.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
+            f"{limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
+        )
+    if commit_rule is None:
+        return spec
+    if not sampler.takes_commit_rule:
+        raise DlmBridgeError(f"the {sampler.name} sampler takes no commit_rule: leave it out")
+    return replace(spec, rule=CheckedRule(commit_rule))
+
+
+def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_width: int) -> Constraints | None:
+    """The constraints that the caller or the sampler asks for; None without any. Raises DlmBridgeError."""
+    if not settings.constraints and not spec.suppress:
+        return None
+    return read_constraints(
+        settings.constraints.get,
+        prompt_width=prompt_width,
+        vocabulary_size=settings.limits.vocabulary_size,
+        excluded_token_id=settings.limits.excluded_token_id,
+        eos_token_ids=settings.eos_token_ids,
+        pad_token_id=settings.pad_token_id,
+        suppress=spec.suppress,
+    )
+
+
+def input_device(model: Any) -> torch.device:
+    """The device of the model's input. Raises DlmBridgeError for a model without weights."""
+    embedding = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type == "meta":  # offloaded: accelerate's hook names the device
+        hook = getattr(embedding, "_hf_hook", None)
+        if hook is None:
+            raise DlmBridgeError(
+                "the model is on the meta device, without weights: load it with from_pretrained, or move it with "
+                "to_empty and load its state_dict"
+            )
+        device = torch.device(hook.execution_device)
+    return device
+
+
+def _signature(part: Any) -> Any:
+    """A value that is equal for parts of samplers that do the same. What is not known compares by identity."""
+    if isinstance(part, partial):
+        return part.func, _signature(part.args), _signature(part.keywords)
+    if isinstance(part, torch.Tensor):
+        return tuple(part.flatten().tolist())
+    if isinstance(part, (list, tuple)):
+        return tuple(map(_signature, part))
+    if isinstance(part, Mapping):
+        return tuple((name, _signature(value)) for name, value in sorted(part.items()))
+    if isinstance(part, (type, FunctionType)) or part is None or isinstance(part, (str, int, float)):
+        return part
+    if is_dataclass(part):
+        return type(part), tuple(_signature(getattr(part, one.name)) for one in fields(part))
+    planning = part.planning if isinstance(part, CommitRule) else ()
+    return type(part), _signature({name: value for name, value in vars(part).items() if name not in planning})
+
+
+# ---- Turns of the engines of one model; the first of the queue runs.
+
+_turns: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[SamplingEngine]]] = weakref.WeakKeyDictionary()
+
+
+def _queue(model: Any) -> list[weakref.ref[SamplingEngine]]:
+    queue = _turns.setdefault(unwrapped(model), [])
+    queue[:] = [one for one in queue if one() is not None]
+    return queue
+
+
+def _take_turn(model: Any, engine: SamplingEngine) -> bool:
+    """Join the queue. True if it is the engine's turn."""
+    queue = _queue(model)
+    if all(one() is not engine for one in queue):
+        queue.append(weakref.ref(engine))
+    return queue[0]() is engine
+
+
+def _others_wait(model: Any, engine: SamplingEngine) -> bool:
+    return any(one() is not engine for one in _queue(model))
+
+
+def _leave_turn(model: Any, engine: SamplingEngine) -> None:
+    queue = _queue(model)
+    queue[:] = [one for one in queue if one() is not engine]
