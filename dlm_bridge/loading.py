@@ -21,8 +21,8 @@ from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.convert.formats.hub_weights import check_safetensors
 from dlm_bridge.convert.formats.unpickler import check_whole_archive
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
-from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.distributed import ALONE, Replicas
+from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.hub import (
     ADAPTER_CONFIG,
     CONFIG_FILE,

@@ -19,13 +19,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.errors import DlmBridgeError, library_cause
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.native import drawing_from, native_settings, refusals_named
-from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds

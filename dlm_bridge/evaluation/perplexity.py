@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
 from dlm_bridge.generation.gemma import is_gemma
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.hub import check_text_file
 
 WINDOW = 1024

@@ -181,6 +181,7 @@ class Canvas:
         # New tokens in the middle of a text that grows and shrinks do not end it.
         self._stop_condition = StopCondition((), device) if infill and self.grows else stop_condition
         self._rows: list[_Row] = []
+        self._index: tuple[list[int], torch.Tensor] | None = None
         self._next = 0  # where rows share blocks, the column of the next one
         self._is_hole: torch.Tensor | None = None  # [B, S]; None: no row has a hole
         self._refresh()
@@ -619,7 +620,7 @@ class Canvas:
         geometry = [*self.origins, *self.starts, *(row.gen_length for row in self._rows)]
         self._origins, self._starts, self._lengths = to_device(geometry, device).view(3, -1).unbind()
         self._columns = torch.arange(self.width, device=device)
-        self._index: tuple[list[int], torch.Tensor] | None = None
+        self._index = None
         self._measure()
 
     def _measure(self) -> None:

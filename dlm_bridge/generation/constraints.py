@@ -31,7 +31,7 @@ CONSTRAINT_SETTINGS = (
     "repetition_penalty",
     "suppress_tokens",
 )
-AllowedTokens = Callable[[int, torch.Tensor], Sequence[int]]
+AllowedTokens = Callable[[Any, torch.Tensor], Sequence[int]]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -254,7 +254,8 @@ class GemmaEngine:
         complete = row.commit(draft, self._settings)
         end = self._stop.end_of(row.new)
         row.new = row.new if end is None else row.new[:end]
-        new, name, events = tuple(row.new[before:]), row.request.name, []
+        events: list[Event] = []
+        new, name = tuple(row.new[before:]), row.request.name
         if self._stream and row.request.stream and new:
             events += [
                 Committed(name, row.forwards, tuple(range(before, len(row.new))), new),

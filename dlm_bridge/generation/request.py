@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -103,7 +103,9 @@ class Engine(Protocol):
         # submit() and cancel() at any time between two calls of step()
     """
 
-    forwards: int  # forward passes of the model so far
+    @property
+    def forwards(self) -> int:
+        """Forward passes of the model so far."""
 
     @property
     def idle(self) -> bool:
@@ -120,6 +122,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Drop all requests, and let others use the model."""
-
-
-Settings = Mapping[str, Any]
