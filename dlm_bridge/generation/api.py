@@ -17,9 +17,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep, StepObserver
-from dlm_bridge.generation.canvas import Canvas, read_flags
+from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
@@ -107,6 +107,7 @@ def generate(
 
     Raises:
         DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
+        NonFiniteError: logits are NaN or infinite, in the rows that it names or in all.
     """
     began = time.perf_counter()
     if inputs is not None and input_ids is not None:
@@ -135,8 +136,8 @@ def generate(
         callbacks = CallbackHandler(streamer, keep_history=keep_history, batch=len(prompt.rows))
     stop = StopCondition(settings.eos_token_ids, prompt.tokens.device, settings.stop_strings, kwargs.get("tokenizer"))
     constraints = call_constraints(settings, spec, prompt.tokens.shape[1])
-    result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
-    _refuse_nan(result, prompt, limits.masked_token_id)
+    with rows_named(lambda row: row // settings.num_return_sequences):
+        result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
     if not settings.return_dict:
         return result.sequences
     if result.sequences.device.type == "cuda":
@@ -162,7 +163,6 @@ class SamplingResult:
         row_forwards: sum over the forward passes of the rows that took part.
         new_tokens: number of new tokens of all rows, each as far as its end.
         row_ends: [B], the column behind each row's last token.
-        has_nan: whether the first forward pass gave NaN, a scalar on the device; None without a forward pass.
     """
 
     sequences: torch.Tensor
@@ -170,7 +170,6 @@ class SamplingResult:
     row_forwards: int
     new_tokens: torch.Tensor
     row_ends: torch.Tensor
-    has_nan: torch.Tensor | None
 
 
 def denoise(
@@ -187,6 +186,7 @@ def denoise(
 
     Raises:
         DlmBridgeError: a cache that the sampler does not have, or an execution that the model or its device does not.
+        NonFiniteError: logits are NaN or infinite.
     """
     canvas = Canvas(prompt, spec.layout, settings.limits, settings.pad_token_id, stop_condition)
     rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
@@ -198,7 +198,7 @@ def denoise(
         if callbacks is not None:
             callbacks.begin(canvas)
         for _ in denoise_rows(context, rule):
-            pass
+            canvas.refuse_failed()
     sequences = canvas.output()
     if callbacks is not None:
         callbacks.end(sequences)
@@ -208,7 +208,6 @@ def denoise(
         context.row_forwards,
         canvas.new_tokens(),
         canvas.output_ends(),
-        context.has_nan,
     )
 
 
@@ -265,7 +264,7 @@ def denoise_rows(
             return False
         if context.callbacks is not None:
             context.callbacks.block(canvas, canvas.block, over)
-        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
+        stay = canvas.retire(over, partial(canvas.read, overlap_with=launch))
         if stay is not None:
             context.noise.select_rows(stay)
             predictor.select_rows(stay)
@@ -357,15 +356,3 @@ def input_device(model: Any) -> torch.device:
             )
         device = torch.device(hook.execution_device)
     return device
-
-
-def _refuse_nan(result: SamplingResult, prompt: PromptBatch, mask_token_id: int) -> None:
-    """Raise DlmBridgeError where the model's logits were NaN: in the first forward pass, or later, since a rule leaves
-    masks only where scores are NaN."""
-    tokens_BS, has_nan = result.sequences, result.has_nan
-    pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
-    real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= pads_B[:, None]
-    if (has_nan is not None and bool(has_nan)) or bool(((tokens_BS == mask_token_id) & real_BS).any()):
-        raise DlmBridgeError(
-            "the model's logits are NaN: look for NaN in its weights; float16 overflows where bfloat16 does not"
-        )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy
 from dlm_bridge.generation.commit_rules import DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
@@ -84,7 +84,7 @@ class RowEnded:
 
 @dataclass(frozen=True)
 class RowFailed:
-    """A row has left the batch without a result: a constraint leaves it no token, or the model's logits are NaN."""
+    """A row has left the batch without a result: a constraint leaves it no token, or its logits are NaN or infinite."""
 
     name: Any
     error: DlmBridgeError
@@ -175,7 +175,8 @@ class RowReporter:
             steps_B = to_device([0 if row is None else row.forwards for row in running], now_BG.device)
             self._steps = torch.where(changed_BG & (now_BG != canvas.mask_token_id), steps_B[:, None], self._steps)
         if live:
-            copy = HostCopy(torch.where(changed_BG, now_BG, UNCHANGED))
+            shown_BG = changed_BG & ~canvas.non_finite[:, None]  # no token of a row that fails
+            copy = HostCopy(torch.where(shown_BG, now_BG, UNCHANGED))
             self._report_pending()
             steps = [0 if row is None else row.forwards for row in running]
             finals = [row.gen_length if final and row is not None else 0 for row in running]
@@ -203,12 +204,11 @@ class RowReporter:
         rows = [self._running.pop(name) for name, _ in canvas.ended]
         steps = self._recorded(rows) if self._record else [[]] * len(rows)
         for row, (name, tokens), own_steps in zip(rows, canvas.ended, steps, strict=True):
+            if tokens is None:
+                self._events.append(RowFailed(name, NonFiniteError(rows=[name])))
+                continue
             end = self._stop.end_of(tokens)
             kept = tokens if end is None else tokens[:end]
-            if canvas.mask_token_id in kept:
-                error = DlmBridgeError(f"row {name!r}: the model's logits are NaN: look for NaN in its weights")
-                self._events.append(RowFailed(name, error))
-                continue
             whole = tokens + [canvas.mask_token_id] * (row.gen_length - len(tokens))
             if self._stream and row.request.live:
                 places = [place for place, (a, b) in enumerate(zip(row.tokens, whole, strict=True)) if a != b]

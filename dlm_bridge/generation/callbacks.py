@@ -110,6 +110,8 @@ class CallbackHandler:
     ) -> None:
         """After a forward pass that predicted these columns, and after the commit; `final`: no committed token can
         change any more."""
+        if self._callbacks:
+            _refuse_failed(canvas)
         if self._callbacks or self._keep_history:
             tokens = canvas.snapshot()
             names = tuple(canvas.names[row] for row in rows)
@@ -146,6 +148,7 @@ class CallbackHandler:
         """Send the columns that are committed in every row, up to `stop` on the canvas."""
         if not self._streamers:
             return
+        _refuse_failed(canvas)
         tokens_BS, counts = canvas.committed(stop)
         count = min(counts)
         if count > self._sent:
@@ -158,6 +161,12 @@ class CallbackHandler:
     def _send(self, tokens: torch.Tensor) -> None:
         for streamer in self._streamers:
             streamer.put(tokens.cpu())
+
+
+def _refuse_failed(canvas: Canvas) -> None:
+    """Raise NonFiniteError before tokens of a row that fails are shown, for which the host waits anyway."""
+    canvas.read(canvas.non_finite)
+    canvas.refuse_failed()
 
 
 def _refuse_text_streamers(streams: Sequence[Any], batch: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlm_bridge.errors import NonFiniteError
 from dlm_bridge.generation.rows import PromptBatch, PromptLimits, Read, RowMemory, StopCondition, to_device
 
 
@@ -77,6 +78,8 @@ class Canvas:
         inside: whether each row denoises the block.
         steps: each row's steps in the block so far.
         memory: what the rule and the predictor keep of each row within its block.
+        non_finite: [B] bool on the device, the rows whose logits have been NaN or infinite.
+        failed: the names of those that the host knows of, by `read`.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Canvas:
         self._blocks_opened = 0
         self.inside, self.steps = [False] * batch, [0] * batch
         self.memory = RowMemory(batch, device)
+        self.non_finite = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.failed: set[Any] = set()
         self._fill(prompt, layout.closing if limits.gen_length else None)
         self._begin_output(prompt)
 
@@ -183,7 +188,7 @@ class Canvas:
         return any(self.origins) or any(end != self.width for end in self.ends)
 
     def unwanted(self) -> list[int]:
-        """Rows that have been cancelled."""
+        """Rows that have been cancelled, or have failed while others go on."""
         return []
 
     @property
@@ -221,6 +226,30 @@ class Canvas:
         else:
             index = self.index(rows)
             self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
+
+    def flag_non_finite(self, rows: list[int] | None, columns: Columns, logits_ANV: torch.Tensor) -> None:
+        """Flag the rows in which logits of new tokens are NaN or plus infinity; minus infinity suppresses a token.
+
+        The host learns of it when it reads the result of a step (`read`), or when a row leaves the canvas.
+        """
+        bad_AN = ~(logits_ANV.amax(dim=-1) < torch.inf)
+        bad_A = (bad_AN & self.behind_prompt(rows, columns)).any(dim=1)
+        if rows is None:
+            self.non_finite |= bad_A
+        else:
+            self.non_finite[self.index(rows)] |= bad_A
+
+    def read(self, flags: torch.Tensor, overlap_with: Callable[[], None] = lambda: None) -> list[Any]:
+        """The values of `read_flags`; with them the host learns which rows have `failed`."""
+        non_finite = HostCopy(self.non_finite)
+        values = read_flags(flags, overlap_with)
+        self.failed |= {name for name, bad in zip(self.names, non_finite.values().tolist(), strict=True) if bad}
+        return values
+
+    def refuse_failed(self) -> None:
+        """Raise NonFiniteError for the rows that have `failed`."""
+        if self.failed:
+            raise NonFiniteError(rows=sorted(self.failed) if len(self.failed) < len(self._output) else ())
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N], True at the columns that are not given: behind the row's prompt up to its end, or masks in it."""
@@ -376,9 +405,12 @@ class Canvas:
             done = [a or b for a, b in zip(done, ended, strict=True)]
         if not any(done):
             return None
+        if block == self.blocks[-1] or not self._stop_condition.active:
+            self.read(self.non_finite)  # no row leaves before the host knows whether it has failed
         self._write_output([row for row, over in enumerate(done) if over], self.tokens, self._output)
         stay = [row for row, over in enumerate(done) if not over]
         self.tokens, self._starts, self._places = self.tokens[stay], self._starts[stay], self._places[stay]
+        self.non_finite = self.non_finite[stay]
         self.origins = [self.origins[row] for row in stay]
         self.starts = [self.starts[row] for row in stay]
         self.stops = [self.stops[row] for row in stay]

@@ -50,7 +50,7 @@ class RollingCanvas(Canvas):
 
     Attributes:
         ended: rows that have left since the caller last emptied the list, each with its new tokens, at most
-            `gen_length`.
+            `gen_length`; None of a row whose logits were NaN or infinite.
         cancelled: names of rows that take no further step, and leave without a result.
     """
 
@@ -77,8 +77,10 @@ class RollingCanvas(Canvas):
         self.inside: list[bool] = []
         self.steps: list[int] = []
         self.memory = RowMemory(0, device)
+        self.non_finite = torch.zeros(0, dtype=torch.bool, device=device)
+        self.failed = set()
         self.holes: list[set[int]] = []
-        self.ended: list[tuple[Hashable, list[int]]] = []
+        self.ended: list[tuple[Hashable, list[int] | None]] = []
         self.cancelled: set[Hashable] = set()
         self._layout = layout
         self._closing = int(layout.closing is not None)
@@ -102,7 +104,8 @@ class RollingCanvas(Canvas):
         """
 
     def unwanted(self) -> list[int]:
-        return [row for row, name in enumerate(self.names) if name in self.cancelled] if self.cancelled else []
+        leaving = self.cancelled | self.failed
+        return [row for row, name in enumerate(self.names) if name in leaving] if leaving else []
 
     @property
     def rolls(self) -> bool:
@@ -121,7 +124,7 @@ class RollingCanvas(Canvas):
         return tokens_BG.masked_fill(~own_BG, self.mask_token_id)
 
     def retire(self, rows: list[int], read: Read) -> list[int] | None:
-        """As `Canvas.retire`; cancelled rows leave as well, without a result."""
+        """As `Canvas.retire`; cancelled and failed rows leave as well, without a result."""
         stop = self.block.stop
         over = {row for row in rows if self.starts[row] + self.gen_lengths[row] - self._closing <= stop}
         over |= {*self.unwanted()}
@@ -134,12 +137,14 @@ class RollingCanvas(Canvas):
         if not over:
             return None
         leaving, stay = sorted(over), order_without(over, len(self.names))
-        for row, tokens in zip(leaving, self.tokens[leaving].tolist(), strict=True):
+        read_AS = torch.cat([self.tokens[leaving], self.non_finite[leaving, None]], dim=1).tolist()
+        for row, (*tokens, failed) in zip(leaving, read_AS, strict=True):
             if self.names[row] not in self.cancelled:
                 start = self.starts[row]
                 end = min(start + self.gen_lengths[row], self.ends[row])
-                self.ended.append((self.names[row], tokens[start:end]))
+                self.ended.append((self.names[row], None if failed else tokens[start:end]))
         self.cancelled -= {self.names[row] for row in leaving}
+        self.failed -= {self.names[row] for row in leaving}
         self._select_rows(stay)
         self.memory.select_rows(stay)
         self._refresh()
@@ -174,7 +179,8 @@ class RollingCanvas(Canvas):
         return length // block * block if self._layout.aligned and block is not None else length
 
     def _select_rows(self, rows: list[int]) -> None:
-        self.tokens = self.tokens[to_device(rows, self.tokens.device)]
+        index = to_device(rows, self.tokens.device)
+        self.tokens, self.non_finite = self.tokens[index], self.non_finite[index]
         for name in self._row_lists:
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])
@@ -202,6 +208,7 @@ class RollingCanvas(Canvas):
         self.tokens = torch.cat(
             [to_device([token for tokens in new for token in tokens], others.device).view(count, width), others]
         )
+        self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
         self.names = [row.name for row in entering] + self.names
         self.origins, self.starts = origins + self.origins, starts + self.starts
         self.stops, self.ends = stops + self.stops, ends + self.ends

@@ -8,12 +8,14 @@ bias towards some lengths are not part of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from dlm_bridge.errors import NonFiniteError
 from dlm_bridge.generation.canvas import Canvas
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.rows import PromptBatch, StopCondition
@@ -34,7 +36,8 @@ def fit_spans(
     them of the rows that took part.
 
     Spans are decided from left to right, those to the right at their given length; of equal scores the shortest length
-    wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on.
+    wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on. Raises
+    NonFiniteError where scores are NaN.
     """
     mask_token_id = settings.limits.masked_token_id
     fitted = [list(row) for row in rows]
@@ -64,7 +67,11 @@ def fit_spans(
             places = [begin - columns.start for begin in begins]
             scores.append(_span_confidence(logits_ANV, places, length, mask_token_id))
             candidates.append(tried)
-        for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
+        highest, choices = torch.stack(scores).max(dim=0)  # of NaN, NaN
+        bad = [row for row, score in zip(undecided, highest.tolist(), strict=True) if not math.isfinite(score)]
+        if bad:
+            raise NonFiniteError(rows=bad if len(bad) < len(rows) else ())
+        for place, best in enumerate(choices.tolist()):
             fitted[undecided[place]] = candidates[best][place]
     return fitted, forwards, row_forwards
 

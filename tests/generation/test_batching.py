@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import api, batch_size, commit_rules, generate
+from dlm_bridge.generation import batch_size, canvas, generate
 from dlm_bridge.generation.batching import (
     ContinuousBatch,
     Event,
@@ -213,8 +213,7 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         for speculative in (False, True):
             with monkeypatch.context() as patch:
                 if speculative:
-                    patch.setattr(api, "read_flags", read_with_overlap)
-                    patch.setattr(commit_rules, "read_flags", read_with_overlap)
+                    patch.setattr(canvas, "read_flags", read_with_overlap)
                     rows = [RowRequest(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
                 check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
 

@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import api, commit_rules, predictors
+from dlm_bridge.generation import canvas, commit_rules, predictors
 from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest, RowTokens
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime import attention, graphs
@@ -224,8 +224,7 @@ def test_a_speculative_forward_pass_is_the_next(
             runs.clear()
             with monkeypatch.context() as patch:
                 if ahead:
-                    patch.setattr(commit_rules, "read_flags", read)
-                    patch.setattr(api, "read_flags", read)
+                    patch.setattr(canvas, "read_flags", read)
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)
@@ -251,8 +250,7 @@ def test_rows_leave_with_a_first_block_that_was_run_speculatively(
     going = (expected[:, block:] != 0).any(dim=1)
     assert not going[0]
     assert going.any()
-    for module in (commit_rules, api):
-        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    monkeypatch.setattr(canvas, "read_flags", read_with_overlap)
     assert torch.equal(model.generate(tokens, **settings), expected)
 
 
@@ -269,8 +267,8 @@ def test_a_longer_prompt_enters_before_anything_is_cached(
     for row in rows:
         output = model.generate(torch.tensor([row.prompt]), gen_length=row.gen_length, **settings)
         expected[row.name] = tuple(output[0, len(row.prompt) :].tolist())
-    for module in (commit_rules, api) if speculative else ():
-        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    if speculative:
+        monkeypatch.setattr(canvas, "read_flags", read_with_overlap)
     batch = ContinuousBatch(model, settings, max_rows=2, max_length=4 * block)
     batch.submit(rows[0])
     while not any(isinstance(event, RowTokens) for event in batch.advance()):
