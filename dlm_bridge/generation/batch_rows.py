@@ -84,7 +84,7 @@ class RowEnded:
 
 @dataclass(frozen=True)
 class RowFailed:
-    """A row has left the batch without a result: a constraint leaves it no token, or its logits are NaN or infinite."""
+    """A row has left the batch without a result: a constraint leaves it no token, or its logits are NaN."""
 
     name: Any
     error: DlmBridgeError

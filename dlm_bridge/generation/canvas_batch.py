@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.errors import NonFiniteError
+from dlm_bridge.generation.batch_rows import RowFailed
 from dlm_bridge.generation.canvases import check_length, check_prompt, has_canvas
 from dlm_bridge.generation.encoded_rows import EncodedRow, EncodedRows, cache_of
 from dlm_bridge.generation.rows import to_device
@@ -114,7 +116,7 @@ class CanvasBatch:
         """The texts of the prompts with these numbers, as they end; they enter in this order.
 
         A `streamer`, of one prompt, is told what transformers' loop would tell it. Raises DlmBridgeError for a prompt
-        that the model cannot continue.
+        that the model cannot continue, NonFiniteError for one whose logits are NaN.
         """
         for number in order:
             self.submit(number, prompts[number], seeds[number])
@@ -122,6 +124,8 @@ class CanvasBatch:
                 streamer.put(torch.tensor([prompts[number]]))
         while not self.idle:
             for event in self.advance(streamer):
+                if isinstance(event, RowFailed):
+                    raise event.error
                 if isinstance(event, CanvasText):
                     yield event
                 elif streamer is not None:
@@ -130,9 +134,10 @@ class CanvasBatch:
             streamer.end()
 
     @torch.no_grad()
-    def advance(self, streamer: Any = None) -> list[CanvasTokens | CanvasText]:
+    def advance(self, streamer: Any = None) -> list[CanvasTokens | CanvasText | RowFailed]:
         """A denoising step of the rows that run, after others have entered where there is room: the canvases that it
-        has completed, and the texts that have ended with them. A `streamer` with `put_draft` gets the best tokens."""
+        has completed, the texts that have ended with them, and the rows whose logits are NaN, which leave. A
+        `streamer` with `put_draft` gets the best tokens."""
         room = self._rows - len(self._drawing)
         if self._waiting and room > 0:
             self._enter([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
@@ -140,14 +145,21 @@ class CanvasBatch:
             self._read()
         if self._canvases is None:
             return []
-        ended_A = self._step(self._canvases)
+        flags_A = self._step(self._canvases)
+        failed = [row.number for row, (_, bad) in zip(self._running, flags_A, strict=True) if bad]
+        events: list[CanvasTokens | CanvasText | RowFailed] = [
+            RowFailed(number, NonFiniteError(rows=[number])) for number in failed
+        ]
+        self.cancel(failed)
+        if self._canvases is None:
+            return events
+        ended_A = [ended for ended, bad in flags_A if not bad]
         if hasattr(streamer, "put_draft"):
             assert self._canvases.logits is not None, "a step has been taken"
             logits = getattr(streamer, "_takes_logits", False)
             streamer.put_draft(self._canvases.logits.cpu() if logits else self._canvases.best.cpu())
         if not any(ended_A):
-            return []
-        events: list[CanvasTokens | CanvasText] = []
+            return events
         for row, ended, best in zip(self._running, ended_A, self._canvases.best.tolist(), strict=True):
             if not ended:
                 continue
@@ -200,8 +212,9 @@ class CanvasBatch:
         if self._running:
             self._cache.show([row.encoded for row in self._running], self._settings.length)
 
-    def _step(self, canvases: _Canvases) -> list[bool]:
-        """A denoising step of the running rows: which of them have ended their canvas."""
+    def _step(self, canvases: _Canvases) -> list[list[bool]]:
+        """A denoising step of the running rows: of each, whether it has ended its canvas, and whether its logits are
+        NaN or plus infinity."""
         for row in self._running:
             row.forwards += 1
         self.forwards += 1
@@ -213,8 +226,8 @@ class CanvasBatch:
             self_conditioning_logits=canvases.logits,
             self_conditioning_mask=None if canvases.logits is None else canvases.conditioned,
         ).logits
-        ended: list[bool] = canvases.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
-        return ended
+        flags_A2: list[list[bool]] = canvases.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
+        return flags_A2
 
 
 @dataclass(frozen=True)
@@ -327,10 +340,11 @@ class _Canvases:
     def denoise(
         self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
     ) -> torch.Tensor:
-        """One step, in place: [A] bool, the canvases that have ended."""
+        """One step, in place: [A, 2] bool, the canvases that have ended, and those whose logits are not finite."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
-        self.best = logits_AQV.argmax(dim=-1)
+        highest_AQ, self.best = logits_AQV.max(dim=-1)
+        bad_A = ~(highest_AQ < torch.inf).all(dim=-1)
         probabilities_AQV = logits_AQV.softmax(dim=-1, dtype=torch.float32)
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)
         lowest = torch.finfo(logs_AQV.dtype).min
@@ -348,7 +362,7 @@ class _Canvases:
             stable_A = (self.history == self.best[:, None]).all(dim=-1).all(dim=-1)
             ended_A = ended_A | stable_A & (entropy_AQ.mean(dim=-1) < settings.confidence)
             self.history = torch.cat([self.history, self.best[:, None]], dim=1)[:, 1:]
-        return ended_A
+        return torch.stack([ended_A, bad_A], dim=1)
 
 
 def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:

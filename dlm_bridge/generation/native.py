@@ -10,24 +10,44 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line, rows_named
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.rows import check_stop_strings
-from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
+from dlm_bridge.generation.token_sampling import (
+    MIN_TEMPERATURE,
+    Noise,
+    draw_token,
+    drawn_seeds,
+    row_seeds,
+    shared_seed,
+)
 
+MISSING = torch.iinfo(torch.long).max
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
 
 @dataclass(frozen=True)
 class NativeOutput:
-    """What transformers' `generate` gave: [B, P + new] tokens, after so many forward passes."""
+    """What transformers' `generate` gave: [B, P + new] tokens, after so many forward passes, and the first column of
+    each row whose logits were NaN or infinite, P + new where none were."""
 
     sequences: torch.Tensor
     forwards: int
+    finite: list[int]
+
+    def failed(self, ends: Sequence[int]) -> list[int]:
+        """The rows that have such logits before the column in which their text ends."""
+        return [row for row, (column, end) in enumerate(zip(self.finite, ends, strict=True)) if column < end]
 
 
 def sample(
@@ -42,7 +62,9 @@ def sample(
     """Tokens behind prompts that are padded on the left; `seed` is a setting.
 
     With `own_seeds`, of an autoregressive model, each row draws by its own: its tokens depend neither on the other
-    rows nor on their number, but for the rounding of matrix products. Raises DlmBridgeError.
+    rows nor on their number, but for the rounding of matrix products. A `streamer` with a method `fail` is told the
+    rows whose logits are NaN, and goes on. Raises DlmBridgeError, and NonFiniteError before another streamer gets
+    tokens of such a row.
     """
     given = native_settings(model, settings)
     prompts = [
@@ -68,8 +90,10 @@ def sample(
         seed = seed[0]
     elif seed is None:
         seed = shared_seed(model)
+    check = FiniteLogits()
+    given["logits_processor"] = LogitsProcessorList([*(given.get("logits_processor") or ()), check])
     if streamer is not None:
-        given["streamer"] = streamer
+        given["streamer"] = _CheckedStreamer(streamer, check)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
         ends = end_tokens(model, settings)
         given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
@@ -85,7 +109,7 @@ def sample(
             counted, generate = canvases.decoder(model), canvases.generate
         with _forwards_of(counted) as forwards:
             sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
-    return NativeOutput(sequences, len(forwards))
+    return NativeOutput(sequences, len(forwards), check.finite(len(sequences), sequences.shape[1]))
 
 
 def _canvases(
@@ -103,12 +127,13 @@ def _canvases(
         raise DlmBridgeError(f"a streamer shows one text, num_return_sequences asks for {copies}: leave one out")
     batch = CanvasBatch(model, given, len(rows))
     seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
-    texts = {text.number: text.tokens for text in batch.run(rows, seeds, range(len(rows)), streamer)}
+    with rows_named(lambda number: number // copies):
+        texts = {text.number: text.tokens for text in batch.run(rows, seeds, range(len(rows)), streamer)}
     width = max(map(len, texts.values()))
     padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
     new = [texts[number] + [padding] * (width - len(texts[number])) for number in range(len(rows))]
     sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
-    return NativeOutput(sequences, batch.forwards)
+    return NativeOutput(sequences, batch.forwards, [sequences.shape[1]] * len(sequences))
 
 
 def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +166,7 @@ def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
             raise DlmBridgeError(
                 f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
             )
-        given["do_sample"] = given["temperature"] > 0
+        given["do_sample"] = given["temperature"] >= MIN_TEMPERATURE
         if not given["do_sample"]:  # transformers warns about them in greedy decoding
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
@@ -206,6 +231,60 @@ def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
         return sequences
 
     return decode
+
+
+class FiniteLogits(LogitsProcessor):
+    """Finds the rows of one call of transformers' `generate` whose logits are NaN or plus infinity, on their device.
+
+    Such logits are replaced, since drawing from them would end the process's CUDA context.
+    """
+
+    def __init__(self) -> None:
+        self._columns: torch.Tensor | None = None  # [B], the first column with such logits; MISSING: there is none
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores of the column behind `input_ids`, or [B, N, V] of those of a canvas."""
+        bad = ~(scores.amax(dim=-1) < torch.inf)
+        now_B = torch.where(bad.view(len(scores), -1).any(dim=1), input_ids.shape[1], MISSING)
+        self._columns = now_B if self._columns is None else torch.minimum(self._columns, now_B)
+        return scores.masked_fill(bad[..., None], 0.0)
+
+    def finite(self, rows: int, width: int) -> list[int]:
+        """The first such column of each row, `width` at most. Where beams were run for a row, of any of them."""
+        if self._columns is None:
+            return [width] * rows
+        columns = self._columns if len(self._columns) == rows else self._columns.view(rows, -1).amin(dim=1)
+        return list(columns.clamp(max=width).tolist())
+
+
+class _CheckedStreamer:
+    """A streamer that gets no token of a row whose logits are NaN: the check is read when tokens have arrived."""
+
+    def __init__(self, streamer: Any, check: FiniteLogits) -> None:
+        self._streamer, self._check = streamer, check
+        self._width = 0  # columns that have arrived
+        if hasattr(streamer, "put_draft"):
+            self.put_draft = self._put_draft
+            self._takes_logits = getattr(streamer, "_takes_logits", False)
+
+    def put(self, value: torch.Tensor) -> None:
+        self._width += value.shape[1] if value.dim() > 1 else 1
+        self._refuse(len(value), self._width)
+        self._streamer.put(value)
+
+    def _put_draft(self, **draft: torch.Tensor) -> None:
+        self._refuse(len(next(iter(draft.values()))), self._width + 1)
+        self._streamer.put_draft(**draft)
+
+    def end(self) -> None:
+        self._streamer.end()
+
+    def _refuse(self, rows: int, width: int) -> None:
+        bad = [row for row, column in enumerate(self._check.finite(rows, width)) if column < width]
+        if bad and hasattr(self._streamer, "fail"):
+            self._streamer.fail(bad)
+        elif bad:
+            raise NonFiniteError(rows=bad if len(bad) < rows else ())
 
 
 class _RowDraws(LogitsProcessor):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
@@ -148,11 +148,13 @@ def write_texts(
             `generate` for an autoregressive one, with `gen_length` and `seed` in addition; a temperature implies
             `do_sample`. Those of DiffusionGemma are `canvases.SETTINGS`.
         diffusion: the model is sampled by `dlm_bridge.generation.generate`, not by transformers'.
-        streamer: the `streamer` of that `generate`.
+        streamer: the `streamer` of that `generate`. With a method `fail` it is told the rows of an autoregressive
+            model whose logits are NaN, which otherwise are an error.
         seeds: row seeds of a diffusion model, for prompts that are part of a larger set (`seeds_of`).
 
     Raises:
         DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
+        NonFiniteError: logits that are NaN, of the prompts that it names or of all.
     """
     if settings.get("span_lengths") and len(prompts) > 1:
         raise DlmBridgeError("span_lengths makes rows of different lengths: sample one prompt at a time (batch 1)")
@@ -165,17 +167,18 @@ def write_texts(
         output = _diffusion(model, tokenizer, input_ids, mask, settings, streamer, seeds)
     else:
         found = sample(model, tokenizer, input_ids, mask, settings, streamer)
-        output = _Output(found.sequences, found.forwards)
+        stop, new = stop_condition(model, tokenizer, settings), found.sequences[:, width:].tolist()
+        output = _Output(found.sequences, found.forwards, [width + (stop.end_of(row) or len(row)) for row in new])
+        failed = found.failed(output.row_ends)
+        if failed and not hasattr(streamer, "fail"):
+            copies = len(new) // len(prompts)
+            raise NonFiniteError(rows=sorted({row // copies for row in failed}) if len(failed) < len(new) else ())
     rows = output.sequences.cpu()
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
-    ends = output.row_ends
-    if ends is None:
-        stop, new = stop_condition(model, tokenizer, settings), rows[:, width:].tolist()
-        ends = [width + (stop.end_of(tokens) or len(tokens)) for tokens in new]
     pairs = [
         _text_ids(row, prompts[number // copies], width, end, settings, output.mask_token_id)
-        for number, (row, end) in enumerate(zip(rows.tolist(), ends, strict=True))
+        for number, (row, end) in enumerate(zip(rows.tolist(), output.row_ends, strict=True))
     ]
     token_ids, counts = tuple(ids for ids, _ in pairs), tuple(count for _, count in pairs)
     texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids)
@@ -308,7 +311,7 @@ def _text_ids(
 class _Output:
     sequences: torch.Tensor  # [B, P + new]
     forwards: int
-    row_ends: list[int] | None = None  # by `generate`: the column behind each row's last token
+    row_ends: list[int]  # the column behind each row's last token
     tokens_per_forward: float | None = None  # where `generate` counts it
     mask_token_id: int | None = None
 

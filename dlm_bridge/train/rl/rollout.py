@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from dlm_bridge.errors import NonFiniteError, rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.native import sample
@@ -64,7 +65,7 @@ class Rollouts:
     def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
         """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
         (seed, step) the key of its noise. Ranks of a replica give the same and get the same. Raises DlmBridgeError for
-        rewards that fail."""
+        rewards that fail, NonFiniteError where the model's logits are NaN."""
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
         begin, end = (len(repeated) * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
@@ -102,6 +103,7 @@ class Rollouts:
         """Of this process's problems, any number; processes with one model call it together."""
         own = [(problem.input_ids, sample) for problem, sample in zip(problems, samples, strict=True)]
         shares = self.samplers.gather(own)
+        numbers = [sample for share in shares for _, sample in share]
         rows = [(prompt, self._seed(step, sample)) for share in shares for prompt, sample in share]
         if not rows:
             return []
@@ -110,7 +112,8 @@ class Rollouts:
         try:
             with self._room(model, [len(prompt) for prompt, _ in rows]) as size:
                 sampled = self._continued if self.autoregressive else self._denoised
-                completed = sampled(model, rows, temperature, size)
+                with rows_named(lambda row: f"step {step}, completion {numbers[row]}"):
+                    completed = sampled(model, rows, temperature, size)
         finally:
             model.train(training)
         first = sum(map(len, shares[: self.samplers.rank]))
@@ -176,9 +179,12 @@ class Rollouts:
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
             seeds = [seed for _, seed in part] if temperature else None
             with _only_ends(model):
-                new = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds).sequences[:, width:].tolist()
-            for (prompt, _), tokens in zip(part, new, strict=True):
-                length = stop.end_of(tokens) or len(tokens)
+                output = sample(model, self.tokenizer, ids, mask, settings, own_seeds=seeds)
+            new = output.sequences[:, width:].tolist()
+            lengths = [stop.end_of(tokens) or len(tokens) for tokens in new]
+            if failed := output.failed([width + length for length in lengths]):
+                raise NonFiniteError(rows=[start + row for row in failed] if len(failed) < len(part) else ())
+            for (prompt, _), tokens, length in zip(part, new, lengths, strict=True):
                 row = _Completed(prompt, length=length)
                 row.tokens, row.order = torch.tensor(tokens[:length]), torch.arange(1, length + 1)
                 found.append(row)
