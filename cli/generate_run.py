@@ -257,7 +257,7 @@ def _rows_of_batches(
         drawn = settings
         if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
             drawn = {**settings, "seed": settings["seed"] + start // size}
-        with rows_named(lambda place, start=start: start + place):  # type: ignore[misc]
+        with rows_named(range(start, len(prompts)).__getitem__):
             result = _sample(loaded, part, drawn, None, own)
         forwards.value += result.forwards
         each = len(result.texts) // len(part)  # several, with num_return_sequences

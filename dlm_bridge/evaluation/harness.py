@@ -111,7 +111,7 @@ class DiffusionHarness(TemplateLM):
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(bound, whether greedy decoding gives it) of each continuation."""
-        with rows_named(lambda number: _document(requests[number])):
+        with rows_named(_documents(requests)):
             found = super().loglikelihood(requests, disable_tqdm=True)
         asked = [number for number, request in enumerate(requests) if request.task_name in self.greedy_tasks]
         with self.replicas.named():
@@ -135,7 +135,7 @@ class DiffusionHarness(TemplateLM):
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             rows = list(windows(ids, self.prefix_token_id, self.settings.max_length))
-            with rows_named(lambda _, request=request: _document(request)):
+            with rows_named(_documents([request] * len(rows))):
                 totals.append(sum(bound.value for bound in self._bounds(rows)))
         return totals
 
@@ -157,7 +157,7 @@ class DiffusionHarness(TemplateLM):
                     "give a longer --max-length"
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
-            with self.replicas.named(), rows_named(lambda place, own=members: _document(requests[own[place]])):
+            with self.replicas.named(), rows_named(_documents([requests[number] for number in members])):
                 found = dict(self._texts(prompts, {**settings, "num_return_sequences": 1}))
             for place, text in enumerate(self.replicas.collect(found)):
                 texts[members[place]] = _before(text, until)
@@ -242,7 +242,7 @@ class CanvasHarness(DiffusionHarness):
         for start in self.replicas.share(range(0, len(prompts), size)):
             own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
             part = prompts[start : start + size]
-            with rows_named(lambda place, start=start: start + place):
+            with rows_named(range(start, len(prompts)).__getitem__):
                 texts = write_texts(self.model, self.tokenizer, part, own, diffusion=False).texts
             yield from enumerate(texts, start)
 
@@ -286,14 +286,14 @@ class AutoregressiveHarness(HFLM):
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         found = self._of_share(super().loglikelihood, requests, disable_tqdm)
-        with rows_named(lambda number: _document(requests[number])):
+        with rows_named(_documents(requests)):
             check_finite([value for value, _ in found])
         return found
 
     @in_all_processes
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         found = self._of_share(super().loglikelihood_rolling, requests, disable_tqdm)
-        with rows_named(lambda number: _document(requests[number])):
+        with rows_named(_documents(requests)):
             check_finite(found)
         return found
 
@@ -303,9 +303,11 @@ class AutoregressiveHarness(HFLM):
         prompts = [request.args[0] for request in requests]
         seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
 
+        name = _documents(requests)
+
         def begin(own: list[int]) -> None:
             self._seeds = {}
-            self._documents = {prompts[number]: _document(requests[number]) for number in own}
+            self._documents = {prompts[number]: name(number) for number in own}
             for number in own:
                 self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
 
@@ -438,8 +440,9 @@ def _is_a_mistake_of_ours(error: Exception) -> bool:
     return any(isinstance(frame.f_locals.get("self"), TemplateLM) for frame in frames)
 
 
-def _document(request: Instance) -> str:
-    return f"task {request.task_name}, document {request.doc_id}"
+def _documents(requests: Sequence[Instance]) -> Callable[[int], str]:
+    """Gives the name of a request's document by the request's number."""
+    return [f"task {request.task_name}, document {request.doc_id}" for request in requests].__getitem__
 
 
 def _is_harness_task(name: str) -> bool:
