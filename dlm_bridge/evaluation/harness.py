@@ -302,7 +302,6 @@ class AutoregressiveHarness(HFLM):
         # Of all requests, so that those of a repeated prompt differ wherever they are drawn.
         prompts = [request.args[0] for request in requests]
         seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
-
         name = _documents(requests)
 
         def begin(own: list[int]) -> None:
@@ -320,7 +319,7 @@ class AutoregressiveHarness(HFLM):
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
         if settings.get("do_sample") and settings.get("num_beams", 1) == 1:
             settings["custom_generate"] = drawing_from([self._seeds[each].popleft() for each in self._prompts])
-        check = FiniteLogits()
+        check = FiniteLogits(len(context))
         with refusals_named():
             found = super()._model_generate(
                 context, max_length, stop, **settings, logits_processor=LogitsProcessorList([check])

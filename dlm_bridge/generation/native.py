@@ -90,7 +90,7 @@ def sample(
         seed = seed[0]
     elif seed is None:
         seed = shared_seed(model)
-    check = FiniteLogits()
+    check = FiniteLogits(len(prompts))
     given["logits_processor"] = LogitsProcessorList([*(given.get("logits_processor") or ()), check])
     if streamer is not None:
         given["streamer"] = _CheckedStreamer(streamer, check)
@@ -239,7 +239,8 @@ class FiniteLogits(LogitsProcessor):
     Such logits are replaced, since drawing from them would end the process's CUDA context.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
         self._columns: torch.Tensor | None = None  # [B], the first column with such logits; MISSING: there is none
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -250,10 +251,12 @@ class FiniteLogits(LogitsProcessor):
         return scores.masked_fill(bad[..., None], 0.0)
 
     def finite(self, rows: int, width: int) -> list[int]:
-        """The first such column of each row, `width` at most. Where beams were run for a row, of any of them."""
+        """The first such column of each row, `width` at most; of beams, the first of any of the prompt's."""
         if self._columns is None:
             return [width] * rows
-        columns = self._columns if len(self._columns) == rows else self._columns.view(rows, -1).amin(dim=1)
+        columns = self._columns
+        if len(columns) != rows:
+            columns = columns.view(self._prompts, -1).amin(dim=1).repeat_interleave(rows // self._prompts)
         return list(columns.clamp(max=width).tolist())
 
 
