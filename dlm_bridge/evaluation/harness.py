@@ -324,8 +324,9 @@ class AutoregressiveHarness(HFLM):
             found = super()._model_generate(
                 context, max_length, stop, **settings, logits_processor=LogitsProcessorList([check])
             )
-        count = (found[:, context.shape[1] :] != self.tokenizer.pad_token_id).cumsum(dim=1).argmax(dim=1) + 1
-        ends = (context.shape[1] + count + 1).tolist()  # an end-of-sequence token may be the padding token
+        # The last token that is not padding, and one more: the end-of-sequence token may be the padding token.
+        written = (found[:, context.shape[1] :] != self.tokenizer.pad_token_id).cumsum(dim=1).argmax(dim=1) + 2
+        ends = (context.shape[1] + written).clamp(max=found.shape[1]).tolist()
         columns = check.finite(len(found), found.shape[1])
         rows = zip(self._prompts, columns, ends, strict=True)
         failed = [self._documents[prompt] for prompt, column, end in rows if column < end]

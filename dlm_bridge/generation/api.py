@@ -264,7 +264,10 @@ def denoise_rows(
             return False
         if context.callbacks is not None:
             context.callbacks.block(canvas, canvas.block, over)
+        names = canvas.names
         stay = canvas.retire(over, partial(canvas.read, overlap_with=launch))
+        if canvas.failed & ({*names} - {*canvas.names}):
+            predictor.cache.drop_non_finite()
         if stay is not None:
             context.noise.select_rows(stay)
             predictor.select_rows(stay)

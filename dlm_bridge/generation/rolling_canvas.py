@@ -138,13 +138,13 @@ class RollingCanvas(Canvas):
             return None
         leaving, stay = sorted(over), order_without(over, len(self.names))
         read_AS = torch.cat([self.tokens[leaving], self.non_finite[leaving, None]], dim=1).tolist()
+        self.failed |= {self.names[row] for row, (*_, failed) in zip(leaving, read_AS, strict=True) if failed}
         for row, (*tokens, failed) in zip(leaving, read_AS, strict=True):
             if self.names[row] not in self.cancelled:
                 start = self.starts[row]
                 end = min(start + self.gen_lengths[row], self.ends[row])
                 self.ended.append((self.names[row], None if failed else tokens[start:end]))
         self.cancelled -= {self.names[row] for row in leaving}
-        self.failed -= {self.names[row] for row in leaving}
         self._select_rows(stay)
         self.memory.select_rows(stay)
         self._refresh()
@@ -209,6 +209,7 @@ class RollingCanvas(Canvas):
             [to_device([token for tokens in new for token in tokens], others.device).view(count, width), others]
         )
         self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
+        self.failed -= {row.name for row in entering}  # a name of a row that has left
         self.names = [row.name for row in entering] + self.names
         self.origins, self.starts = origins + self.origins, starts + self.starts
         self.stops, self.ends = stops + self.stops, ends + self.ends

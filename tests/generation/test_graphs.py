@@ -358,3 +358,23 @@ def test_the_default_records_and_release_gives_back(llada: Any) -> None:
     assert len(runner._graphed_bodies[llada]._recorded) > 0
     runner.release(llada)
     assert llada not in runner._graphed_bodies
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_call_that_fails_leaves_no_nan_in_the_cache_of_the_next(folder: Path, cache: str) -> None:
+    model = load(folder).to(DEVICE)
+    embedding = model.get_input_embeddings().weight
+    settings = {"gen_length": 16, "block_length": 8, "cache": cache, "eos_token_id": None, "suppress_tokens": [5]}
+    tokens, real = prompts(2, 9).to(DEVICE), torch.ones(2, 9, dtype=torch.long, device=DEVICE)
+    tokens[tokens == 5] = 6
+    real[1, :4] = 0
+    for execution in EXECUTIONS:
+        with torch.no_grad():
+            before = embedding[5].clone()
+            embedding[5] = torch.nan
+        with pytest.raises(NonFiniteError):
+            model.generate(torch.full_like(tokens, 5), **settings, execution=execution)
+        with torch.no_grad():
+            embedding[5] = before
+        expected = model.generate(tokens, attention_mask=real, **settings, execution="eager")
+        assert torch.equal(model.generate(tokens, attention_mask=real, **settings, execution=execution), expected)

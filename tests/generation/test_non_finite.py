@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from dlm_bridge.errors import NonFiniteError
-from dlm_bridge.generation import CommitRule, generate
+from dlm_bridge.generation import SAMPLERS, CommitRule, generate
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from tests.generation.standin import MASK, StandIn, family
+from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
+from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
 GOOD, BAD = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]
@@ -211,3 +214,47 @@ def test_rows_enter_behind_one_that_failed() -> None:
     assert isinstance(ends_of(batch, RowRequest("a", BAD))["a"][-1], RowFailed)
     assert batch.forwards == 1
     assert isinstance(ends_of(batch, RowRequest("a", GOOD))["a"][-1], RowEnded)
+
+
+# One family of each sampler with an exact cache, and approximate caches.
+CACHED = {case.spec.sampler["algorithm"]: (case, "block") for case in reversed(WITH_BLOCK_CACHE + REORDERED)}
+LLADA = next(case for case in DIFFUSION if case.spec.sampler["algorithm"] == "llada")
+CACHED |= {f"llada-{cache}": (LLADA, cache) for cache in ("prefix", "dual")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("sdar", "wedlm", "llada-prefix") else pytest.mark.slow)
+        for name in CACHED
+    ],
+)
+def test_what_a_failed_row_has_cached_is_forgotten(name: str, tmp_path: Path) -> None:
+    """Rows with NaN in the keys and values of long prompts; shorter ones of different lengths take their places."""
+    case, cache = CACHED[name]
+    model, mask = load_case(case, tmp_path)
+    nan = mask - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[nan] = torch.nan
+        if model.config.tie_word_embeddings:
+            model.get_output_embeddings().weight = torch.nn.Parameter(
+                model.get_output_embeddings().weight.nan_to_num()
+            )
+    settings: dict[str, Any] = {
+        "mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.0, "cache": cache,
+        "suppress_tokens": [nan],
+    }  # fmt: skip
+    block = 4 if "llada" in name or name == "wedlm" else model.config.block_size
+    if "block_length" in SAMPLERS[case.spec.sampler["algorithm"]].parameters():
+        settings["block_length"] = block
+    bad = [RowRequest(f"bad {n}", [5, nan, *range(7, 7 + 2 * block)], 2 * block) for n in range(3)]
+    good = [RowRequest(f"good {n}", list(range(n, n + 1 + 2 * n)), 2 * block) for n in (1, 3, 2)]
+    alone = [model.generate(torch.tensor([row.prompt]), gen_length=2 * block, **settings) for row in good]
+    for rows in (1, 2, 3):
+        batch = ContinuousBatch(model, settings, max_rows=rows, max_length=6 * block + 16)
+        found = ends_of(batch, *bad[:rows], *good)
+        assert all(isinstance(found[row.name][-1], RowFailed) for row in bad[:rows])
+        for row, whole in zip(good, alone, strict=True):
+            ended = found[row.name][-1]
+            assert isinstance(ended, RowEnded), ended
+            assert list(ended.tokens) == whole[0, len(row.prompt) :].tolist()

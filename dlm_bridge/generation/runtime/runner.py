@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.fused_elementwise import at_places
@@ -70,7 +70,11 @@ class ModelRunner:
         """A runner for one call of `generate`; see `prepare`."""
         runner = cls.prepare(model, execution, cache, rows=rows, width=width)
         with runner.active():
-            yield runner
+            try:
+                yield runner
+            except NonFiniteError:
+                cache.drop_non_finite()  # the next call may get the same buffers
+                raise
 
     @classmethod
     def prepare(
