@@ -229,7 +229,7 @@ CACHED |= {f"llada-{cache}": (LLADA, cache) for cache in ("prefix", "dual")}
         for name in CACHED
     ],
 )
-def test_what_a_failed_row_has_cached_is_forgotten(name: str, tmp_path: Path) -> None:
+def test_rows_beside_and_behind_those_that_fail_with_a_cache(name: str, tmp_path: Path) -> None:
     """Rows with NaN in the keys and values of long prompts; shorter ones of different lengths take their places."""
     case, cache = CACHED[name]
     model, mask = load_case(case, tmp_path)
