@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.generation.callbacks import CallbackHandler, DenoisingStep, StepObserver
 from dlm_bridge.generation.canvas import Canvas
-from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
+from dlm_bridge.generation.commit_rules import MASKS_LEFT, CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
@@ -138,6 +138,7 @@ def generate(
     constraints = call_constraints(settings, spec, prompt.tokens.shape[1])
     with rows_named(lambda row: row // settings.num_return_sequences):
         result = denoise(model, prompt, spec, settings, noise, stop, constraints, callbacks)
+    _refuse_masks(result.sequences, prompt, limits.masked_token_id)
     if not settings.return_dict:
         return result.sequences
     if result.sequences.device.type == "cuda":
@@ -359,3 +360,11 @@ def input_device(model: Any) -> torch.device:
             )
         device = torch.device(hook.execution_device)
     return device
+
+
+def _refuse_masks(tokens_BS: torch.Tensor, prompt: PromptBatch, mask_token_id: int) -> None:
+    """Raise DlmBridgeError where a sampler's rule has left masks."""
+    pads_B = torch.tensor(prompt.pads, device=tokens_BS.device)
+    real_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) >= pads_B[:, None]
+    if bool(((tokens_BS == mask_token_id) & real_BS).any()):
+        raise DlmBridgeError(MASKS_LEFT)

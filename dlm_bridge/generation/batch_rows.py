@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy
-from dlm_bridge.generation.commit_rules import DenoisingRule
+from dlm_bridge.generation.commit_rules import MASKS_LEFT, DenoisingRule
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.rolling_canvas import RollingCanvas
 from dlm_bridge.generation.rows import StopCondition, to_device
@@ -84,7 +84,8 @@ class RowEnded:
 
 @dataclass(frozen=True)
 class RowFailed:
-    """A row has left the batch without a result: a constraint leaves it no token, or its logits are NaN."""
+    """A row has left the batch without a result: a constraint leaves it no token, its rule leaves masks, or its
+    logits are NaN."""
 
     name: Any
     error: DlmBridgeError
@@ -209,6 +210,9 @@ class RowReporter:
                 continue
             end = self._stop.end_of(tokens)
             kept = tokens if end is None else tokens[:end]
+            if canvas.mask_token_id in kept:
+                self._events.append(RowFailed(name, DlmBridgeError(f"row {name!r}: {MASKS_LEFT}")))
+                continue
             whole = tokens + [canvas.mask_token_id] * (row.gen_length - len(tokens))
             if self._stream and row.request.live:
                 places = [place for place, (a, b) in enumerate(zip(row.tokens, whole, strict=True)) if a != b]

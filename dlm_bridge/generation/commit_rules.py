@@ -19,6 +19,7 @@ from dlm_bridge.generation.rows import RowMemory, to_device
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf
+MASKS_LEFT = "the sampler's rule left masks in the text: it has to plan more steps"
 # (logits [A, N, V], canvas, rows, columns) -> logits; `rows` None means all
 LogitsBias = Callable[[torch.Tensor, Canvas, list[int] | None, Columns], torch.Tensor]
 

@@ -299,34 +299,6 @@ def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
     assert third.rows_running == 1
 
 
-def test_a_row_whose_logits_are_nan_fails_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, settings = build("llada")
-    settings |= {"temperature": 0.0, "eos_token_id": None}
-    bad, good = requests(2, [12])
-    forward = type(model).forward
-
-    def broken(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
-        output = forward(self, input_ids, **more)
-        length = len(bad.prompt)
-        at_fault = (input_ids[:, :length] == torch.tensor(bad.prompt)).all(dim=1)
-        output.logits[at_fault] = torch.nan
-        return output
-
-    expected = alone(model, good, settings)
-    monkeypatch.setattr(type(model), "forward", broken)
-    batch = ContinuousBatch(model, settings, max_rows=2, max_length=40)
-    batch.submit(bad)
-    batch.submit(good)
-    ends: dict[Any, Event] = {}
-    while not batch.idle:
-        ends |= {event.name: event for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
-    failed, ended_row = ends[bad.name], ends[good.name]
-    assert isinstance(failed, RowFailed)
-    assert "NaN" in str(failed.error)
-    assert isinstance(ended_row, RowEnded)
-    assert list(ended_row.tokens) == expected
-
-
 def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
     model, settings = build("llada")
     nothing: list[int] = []

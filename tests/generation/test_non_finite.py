@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import NonFiniteError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation import SAMPLERS, CommitRule, generate
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
+from dlm_bridge.generation.commit_rules import TopScoresRule
 from tests.generation.standin import MASK, StandIn, family
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
@@ -258,3 +259,15 @@ def test_rows_beside_and_behind_those_that_fail_with_a_cache(name: str, tmp_path
             ended = found[row.name][-1]
             assert isinstance(ended, RowEnded), ended
             assert list(ended.tokens) == whole[0, len(row.prompt) :].tolist()
+
+
+def test_a_rule_that_leaves_masks_is_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopScoresRule, "begin", lambda self, masks, noise: [[1] * min(count, 2) for count in masks])
+    model = StandIn(family(algorithm="llada"))
+    settings = {"gen_length": 8, "eos_token_id": None}
+    with pytest.raises(DlmBridgeError, match="left masks") as error:
+        generate(model, torch.tensor([GOOD]), **settings)
+    assert not isinstance(error.value, NonFiniteError)
+    failed = ends_of(ContinuousBatch(model, settings, max_rows=1, max_length=20), RowRequest("a", GOOD))["a"][-1]
+    assert isinstance(failed, RowFailed)
+    assert not isinstance(failed.error, NonFiniteError)
