@@ -21,7 +21,7 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg
@@ -137,7 +137,7 @@ def _sample_file(
         sample = partial(_rows_of_a_continuous_batch, recorded=True)
     total, forwards = 0, _Count()
     with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
-        rows = sample(loaded, tokens, settings, size, forwards, replicas)
+        rows = _located(sample(loaded, tokens, settings, size, forwards, replicas), prompts)
         for number, row in _in_order(rows) if replicas.shares == 1 else _gathered(rows, forwards, replicas, advance):
             stream.write(json.dumps({**prompts[number].row, **row}, ensure_ascii=False) + "\n")
             stream.flush()
@@ -162,6 +162,12 @@ def _sample_file(
             f"{seconds:.2f} s",
             err=True,
         )
+
+
+def _located(rows: Iterator[tuple[int, Row]], prompts: Sequence[WrittenPrompt]) -> Iterator[tuple[int, Row]]:
+    """The same rows; a prompt that fails is named by its file and line."""
+    with rows_named(lambda number: prompts[number].where):
+        yield from rows
 
 
 @dataclass
@@ -217,13 +223,14 @@ def _rows_of_a_continuous_batch(
     batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded)
     copies = sum(replicas.gather(batch.rows_waiting)) // len(prompts)
     rows = recorded_rows(batch) if recorded else ((row, None) for row in ended_rows(batch))
-    for row, steps in rows:
-        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-        number = row.name // copies
-        if steps is not None:
-            facts |= {"prompt_token_ids": list(prompts[number]), "commit_steps": steps}
-        yield row.name, (number, facts)
+    with rows_named(lambda row: row // copies):
+        for row, steps in rows:
+            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+            number = row.name // copies
+            if steps is not None:
+                facts |= {"prompt_token_ids": list(prompts[number]), "commit_steps": steps}
+            yield row.name, (number, facts)
     forwards.value = batch.forwards
 
 
@@ -250,7 +257,8 @@ def _rows_of_batches(
         drawn = settings
         if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
             drawn = {**settings, "seed": settings["seed"] + start // size}
-        result = _sample(loaded, part, drawn, None, own)
+        with rows_named(range(start, len(prompts)).__getitem__):
+            result = _sample(loaded, part, drawn, None, own)
         forwards.value += result.forwards
         each = len(result.texts) // len(part)  # several, with num_return_sequences
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
@@ -262,10 +270,12 @@ def _rows_of_canvases(
     loaded: LoadedModel, settings: dict[str, Any], forwards: _Count, batch: CanvasBatch, texts: Iterator[CanvasText]
 ) -> Iterator[tuple[int, Row]]:
     """The same of DiffusionGemma, in a batch that rows enter and leave."""
-    for row in texts:
-        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-        yield row.number, (row.number // (settings.get("num_return_sequences") or 1), facts)
+    copies = settings.get("num_return_sequences") or 1
+    with rows_named(lambda row: row // copies):
+        for row in texts:
+            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+            yield row.number, (row.number // copies, facts)
     forwards.value = batch.forwards
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _HEAD, _TAIL = 1000, 400  # characters of a message that is cut: what is wrong stands first, the remedy last
 
@@ -16,6 +17,36 @@ class DlmBridgeError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
+
+
+LOGITS = (
+    "the model's logits are NaN or infinite: look for NaN in its weights, and at settings that change logits; float16 "
+    "overflows where bfloat16 does not"
+)
+
+
+class NonFiniteError(DlmBridgeError):
+    """Logits, or figures made of them, that are NaN or infinite.
+
+    Args:
+        reason: what is not finite, and the remedy.
+        rows: the rows concerned, by number or by name; none where all are.
+    """
+
+    def __init__(self, reason: str = LOGITS, rows: Iterable[Any] = ()) -> None:
+        self.reason, self.rows = reason, tuple(rows)
+        names = [f"row {row}" if isinstance(row, int) else str(row) for row in self.rows]
+        more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+        super().__init__(f"{', '.join(names[:3])}{more}: {reason}" if names else reason)
+
+
+@contextmanager
+def rows_named(name: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which the rows of a NonFiniteError get other names."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(error.reason, dict.fromkeys(map(name, error.rows))) from error
 
 
 def shortened(text: str) -> str:

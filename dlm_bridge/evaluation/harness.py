@@ -18,14 +18,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import LogitsProcessorList
 
 from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
-from dlm_bridge.errors import DlmBridgeError, library_cause
-from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, library_cause, rows_named
+from dlm_bridge.evaluation.likelihood import Answer, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
-from dlm_bridge.generation.canvases import has_canvas
+from dlm_bridge.generation.autoregressive import FiniteLogits, drawing_from, refusals_named
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
-from dlm_bridge.generation.native import drawing_from, native_settings, refusals_named
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
@@ -110,7 +110,8 @@ class DiffusionHarness(TemplateLM):
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(bound, whether greedy decoding gives it) of each continuation."""
-        found = super().loglikelihood(requests, disable_tqdm=True)
+        with rows_named(_documents(requests)):
+            found = super().loglikelihood(requests, disable_tqdm=True)
         asked = [number for number, request in enumerate(requests) if request.task_name in self.greedy_tasks]
         with self.replicas.named():
             greedy = {
@@ -133,7 +134,8 @@ class DiffusionHarness(TemplateLM):
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             rows = list(windows(ids, self.prefix_token_id, self.settings.max_length))
-            totals.append(sum(bound.value for bound in self._bounds(rows)))
+            with rows_named(_documents([request] * len(rows))):
+                totals.append(sum(bound.value for bound in self._bounds(rows)))
         return totals
 
     @in_all_processes
@@ -154,7 +156,7 @@ class DiffusionHarness(TemplateLM):
                     "give a longer --max-length"
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
-            with self.replicas.named():
+            with self.replicas.named(), rows_named(_documents([requests[number] for number in members])):
                 found = dict(self._texts(prompts, {**settings, "num_return_sequences": 1}))
             for place, text in enumerate(self.replicas.collect(found)):
                 texts[members[place]] = _before(text, until)
@@ -238,7 +240,9 @@ class CanvasHarness(DiffusionHarness):
             return
         for start in self.replicas.share(range(0, len(prompts), size)):
             own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
-            texts = write_texts(self.model, self.tokenizer, prompts[start : start + size], own, diffusion=False).texts
+            part = prompts[start : start + size]
+            with rows_named(range(start, len(prompts)).__getitem__):
+                texts = write_texts(self.model, self.tokenizer, part, own, diffusion=False).texts
             yield from enumerate(texts, start)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -276,23 +280,32 @@ class AutoregressiveHarness(HFLM):
         self._seed = settings.seed
         self._seeds: dict[str, deque[int]] = {}  # of the texts that are not drawn yet, by prompt
         self._prompts: Sequence[str] = ()  # of the batch at work
+        self._documents: dict[str, str] = {}  # the name of each prompt's document
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._of_share(super().loglikelihood, requests, disable_tqdm)
+        found = self._of_share(super().loglikelihood, requests, disable_tqdm)
+        with rows_named(_documents(requests)):
+            check_finite([value for value, _ in found])
+        return found
 
     @in_all_processes
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        return self._of_share(super().loglikelihood_rolling, requests, disable_tqdm)
+        found = self._of_share(super().loglikelihood_rolling, requests, disable_tqdm)
+        with rows_named(_documents(requests)):
+            check_finite(found)
+        return found
 
     @in_all_processes
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         # Of all requests, so that those of a repeated prompt differ wherever they are drawn.
         prompts = [request.args[0] for request in requests]
         seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
+        name = _documents(requests)
 
         def begin(own: list[int]) -> None:
             self._seeds = {}
+            self._documents = {prompts[number]: name(number) for number in own}
             for number in own:
                 self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
 
@@ -305,8 +318,20 @@ class AutoregressiveHarness(HFLM):
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
         if settings.get("do_sample") and settings.get("num_beams", 1) == 1:
             settings["custom_generate"] = drawing_from([self._seeds[each].popleft() for each in self._prompts])
+        check = FiniteLogits(len(context))
         with refusals_named():
-            return super()._model_generate(context, max_length, stop, **settings)
+            found = super()._model_generate(
+                context, max_length, stop, **settings, logits_processor=LogitsProcessorList([check])
+            )
+        # The last token that is not padding, and one more: the end-of-sequence token may be the padding token.
+        written = (found[:, context.shape[1] :] != self.tokenizer.pad_token_id).cumsum(dim=1).argmax(dim=1) + 2
+        ends = (context.shape[1] + written).clamp(max=found.shape[1]).tolist()
+        columns = check.finite(len(found), found.shape[1])
+        rows = zip(self._prompts, columns, ends, strict=True)
+        failed = [self._documents[prompt] for prompt, column, end in rows if column < end]
+        if failed:
+            raise NonFiniteError(rows=failed)
+        return found
 
     def _of_share(
         self,
@@ -412,6 +437,11 @@ def _is_a_mistake_of_ours(error: Exception) -> bool:
         return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return any(isinstance(frame.f_locals.get("self"), TemplateLM) for frame in frames)
+
+
+def _documents(requests: Sequence[Instance]) -> Callable[[int], str]:
+    """Gives the name of a request's document by the request's number."""
+    return [f"task {request.task_name}, document {request.doc_id}" for request in requests].__getitem__
 
 
 def _is_harness_task(name: str) -> bool:

@@ -26,13 +26,18 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.losses import position_losses
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
+
+NO_FIGURE = (
+    "the log-likelihood is NaN or infinite: look for NaN in the model's weights; float16 overflows where bfloat16 "
+    "does not"
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ def likelihood_bounds(
     """Bound of each answer from `samples` forward passes, `batch_size` rows at a time, on `replicas` together.
 
     The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
-    depends on neither order nor batch, and answers to one prompt are compared under the same noise.
+    depends on neither order nor batch, and answers to one prompt are compared under the same noise. Raises
+    NonFiniteError, whose rows are numbers of answers.
     """
     estimator = bound_estimator(model)
     values = np.zeros((len(answers), samples))
@@ -115,16 +121,24 @@ def likelihood_bounds(
             for (number, sample), value in zip(part, found, strict=True):
                 values[number, sample] = value
     values = np.sum(replicas.gather(values), axis=0)  # each value is one share's, and 0 in the others
+    check_finite(values.sum(axis=1))
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))
     return [
         LikelihoodBound(float(value), float(error)) for value, error in zip(values.mean(axis=1), errors, strict=True)
     ]
 
 
+def check_finite(values: Sequence[float] | np.ndarray[Any, Any]) -> None:
+    """Raise NonFiniteError where log-likelihoods are NaN or infinite; its rows are their numbers."""
+    bad = np.flatnonzero(~np.isfinite(np.asarray(values, dtype=np.float64))).tolist()
+    if bad:
+        raise NonFiniteError(NO_FIGURE, bad if len(bad) < len(values) else ())
+
+
 @torch.no_grad()
 def is_greedy(model: Any, answer: Answer) -> bool:
     """Whether greedy decoding gives the answer: per step the most confident token of the first unfinished block.
-    Raises DlmBridgeError for a model of random tokens, which has no such decoding."""
+    Raises DlmBridgeError for a model of random tokens, which has no such decoding, and NonFiniteError."""
     estimator = bound_estimator(model)
     if estimator.objective.noise_process != "mask":
         raise DlmBridgeError(
@@ -142,6 +156,7 @@ def is_greedy(model: Any, answer: Answer) -> bool:
         places = batch.columns - len(answer.prompt)
         later = torch.from_numpy(blocks)[places] != int(blocks[left].min())
         chosen = int(confidences.masked_fill(later, -torch.inf).argmax())
+        check_finite([float(confidences[chosen])])
         if int(tokens[chosen]) != answer.answer[int(places[chosen])]:
             return False
         left[int(places[chosen])] = False

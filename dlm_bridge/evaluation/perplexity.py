@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.evaluation.likelihood import Answer, likelihood_bounds
+from dlm_bridge.errors import DlmBridgeError, rows_named
+from dlm_bridge.evaluation.likelihood import Answer, check_finite, likelihood_bounds
 from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.hub import check_text_file
 
@@ -69,7 +69,7 @@ def text_perplexity(
 
     The text is split into windows that begin with the last token of the window before; the first begins with the
     tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
-    not UTF-8 text or is empty.
+    not UTF-8 text or is empty, NonFiniteError for a window whose likelihood is not finite.
     """
     if is_gemma(model):
         raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
@@ -87,11 +87,12 @@ def text_perplexity(
     shortened = rows[:limit]
     read = [token for row in shortened for token in row.answer]
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
-    if diffusion:
-        found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas)
-        total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
-    else:
-        total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas)), 0.0
+    with rows_named(lambda number: f"--perplexity {file}, window {number + 1}"):
+        if diffusion:
+            found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas)
+            total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
+        else:
+            total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas)), 0.0
     return Perplexity(
         exact=not diffusion,
         tokens=len(read),
@@ -107,14 +108,17 @@ def text_perplexity(
 def exact_log_likelihoods(
     model: Any, answers: Sequence[Answer], batch_size: int = 8, replicas: Replicas = ALONE
 ) -> list[float]:
-    """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together."""
+    """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together. Raises
+    NonFiniteError, whose rows are numbers of answers."""
     with replicas.named():
         found = {
             start + place: value
             for start in replicas.share(range(0, len(answers), batch_size))
             for place, value in enumerate(_log_likelihoods(model, answers[start : start + batch_size]))
         }
-    return replicas.collect(found)
+    values = replicas.collect(found)
+    check_finite(values)
+    return values
 
 
 def _log_likelihoods(model: Any, rows: Sequence[Answer]) -> list[float]:

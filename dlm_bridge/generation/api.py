@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.callbacks import DenoisingStep, OutputColumns, RowStreams, StepRecorder, split_observers
 from dlm_bridge.generation.canvas import Canvas, Entry
 from dlm_bridge.generation.commit_rules import CommitRule
@@ -108,6 +109,7 @@ def generate(
 
     Raises:
         DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
+        NonFiniteError: logits are NaN or infinite, in the rows that it names or in all.
     """
     began = time.perf_counter()
     if inputs is not None and input_ids is not None:
@@ -157,16 +159,20 @@ def generate(
         observers=[recorder] if recorder is not None else [],
     )
     ends: dict[int, Ended] = {}
+    failed: list[Failed] = []
     for number, (prompt, row_seed) in enumerate(zip(prompts, seeds, strict=True)):
         engine.submit(Request(number, prompt, seed=row_seed))
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Ended):
+                failed.append(event)
+            elif isinstance(event, Ended):
                 ends[event.name] = event
-            if streams is not None:
+            if streams is not None and not failed:
                 streams.report(event)
+        if failed:
+            engine.close()
+            raise _failure(failed, copies, len(prompts))
     rows = [output.text(number, ends[number].tokens) for number in range(len(prompts))]
     row_ends = list(map(len, rows))
     length = max(row_ends)
@@ -187,6 +193,15 @@ def generate(
         time=time.perf_counter() - began,
         history=tuple(recorder.history) if recorder is not None and keep_history else None,
     )
+
+
+def _failure(failed: Sequence[Failed], copies: int, rows: int) -> DlmBridgeError:
+    """The error of a call of which these rows have failed; the rows that it names are those of the input."""
+    named = [event.error for event in failed if isinstance(event.error, NonFiniteError) and event.error.rows]
+    if len(named) < len(failed):
+        return failed[0].error
+    numbers = sorted({event.name // copies for event in failed})
+    return NonFiniteError(named[0].reason, numbers if len(failed) < rows else ())
 
 
 def _as_given(prompt: Sequence[int], limits: PromptLimits) -> list[int]:
@@ -229,7 +244,11 @@ def _fit_spans(
             candidates.append(tried)
             forwards += 1
             row_forwards += len(tried)
-        for place, best in enumerate(torch.stack(scores).argmax(dim=0).tolist()):
+        highest, choices = torch.stack(scores).max(dim=0)  # of NaN, NaN
+        bad = [row for row, score in zip(undecided, highest.tolist(), strict=True) if not math.isfinite(score)]
+        if bad:
+            raise NonFiniteError(rows=bad if len(bad) < len(rows) else ())
+        for place, best in enumerate(choices.tolist()):
             fitted[undecided[place]] = candidates[best][place]
     return fitted, forwards, row_forwards
 

@@ -11,23 +11,41 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
-from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, shared_seed
+from dlm_bridge.generation.token_sampling import MIN_TEMPERATURE, Noise, draw_token, drawn_seeds, shared_seed
 
+MISSING = torch.iinfo(torch.long).max  # of a column: there is none
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
 
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """Result of transformers' `generate`: [B, P + new] tokens, and the number of forward passes."""
+    """Result of transformers' `generate`.
+
+    Args:
+        sequences: [B, P + new] tokens.
+        forwards: forward passes of the model.
+        finite: [B], the first column of each row whose logits were NaN or infinite; P + new where none were.
+    """
 
     sequences: torch.Tensor
     forwards: int
+    finite: list[int]
+
+    def failed(self, ends: Sequence[int]) -> list[int]:
+        """The rows that have such logits before the column in which their text ends."""
+        return [row for row, (column, end) in enumerate(zip(self.finite, ends, strict=True)) if column < end]
 
 
 class AutoregressiveEngine:
@@ -112,8 +130,12 @@ class AutoregressiveEngine:
         self.forwards += found.forwards
         new = found.sequences[:, width:].tolist()
         events: list[Event] = []
+        lengths = [self._stop.end_of(tokens) or len(tokens) for tokens in new]
+        failed = {batch[row].name for row in found.failed([width + length for length in lengths])}
         for request, tokens in zip(batch, new, strict=True):
-            if request.name in self._running:
+            if request.name in failed and request.name in self._running:
+                events.append(Failed(request.name, NonFiniteError(rows=[request.name])))
+            elif request.name in self._running:
                 events += watch.ended(request, tokens, found.forwards)
         self._running = {}
         return events
@@ -165,6 +187,14 @@ class _TokenWatch:
         ):
             self._extend(number, request, new)
 
+    def fail(self, numbers: Sequence[int]) -> None:
+        """Report that these rows have logits that are NaN, perhaps behind their end."""
+        for number in numbers:
+            request = self._batch[number]
+            if self._deliver is not None and not self._complete[number] and request.name in self._running:
+                del self._running[request.name]
+                self._deliver(Failed(request.name, NonFiniteError(rows=[request.name])))
+
     def end(self) -> None:
         """Nothing is left to report."""
 
@@ -204,9 +234,10 @@ def sample(
     """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1; `seed` is a setting.
 
     Args:
+        streamer: with a method `fail` it is told the rows whose logits are NaN, and goes on.
         own_seeds: seeds of the rows, each of which then draws by its own. None: all draw from torch's random state.
 
-    Raises DlmBridgeError.
+    Raises DlmBridgeError, and NonFiniteError before a streamer without `fail` gets tokens of such a row.
     """
     given = generate_keywords(model, settings)
     seed = given.pop("seed", None)
@@ -245,8 +276,10 @@ def run_generate(
         seed = seed[0]
     elif seed is None:
         seed = shared_seed(model)
+    check = FiniteLogits(len(input_ids))
+    given["logits_processor"] = LogitsProcessorList([*(given.get("logits_processor") or ()), check])
     if streamer is not None:
-        given["streamer"] = streamer
+        given["streamer"] = _CheckedStreamer(streamer, check)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
         ends = end_tokens(model, given)
         given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
@@ -259,7 +292,7 @@ def run_generate(
             torch.manual_seed(seed)
         with _forwards_of(counted) as forwards:
             sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
-    return SampledBatch(sequences, len(forwards))
+    return SampledBatch(sequences, len(forwards), check.finite(len(sequences), sequences.shape[1]))
 
 
 def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
@@ -295,7 +328,7 @@ def generate_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]
             raise DlmBridgeError(
                 f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
             )
-        given["do_sample"] = given["temperature"] > 0
+        given["do_sample"] = given["temperature"] >= MIN_TEMPERATURE
         if not given["do_sample"]:  # transformers warns about them in greedy decoding
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
@@ -370,6 +403,63 @@ def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
         return sequences
 
     return decode
+
+
+class FiniteLogits(LogitsProcessor):
+    """Finds the rows of one call of transformers' `generate` whose logits are NaN or plus infinity, on their device.
+
+    Such logits are replaced, since drawing from them would end the process's CUDA context.
+    """
+
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
+        self._columns: torch.Tensor | None = None  # [B], the first column with such logits; MISSING: there is none
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores of the column behind `input_ids`, or [B, N, V] of those of a canvas."""
+        bad = ~(scores.amax(dim=-1) < torch.inf)
+        now_B = torch.where(bad.view(len(scores), -1).any(dim=1), input_ids.shape[1], MISSING)
+        self._columns = now_B if self._columns is None else torch.minimum(self._columns, now_B)
+        return scores.masked_fill(bad[..., None], 0.0)
+
+    def finite(self, rows: int, width: int) -> list[int]:
+        """The first such column of each row, `width` at most; of beams, the first of any of the prompt's."""
+        if self._columns is None:
+            return [width] * rows
+        columns = self._columns
+        if len(columns) != rows:
+            columns = columns.view(self._prompts, -1).amin(dim=1).repeat_interleave(rows // self._prompts)
+        return list(columns.clamp(max=width).tolist())
+
+
+class _CheckedStreamer:
+    """A streamer that gets no token of a row whose logits are NaN: the check is read when tokens have arrived."""
+
+    def __init__(self, streamer: Any, check: FiniteLogits) -> None:
+        self._streamer, self._check = streamer, check
+        self._width = 0  # columns that have arrived
+        if hasattr(streamer, "put_draft"):
+            self.put_draft = self._put_draft
+            self._takes_logits = getattr(streamer, "_takes_logits", False)
+
+    def put(self, value: torch.Tensor) -> None:
+        self._width += value.shape[1] if value.dim() > 1 else 1
+        self._refuse(len(value), self._width)
+        self._streamer.put(value)
+
+    def _put_draft(self, **draft: torch.Tensor) -> None:
+        self._refuse(len(next(iter(draft.values()))), self._width + 1)
+        self._streamer.put_draft(**draft)
+
+    def end(self) -> None:
+        self._streamer.end()
+
+    def _refuse(self, rows: int, width: int) -> None:
+        bad = [row for row, column in enumerate(self._check.finite(rows, width)) if column < width]
+        if bad and hasattr(self._streamer, "fail"):
+            self._streamer.fail(bad)
+        elif bad:
+            raise NonFiniteError(rows=bad if len(bad) < rows else ())
 
 
 class _RowDraws(LogitsProcessor):

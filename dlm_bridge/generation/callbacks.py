@@ -125,6 +125,8 @@ class StepRecorder:
         final: bool,
     ) -> None:
         """See `StepObserver`."""
+        if self._callbacks and any(canvas.read(canvas.non_finite)):
+            return  # nothing is shown of a call that fails
         names = canvas.names
         tokens = self._tokens.clone()
         behind_AS = self._copy(canvas, canvas.rows, canvas.tokens, tokens)

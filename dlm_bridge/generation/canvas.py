@@ -151,7 +151,10 @@ class Canvas:
         block: the columns that rows denoise.
         blocks: the block and, where rows share blocks and go on behind it, the following one.
         memory: values that the rule and the predictor keep of each row within its block.
-        ended: rows that have left since the caller last emptied the list: name and tokens, at most `gen_length` new.
+        non_finite: [B] bool on the device, True for rows whose logits have been NaN or infinite.
+        failed: the names of such rows that the host knows of, by `read`. They take no further step.
+        ended: rows that have left since the caller last emptied the list: name and tokens, at most `gen_length` new;
+            None in place of the tokens of a failed row.
         cancelled: names of rows that take no further step, and leave without a result.
     """
 
@@ -172,7 +175,9 @@ class Canvas:
         self.excluded_token_id = -1 if mask_token_id is None or proposes_mask else mask_token_id
         self.block, self.blocks = slice(0, 0), [slice(0, 0)]
         self.memory = RowMemory(0, device)
-        self.ended: list[tuple[Hashable, list[int]]] = []
+        self.non_finite = torch.zeros(0, dtype=torch.bool, device=device)
+        self.failed: set[Hashable] = set()
+        self.ended: list[tuple[Hashable, list[int] | None]] = []
         self.cancelled: set[Hashable] = set()
         self.cache_width, self.shares_blocks, self.infill = cache_width, shares_blocks, infill
         self.grows = layout.first_masks is not None
@@ -268,6 +273,25 @@ class Canvas:
         else:
             index = self.index(rows)
             self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
+
+    def flag_non_finite(self, rows: list[int] | None, columns: Columns, logits_ANV: torch.Tensor) -> None:
+        """Flag the rows in which logits of new tokens are NaN or plus infinity; minus infinity suppresses a token.
+
+        The host learns of it when it reads the result of a step (`read`), or when a row leaves the canvas.
+        """
+        bad_AN = ~(logits_ANV.amax(dim=-1) < torch.inf)
+        bad_A = (bad_AN & self.behind_prompt(rows, columns)).any(dim=1)
+        if rows is None:
+            self.non_finite |= bad_A
+        else:
+            self.non_finite[self.index(rows)] |= bad_A
+
+    def read(self, flags: torch.Tensor, overlap_with: Callable[[], None] = lambda: None) -> list[Any]:
+        """The values of `read_flags`; with them the host learns which rows have `failed`."""
+        non_finite = HostCopy(self.non_finite)
+        values = read_flags(flags, overlap_with)
+        self.failed |= {name for name, bad in zip(self.names, non_finite.values().tolist(), strict=True) if bad}
+        return values
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
         """[A, N], True at columns that are not given: behind the row's prompt up to its end, and holes."""
@@ -451,13 +475,13 @@ class Canvas:
         return rows
 
     def unwanted(self) -> list[int]:
-        """Rows that have been cancelled."""
-        if not self.cancelled:
-            return []
-        return [number for number, row in enumerate(self._rows) if row.name in self.cancelled]
+        """Rows that have been cancelled or have failed."""
+        leaving = self.cancelled | self.failed
+        return [number for number, row in enumerate(self._rows) if row.name in leaving] if leaving else []
 
     def retire(self, rows: list[int], read: Read) -> list[int] | None:
-        """Drop the rows whose text is complete, of those that have completed the block, and cancelled rows.
+        """Drop the rows whose text is complete, of those that have completed the block, and cancelled or failed
+        rows.
 
         Args:
             read: copies flags to the host.
@@ -481,11 +505,15 @@ class Canvas:
         if not over:
             return None
         leaving, stay = sorted(over), order_without(over, len(self._rows))
-        for number, tokens in zip(leaving, self.tokens[leaving].tolist(), strict=True):
+        read_AS = torch.cat([self.tokens[leaving], self.non_finite[leaving, None]], dim=1).tolist()
+        for number, (*tokens, failed) in zip(leaving, read_AS, strict=True):
             row = self._rows[number]
+            if failed:
+                self.failed.add(row.name)
             if row.name not in self.cancelled:
                 first = row.origin if self.infill else row.start
-                self.ended.append((row.name, tokens[first : min(first + self._reported[number], row.end)]))
+                text = tokens[first : min(first + self._reported[number], row.end)]
+                self.ended.append((row.name, None if failed else text))
         self.cancelled -= {self._rows[row].name for row in leaving}
         self._select_rows(stay)
         self.memory.select_rows(stay)
@@ -530,6 +558,8 @@ class Canvas:
             before = torch.nn.functional.pad(before, (0, width - self.width))
             self._is_hole = torch.cat([shown.to(before.device), before])
         self._rows = added + self._rows
+        self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
+        self.failed -= {row.name for row in added}  # a name of a row that has left
         self.memory.admit(count)
         self._refresh()
 
@@ -553,7 +583,7 @@ class Canvas:
         if rows == self.rows:
             return
         index = to_device(rows, self.tokens.device)
-        self.tokens = self.tokens[index]
+        self.tokens, self.non_finite = self.tokens[index], self.non_finite[index]
         if self._is_hole is not None:
             self._is_hole = self._is_hole[index]
         self._rows = [self._rows[row] for row in rows]

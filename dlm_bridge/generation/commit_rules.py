@@ -12,7 +12,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, read_flags, to_device
+from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, to_device
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.request import MASK
@@ -34,7 +34,6 @@ class SamplerContext:
         logits_bias: the sampler's own change of the logits.
         planner: gives the rule that plans the steps of the row with a name; None: the run's rule plans them all.
         row_forwards: sum over the forward passes of the rows that took part.
-        has_nan: whether the first forward pass gave NaN, by which no rule can choose; a scalar on the device.
     """
 
     canvas: Canvas
@@ -49,7 +48,6 @@ class SamplerContext:
     logits_bias: LogitsBias | None = None
     planner: Callable[[Any], DenoisingRule] | None = None
     row_forwards: int = field(init=False, default=0)
-    has_nan: torch.Tensor | None = field(init=False, default=None)
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
         """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
@@ -60,8 +58,16 @@ class SamplerContext:
         return self.constrain(logits, rows, columns)
 
     def constrain(self, logits: torch.Tensor, rows: list[int], columns: Columns) -> torch.Tensor:
-        """Logits [A, N, V] of these columns after the call's constraints, if there are any."""
-        return logits if self.constraints is None else self.constraints(logits, self.canvas, rows, columns)
+        """Logits [A, N, V] of these columns after the call's constraints, if there are any. Rows in which they are NaN
+        are flagged on the canvas: all tokens are proposed from what is returned here."""
+        if self.constraints is not None:
+            logits = self.constraints(logits, self.canvas, rows, columns)
+        self.canvas.flag_non_finite(self.selected(rows), columns, logits)
+        return logits
+
+    def read(self, flags: torch.Tensor) -> list[Any]:
+        """The result of a step on the host. On a GPU a forward pass is launched before the host waits for it."""
+        return self.canvas.read(flags, self.predictor.launch_speculatively)
 
     def selected(self, rows: list[int]) -> list[int] | None:
         """None, which means all, where these are all rows of the canvas."""
@@ -92,8 +98,6 @@ class SamplerContext:
         """Count a forward pass that predicted these columns, and call the observers, after the commit; `final`: no
         committed token can change any more."""
         self.row_forwards += len(rows)
-        if self.has_nan is None:
-            self.has_nan = logits_ANV.amax(dim=-1).isnan().any()
         for observer in self.observers:
             observer.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
 
@@ -233,8 +237,7 @@ class CommitRule(DenoisingRule):
         context.report(rows, columns, logits, final=not self.edits)
         more = [done + 1 < len(planned[row]) for row, done in zip(rows, step.index, strict=True)]
         if not self.exact and any(more):
-            read = partial(read_flags, overlap_with=predictor.launch_speculatively)
-            unfinished = canvas.read_unfinished(selected, block, read, partial(self.continues, step))
+            unfinished = canvas.read_unfinished(selected, block, context.read, partial(self.continues, step))
             more = [a and b for a, b in zip(more, unfinished, strict=True)]
         return [row for row, on in zip(rows, more, strict=True) if on]
 
@@ -365,7 +368,7 @@ def top_scores(scores_AN: torch.Tensor, counts: list[int] | torch.Tensor) -> tor
     ranks_N = torch.arange(scores_AN.shape[1], device=scores_AN.device)
     counts_A = counts if isinstance(counts, torch.Tensor) else to_device(counts, scores_AN.device)
     picked_AN = torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, order_AN, ranks_N < counts_A[:, None])
-    return picked_AN & (scores_AN > MINUS_INFINITY)
+    return picked_AN & (scores_AN != MINUS_INFINITY)
 
 
 # ---- Schedules: tokens per step. Steps that would commit nothing are left out.
@@ -461,7 +464,7 @@ class ThresholdRule(OneOrMoreRule):
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
         confident_AN = (scores_AN >= self._threshold) & step.masked
-        return confident_AN | (best(scores_AN) & (scores_AN > MINUS_INFINITY))  # a NaN score is never committed
+        return confident_AN | (best(scores_AN) & step.masked)
 
 
 class DynamicThresholdRule(CommitRule):

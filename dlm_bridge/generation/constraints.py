@@ -178,7 +178,7 @@ class Constraints:
     ) -> None:
         """Raise DlmBridgeError where the processors leave a mask no token."""
         others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.excluded_token_id
-        some_AN = ((logits_ANV > -torch.inf) & others_V).any(dim=-1)  # NaN is no token either
+        some_AN = ((logits_ANV != -torch.inf) & others_V).any(dim=-1)  # rows of NaN fail later, for that reason
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
             before = int(canvas.places(rows)[row, columns_AN[row, place]])
             raise DlmBridgeError(
@@ -206,7 +206,7 @@ class Constraints:
             answers = [self.allowed(name, text) for name, text in zip(names, texts, strict=True)]
             scores_AV = _only_allowed(scores_AV, answers, names)
         others_V = torch.arange(scores_AV.shape[1], device=scores_AV.device) != canvas.excluded_token_id
-        nothing_A = ~((scores_AV > -torch.inf) & others_V).any(dim=1)
+        nothing_A = ~((scores_AV != -torch.inf) & others_V).any(dim=1)
         for row in nothing_A.nonzero()[:, 0].tolist():
             length = int(stop_A1[row] - begin_A1[row])
             raise DlmBridgeError(

@@ -32,7 +32,7 @@ from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.callbacks import StepObserver
-from dlm_bridge.generation.canvas import Canvas, Entry, cache_columns, order_behind, read_flags
+from dlm_bridge.generation.canvas import Canvas, Entry, cache_columns, order_behind
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
@@ -435,7 +435,10 @@ def denoise_rows(
             return
         for observer in context.observers:
             observer.block(canvas, over)
-        stay = canvas.retire(over, partial(read_flags, overlap_with=launch))
+        before = canvas.names
+        stay = canvas.retire(over, partial(canvas.read, overlap_with=launch))
+        if canvas.failed & ({*before} - {*canvas.names}):
+            predictor.cache.drop_non_finite()
         if stay is not None:
             context.noise.select_rows(stay)
             predictor.select_rows(stay)

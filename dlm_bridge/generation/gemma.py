@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.autoregressive import (
     AutoregressiveEngine,
     SampledBatch,
@@ -40,7 +40,7 @@ from dlm_bridge.generation.autoregressive import (
     stop_condition,
 )
 from dlm_bridge.generation.canvas import to_device
-from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Request
+from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group
 from dlm_bridge.generation.samplers import Check, check_value
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds
@@ -232,14 +232,20 @@ class GemmaEngine:
             self._read()
         if self._drafts is None:
             return []
-        ended_A = self._denoise(self._drafts)
+        flags_A = self._denoise(self._drafts)
+        failed = [row.request.name for row, (_, bad) in zip(self._running, flags_A, strict=True) if bad]
+        events: list[Event] = [Failed(name, NonFiniteError(rows=[name])) for name in failed]
+        for name in failed:
+            self.cancel(name)
+        if self._drafts is None:
+            return events
+        ended_A = [ended for ended, bad in flags_A if not bad]
         if self._on_draft is not None:
             assert self._drafts.logits is not None, "a step has been taken"
             logits = getattr(self._on_draft, "_takes_logits", False)
             self._on_draft(self._drafts.logits.cpu() if logits else self._drafts.best.cpu())
         if not any(ended_A):
-            return []
-        events: list[Event] = []
+            return events
         for row, ended, best in zip(self._running, ended_A, self._drafts.best.tolist(), strict=True):
             if ended:
                 events += self._committed(row, best)
@@ -304,8 +310,9 @@ class GemmaEngine:
         if self._running:
             self._cache.show([row.encoded for row in self._running], self._settings.length)
 
-    def _denoise(self, drafts: _Drafts) -> list[bool]:
-        """A denoising step of the running rows. Returns True for each that has ended its draft."""
+    def _denoise(self, drafts: _Drafts) -> list[list[bool]]:
+        """A denoising step of the running rows. Returns for each if it has ended its draft, and if its logits are NaN
+        or plus infinity."""
         for row in self._running:
             row.forwards += 1
         self.forwards += 1
@@ -317,8 +324,8 @@ class GemmaEngine:
             self_conditioning_logits=drafts.logits,
             self_conditioning_mask=None if drafts.logits is None else drafts.conditioned,
         ).logits
-        ended: list[bool] = drafts.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
-        return ended
+        flags_A2: list[list[bool]] = drafts.denoise(logits_AQV, self._running, self._noise, self._settings).tolist()
+        return flags_A2
 
 
 class GemmaLoopEngine(AutoregressiveEngine):
@@ -385,13 +392,15 @@ def sample_drafts(
                 texts[event.name] = event.tokens
             elif isinstance(event, Extended):
                 streamer.put(torch.tensor([event.tokens]))
+            elif isinstance(event, Failed):
+                raise NonFiniteError(rows=[event.name // copies] if len(rows) > 1 else ())
     if streamer is not None:
         streamer.end()
     width = max(map(len, texts.values()))
     padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
     new = [[*texts[number], *[padding] * (width - len(texts[number]))] for number in range(len(rows))]
     sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
-    return SampledBatch(sequences, engine.forwards)
+    return SampledBatch(sequences, engine.forwards, [sequences.shape[1]] * len(sequences))
 
 
 def gemma_loop(
@@ -720,10 +729,11 @@ class _Drafts:
     def denoise(
         self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
     ) -> torch.Tensor:
-        """One step, in place: [A] bool, the drafts that have ended."""
+        """One step, in place. Returns [A, 2] bool: drafts that have ended, and those whose logits are not finite."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
-        self.best = logits_AQV.argmax(dim=-1)
+        highest_AQ, self.best = logits_AQV.max(dim=-1)
+        bad_A = ~(highest_AQ < torch.inf).all(dim=-1)
         probabilities_AQV = logits_AQV.softmax(dim=-1, dtype=torch.float32)
         logs_AQV = logits_AQV - logits_AQV.logsumexp(dim=-1, keepdim=True)
         lowest = torch.finfo(logs_AQV.dtype).min
@@ -741,7 +751,7 @@ class _Drafts:
             stable_A = (self.history == self.best[:, None]).all(dim=-1).all(dim=-1)
             ended_A = ended_A | stable_A & (entropy_AQ.mean(dim=-1) < settings.confidence)
             self.history = torch.cat([self.history, self.best[:, None]], dim=1)[:, 1:]
-        return ended_A
+        return torch.stack([ended_A, bad_A], dim=1)
 
 
 def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:

@@ -78,6 +78,12 @@ class StaticKVCache:
                 moved = buffer.narrow(2, max(-by, 0), width).clone()
                 buffer.narrow(2, max(by, 0), width).copy_(moved)
 
+    def drop_non_finite(self) -> None:
+        """Replace NaN and infinity by zero."""
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     @property
     def width(self) -> int:
         """Columns of the buffers."""
@@ -136,6 +142,12 @@ class KVCache:
         """Keep these rows only."""
         if self.buffers is not None:
             self.buffers.select_rows(rows)
+
+    def drop_non_finite(self) -> None:
+        """Forget what rows with NaN have left behind: columns that are masked are multiplied by zero, which of NaN is
+        NaN."""
+        if self.buffers is not None:
+            self.buffers.drop_non_finite()
 
 
 class _StoringKVCache(KVCache):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.prompts import check_row
@@ -204,6 +204,7 @@ def write_texts(
 
     Raises:
         DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
+        NonFiniteError: logits that are NaN, of the prompts that it names or of all.
     """
     if settings.get("span_lengths") and len(prompts) > 1:
         raise DlmBridgeError("span_lengths makes rows of different lengths: sample one prompt at a time (batch 1)")
@@ -229,6 +230,10 @@ def write_texts(
         rows, forwards = found.sequences.tolist(), found.forwards
         stop = autoregressive.stop_condition(model, tokenizer, settings)
         ends = [width + (stop.end_of(row[width:]) or len(row) - width) for row in rows]
+        failed = found.failed(ends)
+        if failed:
+            copies = len(rows) // len(prompts)
+            raise NonFiniteError(rows=sorted({row // copies for row in failed}) if len(failed) < len(rows) else ())
     seconds = time.perf_counter() - began  # the tokens have arrived
     copies = len(rows) // len(prompts)  # of each prompt
     pairs = [

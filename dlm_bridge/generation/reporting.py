@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
 from dlm_bridge.generation.request import MASK, Committed, Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition
 
 UNCHANGED = -(2**31)  # in place of a token id
+MASKS_LEFT = "the sampler's rule left masks in the text: it has to plan more steps"
 
 
 @dataclass
@@ -112,7 +113,8 @@ class EventReporter:
             steps_B = to_device([0 if row is None else row.forwards for row in running], now_BG.device)
             self._steps = torch.where(changed_BG & (now_BG != MASK), steps_B[:, None], self._steps)
         if live:
-            copy = HostCopy(torch.where(changed_BG, now_BG, UNCHANGED))
+            shown_BG = changed_BG & ~canvas.non_finite[:, None]  # no token of a row that fails
+            copy = HostCopy(torch.where(shown_BG, now_BG, UNCHANGED))
             self._report_pending()
             steps = [0 if row is None else row.forwards for row in running]
             finals = [len(row.tokens) if final and row is not None else 0 for row in running]
@@ -140,11 +142,13 @@ class EventReporter:
         rows = [self._running.pop(name) for name, _ in canvas.ended]
         steps = self._recorded(rows) if self._record else [[]] * len(rows)
         for row, (name, tokens), own_steps in zip(rows, canvas.ended, steps, strict=True):
+            if tokens is None:
+                self._events.append(Failed(name, NonFiniteError(rows=[name])))
+                continue
             end = row.end(self._stop, tokens)
             kept = tokens if end is None else tokens[:end]
             if MASK in kept:
-                error = DlmBridgeError(f"row {name!r}: the model's logits are NaN: look for NaN in its weights")
-                self._events.append(Failed(name, error))
+                self._events.append(Failed(name, DlmBridgeError(f"row {name!r}: {MASKS_LEFT}")))
                 continue
             whole = tokens + [MASK] * (len(row.tokens) - len(tokens))
             if self._stream and row.request.stream:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowRequest, RowTokens
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.generation.batching import ContinuousBatch, RowCommits, RowEnded, RowFailed, RowRequest, RowTokens
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasTokens
 from dlm_bridge.generation.native import end_tokens, native_settings
 from dlm_bridge.generation.texts import stop_condition, write_texts
@@ -140,6 +140,10 @@ class _CanvasBatch:
 
     def advance(self) -> Iterator[tuple[int, RowEvent]]:
         for event in self._batch.advance():
+            if isinstance(event, RowFailed):
+                del self._tokens[event.name]
+                yield event.name, Failed(event.error)
+                continue
             tokens = self._tokens.get(event.number)
             if tokens is None:  # a stop string has ended it
                 continue
@@ -187,7 +191,9 @@ class AutoregressiveRows:
         except AbandonedError:
             return
         scheduler.forwards += found.forwards
-        for row, tokens in zip(rows, found.token_ids, strict=True):
+        for number, (row, tokens) in enumerate(zip(rows, found.token_ids, strict=True)):
+            if number in watch.failed:
+                continue
             stopped = len(tokens) < settings["gen_length"] or bool(ends & set(tokens[-1:]))
             scheduler.tell(row, Ended(tokens, stopped))
 
@@ -204,12 +210,13 @@ class _Watch:
         self._open = dict(enumerate(rows))
         self._told = [0] * len(rows)  # how many tokens
         self._prompts_came = False
+        self.failed: set[int] = set()  # rows whose logits were NaN
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompts_came:
             self._prompts_came = True
             return
-        if all(row.cancelled for row in self._rows):
+        if all(row.cancelled or number in self.failed for number, row in enumerate(self._rows)):
             raise AbandonedError
         rows: list[list[int]] = value.reshape(len(self._rows), -1).tolist()  # a token of each, or a canvas
         for number, row in list(self._open.items()):
@@ -221,6 +228,13 @@ class _Watch:
             self._told[number] += len(tokens)
             if tokens:
                 self._scheduler.tell(row, Extended(tuple(tokens)))
+
+    def fail(self, numbers: Sequence[int]) -> None:
+        """These rows have NaN for logits, perhaps behind their end."""
+        for number in numbers:
+            if (row := self._open.pop(number, None)) is not None:
+                self.failed.add(number)
+                self._scheduler.tell(row, Failed(NonFiniteError()))
 
     def end(self) -> None:
         """There is nothing left to tell."""

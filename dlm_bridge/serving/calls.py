@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
@@ -71,7 +71,7 @@ class Call:
             while any(choice.finish_reason is None for choice in self.choices):
                 index, event = await self._queue.get()
                 if isinstance(event, Failed):
-                    raise self._failure(event.error)
+                    raise self._failure(event.error, index)
                 if not (self._saw_token or isinstance(event, Ended)):
                     self._saw_token = True
                     self._metrics.first_token(time.monotonic() - self._began)
@@ -120,13 +120,16 @@ class Call:
         self._scheduler.cancel(self.rows)
         self._queue.put_nowait((0, Failed(TimeoutError(timeout_s))))
 
-    def _failure(self, error: Exception) -> RequestError:
+    def _failure(self, error: Exception, index: int) -> RequestError:
         if isinstance(error, TimeoutError):
             return RequestError(
                 f"the answer was not complete after {error.args[0]:g} s", 504, kind="timeout_error", code="timeout"
             )
         if isinstance(error, ClosedError):
             return _closed()
+        if isinstance(error, NonFiniteError):  # not the request's fault, as far as one can tell
+            choice = f"choice {index}: " if len(self.choices) > 1 else ""
+            return RequestError(f"{choice}{error.reason}", 500, kind="server_error", code="non_finite_logits")
         if isinstance(error, DlmBridgeError):
             return RequestError(str(error))
         return RequestError("sampling failed: see the server's log", 500, kind="server_error")

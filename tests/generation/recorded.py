@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import commit_rules, engine
+from dlm_bridge.generation import canvas
 from dlm_bridge.generation.runtime import attention, graphs, runner
 
 
@@ -59,8 +59,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(runner, "GraphedBody", GraphedOnCPU)
     monkeypatch.setattr(attention, "uses_kernel", in_place)
-    for module in (commit_rules, engine):
-        monkeypatch.setattr(module, "read_flags", read)
+    monkeypatch.setattr(canvas, "read_flags", read)
 
 
 def in_place(shapes: Any, dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None) -> bool:

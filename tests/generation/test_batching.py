@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import batch_size, commit_rules, engine, generate
+from dlm_bridge.generation import batch_size, canvas, generate
 from dlm_bridge.generation.canvas import Canvas, HostCopy
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.kv_cache import StaticKVCache
@@ -203,8 +203,7 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         for speculative in (False, True):
             with monkeypatch.context() as patch:
                 if speculative:
-                    patch.setattr(engine, "read_flags", read_with_overlap)
-                    patch.setattr(commit_rules, "read_flags", read_with_overlap)
+                    patch.setattr(canvas, "read_flags", read_with_overlap)
                     rows = [Request(row.name, row.prompt, row.gen_length, row.seed) for row in reversed(rows)]
                 check_rows(model, settings | {"temperature": 0.7 * speculative, "cache": cache}, rows)
 
@@ -288,34 +287,6 @@ def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
     assert first.idle
     third.step()
     assert third.running == 1
-
-
-def test_a_row_whose_logits_are_nan_fails_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, settings = build("llada")
-    settings |= {"temperature": 0.0, "eos_token_id": None}
-    bad, good = requests(2, [12])
-    forward = type(model).forward
-
-    def broken(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
-        output = forward(self, input_ids, **more)
-        length = len(bad.prompt)
-        at_fault = (input_ids[:, :length] == torch.tensor(bad.prompt)).all(dim=1)
-        output.logits[at_fault] = torch.nan
-        return output
-
-    expected = alone(model, good, settings)
-    monkeypatch.setattr(type(model), "forward", broken)
-    batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
-    batch.submit(bad)
-    batch.submit(good)
-    ends: dict[Any, Event] = {}
-    while not batch.idle:
-        ends |= {event.name: event for event in batch.step() if isinstance(event, (Ended, Failed))}
-    failed, ended_row = ends[bad.name], ends[good.name]
-    assert isinstance(failed, Failed)
-    assert "NaN" in str(failed.error)
-    assert isinstance(ended_row, Ended)
-    assert list(ended_row.tokens) == expected
 
 
 def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:

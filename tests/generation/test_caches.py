@@ -12,7 +12,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation import commit_rules, engine, predictors
+from dlm_bridge.generation import canvas, commit_rules, predictors
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.request import Ended, Extended, Request
@@ -230,8 +230,7 @@ def test_a_speculative_forward_pass_is_the_next(
             runs.clear()
             with monkeypatch.context() as patch:
                 if ahead:
-                    patch.setattr(commit_rules, "read_flags", read)
-                    patch.setattr(engine, "read_flags", read)
+                    patch.setattr(canvas, "read_flags", read)
                 found.append((model.generate(tokens, **settings, eos_token_id=stops), len(runs)))
         (expected, before), (output, after) = found
         assert torch.equal(output.sequences, expected.sequences)
@@ -257,8 +256,7 @@ def test_rows_leave_with_a_first_block_that_was_run_speculatively(
     going = (expected[:, block:] != 0).any(dim=1)
     assert not going[0]
     assert going.any()
-    for module in (commit_rules, engine):
-        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    monkeypatch.setattr(canvas, "read_flags", read_with_overlap)
     assert torch.equal(model.generate(tokens, **settings), expected)
 
 
@@ -275,8 +273,8 @@ def test_a_longer_prompt_enters_before_anything_is_cached(
     for row in rows:
         output = model.generate(torch.tensor([row.prompt]), gen_length=row.gen_length, **settings)
         expected[row.name] = tuple(output[0, len(row.prompt) :].tolist())
-    for module in (commit_rules, engine) if speculative else ():
-        monkeypatch.setattr(module, "read_flags", read_with_overlap)
+    if speculative:
+        monkeypatch.setattr(canvas, "read_flags", read_with_overlap)
     batch = SamplingEngine(model, settings, max_rows=2, max_length=4 * block)
     batch.submit(rows[0])
     while not any(isinstance(event, Extended) for event in batch.step()):

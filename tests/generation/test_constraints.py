@@ -319,7 +319,10 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
             {"logits_processor": [lambda ids, scores: scores - torch.inf]},
             "row 0: logits_processor leaves no token to come after its first 3",
         ),
-        ({"logits_processor": [lambda ids, scores: scores * torch.nan]}, "after its first 3 tokens: one score"),
+        (
+            {"logits_processor": [lambda ids, scores: scores * torch.nan]},
+            "NaN .* at settings that change logits",
+        ),
         ({"logits_processor": ["x"]}, "logits_processor must be callable, not 'x'"),
         ({"stop_strings": ["a"]}, "stop_strings .* pass tokenizer="),
         ({"stop_strings": [""]}, "stop_strings must be a string or a list of them, none empty"),

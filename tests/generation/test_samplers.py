@@ -130,25 +130,6 @@ def test_the_mask_token_is_never_emitted(name: str) -> None:
         assert not (output == MASK).any()
 
 
-@pytest.mark.parametrize(("name", "good"), [*((name, 0) for name in CASES), ("sdar", 3)])
-def test_non_finite_logits_are_refused(name: str, good: int) -> None:
-    """From the first forward on, or where a rule can commit nothing any more."""
-    model, arguments = build(name)
-    _, ids, mask = ragged((5, 9))
-    forward, calls = model.forward, []
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        output = forward(*args, **kwargs)
-        if len(calls) > good:
-            output.logits[..., 3] = torch.nan
-        return output
-
-    model.forward = broken  # type: ignore[method-assign]
-    with pytest.raises(DlmBridgeError, match=r"the model's logits are NaN"):
-        generate(model, ids, attention_mask=mask, eos_token_id=None, cache="none", seed=1, **arguments)
-
-
 def test_where_a_filter_leaves_the_mask_token_alone_the_next_best_token_is_taken() -> None:
     model = StandIn(family("block_causal", algorithm="sdar"), **BLOCK)
     model.head[:, MASK] = 0.0

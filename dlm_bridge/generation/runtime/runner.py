@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
@@ -72,7 +72,11 @@ class ModelRunner:
         """A runner for one call; see `prepare`."""
         runner = cls.prepare(model, execution, cache, **options)
         with runner.active():
-            yield runner
+            try:
+                yield runner
+            except NonFiniteError:
+                cache.drop_non_finite()  # the next call may get the same buffers
+                raise
 
     @classmethod
     def prepare(

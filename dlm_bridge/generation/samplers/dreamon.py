@@ -24,7 +24,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, read_flags, to_device
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.kv_cache import KVCache
@@ -107,7 +107,7 @@ class ExpandDeleteRule(DenoisingRule):
         self._check_tokens(context.vocabulary_size)
         masked_AN = canvas.masked(context.selected(rows), block)
         firsts_and_masks = torch.stack([block.start + masked_AN.int().argmax(dim=1), masked_AN.sum(dim=1)])
-        firsts, masks = read_flags(firsts_and_masks, context.predictor.launch_speculatively)
+        firsts, masks = context.read(firsts_and_masks)
         budgets = canvas.memory.values("budget")
         for row, first in zip(rows, firsts, strict=True):
             budgets[row] = 2 * (canvas.stops[row] - first) if budget is None else budget
@@ -123,10 +123,8 @@ class ExpandDeleteRule(DenoisingRule):
         committed_AN = picked_AN & (step.tokens != self._sampler.expand_token_id)
         canvas.put(context.selected(rows), block, torch.where(committed_AN, step.tokens, step.before))
         left_AN = step.masked & ~committed_AN & ~deleted_AN
-        # Scores of NaN commit nothing: such a row ends with its masks, which is refused later.
-        more_A = left_AN.any(dim=1) & picked_AN.any(dim=1)
-        counts = torch.stack([more_A.long(), deleted_AN.sum(dim=1), expanded_AN.sum(dim=1)])
-        more, deleted, expanded = read_flags(counts, context.predictor.launch_speculatively)
+        counts = torch.stack([left_AN.any(dim=1).long(), deleted_AN.sum(dim=1), expanded_AN.sum(dim=1)])
+        more, deleted, expanded = context.read(counts)
         for row, expansions in zip(rows, expanded, strict=True):
             budgets[row] -= expansions
         if any(deleted) or any(expanded):

@@ -70,7 +70,7 @@ class HierarchicalRule(OneOrMoreRule):
             picked_AN &= scores_AN > self._low_threshold
         if self._threshold is not None:
             picked_AN |= scores_AN > self._threshold
-        return picked_AN | (best(scores_AN) & (scores_AN > MINUS_INFINITY))
+        return picked_AN | (best(scores_AN) & step.masked)
 
 
 def best_of_spans(scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout, read_flags
+from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
 from dlm_bridge.generation.request import MASK
@@ -147,8 +147,7 @@ class StridedRule(DenoisingRule):
         """The rows that have not ended, after so many more tokens."""
         predictor = context.predictor
         assert isinstance(predictor, SpeculativePredictor)
-        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
-        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
         return predictor.advance(rows, counts)
 
     def _drafts(self, context: SamplerContext, rows: list[int]) -> _Drafts:

@@ -25,7 +25,7 @@ import torch
 
 from dlm_bridge.attention_mask import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.canvas import BlockLayout, Canvas, read_flags, to_device
+from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
 from dlm_bridge.generation.predictors import RowCachePredictor
@@ -112,8 +112,7 @@ class SpeculativeRule(DenoisingRule):
         predictor = context.predictor
         assert isinstance(predictor, SpeculativePredictor)
         committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
-        read = partial(read_flags, overlap_with=predictor.launch_speculatively)
-        counts = context.canvas.read_unfinished(rows, block, read, partial(torch.mul, committed_A))
+        counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
         return predictor.advance(rows, counts)
 
     def _draft(

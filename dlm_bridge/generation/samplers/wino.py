@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout, Columns, read_flags
+from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
     DenoisingRule,
@@ -123,16 +123,14 @@ class WINORule(DenoisingRule):
 
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas = context.canvas
-        masks, kept = canvas.masks(block), canvas.memory.values("masks")
-        for row in rows:
-            kept[row] = masks[row]
+        masks = canvas.masks(block)
         canvas.memory.tensor("accepted")[canvas.index(rows)] = ACCEPTED_BEFORE
         return [row for row in rows if masks[row]]
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, CheckingPredictor)
-        most_steps, accepted_B = canvas.memory.values("masks"), canvas.memory.tensor("accepted")
+        accepted_B = canvas.memory.tensor("accepted")
         selected, index = context.selected(rows), canvas.index(rows)
         logits = context.predict(rows, block)
         _, tokens = propose_tokens(logits, canvas, rows, block, context.sampling, context.noise)
@@ -148,16 +146,15 @@ class WINORule(DenoisingRule):
         after = torch.where(committed, tokens, before.masked_fill(doubted, MASK))
         canvas.put(selected, block, after)
         context.report(rows, block, logits, final=False)
-        left = read_flags(canvas.masked(selected, block).any(dim=1), predictor.launch_speculatively)
-        # Masks are left after so many steps only where the logits are NaN.
-        return [row for row, more in zip(rows, left, strict=True) if more and canvas.steps[row] + 1 < most_steps[row]]
+        left = context.read(canvas.masked(selected, block).any(dim=1))
+        return [row for row, more in zip(rows, left, strict=True) if more]
 
     def _committed(self, scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
         """[A, N], the masks to commit."""
         scores_AN = scores_AN.masked_fill(~masked_AN, MINUS_INFINITY)
         confident_AN = scores_AN > self._threshold
         most_A1 = (masked_AN.sum(dim=1, keepdim=True) * 7 // 10).clamp(FEWEST, MOST)
-        best_AN = best(scores_AN) & (scores_AN > MINUS_INFINITY)
+        best_AN = best(scores_AN) & masked_AN
         return (confident_AN & (_ranks(scores_AN, descending=True) < most_A1)) | best_AN
 
     def _doubted(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from dlm_bridge.errors import rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.offline import open_engine
 from dlm_bridge.generation.request import MASK, Ended, Failed, Request
@@ -64,7 +65,7 @@ class Rollouts:
     def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
         """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
         (seed, step) the key of its noise. Ranks of a replica give the same and get the same. Raises DlmBridgeError for
-        rewards that fail."""
+        rewards that fail, NonFiniteError where the model's logits are NaN."""
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
         begin, end = (len(repeated) * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
@@ -102,13 +103,15 @@ class Rollouts:
         """Of this process's problems, any number; processes with one model call it together."""
         own = [(problem.input_ids, sample) for problem, sample in zip(problems, samples, strict=True)]
         shares = self.samplers.gather(own)
+        numbers = [sample for share in shares for _, sample in share]
         rows = [(prompt, self._seed(step, sample)) for share in shares for prompt, sample in share]
         if not rows:
             return []
         training = model.training
         model.eval()
         try:
-            with self._room(model, [len(prompt) for prompt, _ in rows]) as size:
+            named = rows_named(lambda row: f"step {step}, completion {numbers[row]}")
+            with self._room(model, [len(prompt) for prompt, _ in rows]) as size, named:
                 completed = self._sampled(model, rows, temperature, size)
         finally:
             model.train(training)
