@@ -378,7 +378,8 @@ class SamplingPlan:
         spec = sampler_spec(settings, commit_rule)
         constraints = call_constraints(settings, spec, prompt_width)
         rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
-        key = _signature(spec), settings.limits.infill, 0 if constraints is None else constraints.min_new_tokens
+        key = _signature(spec) if commit_rule is None else id(commit_rule)
+        key = key, settings.limits.infill, 0 if constraints is None else constraints.min_new_tokens
         return cls(settings, spec, constraints, rule, key)
 
     @property

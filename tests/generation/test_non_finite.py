@@ -12,8 +12,9 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation import SAMPLERS, CommitRule, generate
-from dlm_bridge.generation.engine import SamplingEngine, Event, Ended, Failed, Request
 from dlm_bridge.generation.commit_rules import TopScoresRule
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Ended, Event, Failed, Request
 from tests.generation.standin import MASK, StandIn, family
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
