@@ -46,11 +46,11 @@ from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
     EosPadding,
-    check_sources,
     load_conversation_blocks,
 )
 from dlm_bridge.train.data.documents import Source, check_tokenizer
 from dlm_bridge.train.data.indexed import TokenLimits
+from dlm_bridge.train.data.messages import check_sources
 from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts

@@ -19,11 +19,10 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.data import conversations
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
-    DataRow,
-    check_sources,
     encode_conversations,
     load_conversation_blocks,
 )
+from dlm_bridge.train.data.messages import DataRow, check_sources
 from dlm_bridge.train.data.sources import find_data
 from tests.train.chats import MARKED, chatty, conversation, write_rows
 
@@ -204,5 +203,5 @@ def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
         load_conversation_blocks([damaged_parquet(tmp_path / "damaged.parquet")], chat, settings)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):
-        with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet or a dataset"):
+        with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet, CSV or a dataset"):
             check_sources([source])

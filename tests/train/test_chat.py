@@ -9,7 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.conversations import DataRow, encode_conversations
+from dlm_bridge.train.data.conversations import encode_conversations
+from dlm_bridge.train.data.messages import DataRow
 from tests.train.chats import MARKED, TEMPLATE, THINKING, chatty, said
 
 TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x + 1"), said("assistant", "(x): 2")]

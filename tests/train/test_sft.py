@@ -185,7 +185,7 @@ def test_answers_are_learnt(tmp_path: Path, run: Run, options: dict[str, Any]) -
         ({"noise_range": "0.3"}, "--noise-range"),
         ({"document_attention": True}, "--document-attention"),
         ({"task": "pretrain", "packing": True}, "--packing"),
-        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet or a dataset"),
+        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet, CSV or a dataset"),
         ({"seq_length": 8}, "chats.jsonl, line 1: "),
         ({"tokenizer": None}, "has no chat template, which"),
     ],
