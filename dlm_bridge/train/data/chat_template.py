@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -28,7 +28,9 @@ from dlm_bridge.errors import DlmBridgeError, one_line, reading
 from dlm_bridge.train.data.messages import Conversation
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REMEDY = "name one that marks answers with {% generation %}, as TRL's training templates do: --chat-template FILE|NAME"
+REMEDY = (
+    "choose one that marks answers with {% generation %}, as TRL's training templates do: --chat-template FILE|NAME"
+)
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -108,11 +110,11 @@ class _Renderings:
             return
         self._check_tool_calls()
         if self._text(self._count, prompt=True) == self.whole:
-            # A template that ends with the header of an answer whatever it is asked for.
-            if (header := self._header(self._count)) is None:
+            # The template ends with the header of an answer whatever it is asked for, or never writes one here.
+            self._appended = self._header(self._count)
+            if not self._appended and self._text(0, prompt=True) is None and not self._header_behind_user(self._count):
                 raise self._refused("writes the same with and without the header of an answer at the end")
-            self._appended = header
-            self.whole = self.whole.removesuffix(header)
+            self.whole = self.whole.removesuffix(self._appended)
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
         """The spans that {% generation %} marks in trained messages; None where the template marks none."""
@@ -131,10 +133,12 @@ class _Renderings:
         """Where an answer begins: behind the header."""
         prompt = self._text(number, prompt=True)
         if prompt is not None and self.whole.startswith(prompt):
-            return len(prompt)
+            header = self._header_behind_user(number)
+            written = bool(header) and not prompt.endswith(header) and self.whole.startswith(header, len(prompt))
+            return len(prompt) + len(header) * written  # DiffusionGemma's writes it behind tools, unasked
         # The template writes earlier messages differently once others follow, or opens the answer (with <think>) where
         # it is asked for one. What it writes behind the message before is compared.
-        header = self._header(number) or ""
+        header = self._header(number)
         for before in reversed(range(number)):
             asked, here = self._behind(number, before, prompt=True), self._behind(self._count, before)
             if asked is not None and here is not None:
@@ -147,8 +151,6 @@ class _Renderings:
     def end(self, number: int) -> int:
         """Where an answer ends: behind what ends its turn."""
         start = self.start(number)
-        if number == self._count - 1 and self._messages[number]["content"].strip() in self.whole[start:]:
-            return len(self.whole)
         if (here := self._behind(self._count, number)) is None:
             raise self._refused(f"does not write message {number + 1}")
         if number == self._count - 1:
@@ -179,16 +181,21 @@ class _Renderings:
                     yield followed.partition(header[:length])[0]
                     return
 
-    def _header(self, count: int) -> str | None:
-        """The generation prompt behind the first `count` messages; "" where none is written, None where a template
-        that writes the same with and without it refuses to say."""
+    def _header(self, count: int) -> str:
+        """What the generation prompt adds to the first `count` messages; where a template writes it whatever it is
+        asked for, what it writes of no messages."""
         asked, plain = self._text(count, prompt=True), self._text(count)
         if asked is None or plain is None:
             return ""
         if asked != plain:
             return asked[self._shared(asked, plain) :]
-        alone = self._text(0, prompt=True)
-        return None if alone is None else asked[len(asked) - self._shared(asked, alone, from_end=True) :]
+        alone = self._text(0, prompt=True) or ""
+        return asked[len(asked) - self._shared(asked, alone, from_end=True) :]
+
+    def _header_behind_user(self, count: int) -> str:
+        """The generation prompt behind the last user's message of the first `count`."""
+        users = (number for number in reversed(range(count)) if self._messages[number]["role"] == "user")
+        return self._header(next(users, -1) + 1)
 
     def _end_of_own(self, number: int) -> int | None:
         """Where the own text of a message ends; None where the template does not write it."""
@@ -284,7 +291,7 @@ class _Renderings:
         self, messages: list[dict[str, Any]], prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The messages as text, and the spans that the template marks."""
-        texts, spans = render_jinja_template(
+        texts, spans = cast(Any, render_jinja_template)(
             [messages],
             tools=self._conversation.tools,
             chat_template=self._template,
@@ -296,8 +303,7 @@ class _Renderings:
 
     def _refused(self, reason: str) -> DlmBridgeError:
         return DlmBridgeError(
-            f"{self._where}: the chat template of {self._tokenizer.name_or_path} {reason}, so that answers cannot be "
-            f"told from prompts: {REMEDY}"
+            f"{self._where}: the chat template of tokenizer {self._tokenizer.name_or_path} {reason}: {REMEDY}"
         )
 
 

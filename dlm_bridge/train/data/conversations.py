@@ -178,20 +178,35 @@ def load_conversation_blocks(
     cache folder, keyed by the sources, the tokenizer and its template, and the settings.
 
     Raises:
-        DlmBridgeError: what `encode_conversations` refuses; a row that is too long, or that holds the mask token, with its
-            file and line; no rows at all; a tokenizer without EOS.
+        DlmBridgeError: what `encode_conversations` refuses; a row that is too long, or that holds the mask token, with
+            its file and line; no rows at all; a tokenizer without EOS.
     """
     check_eos(tokenizer, "fills rows")
-    columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
-    if settings.trajectories:
-        columns["steps"] = "int32"
     table = cached(
         _conversation_rows,
-        datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()}),
+        _columns(settings),
         {"sources": tuple(sources), "tokenizer": tokenizer, "settings": settings},
         fingerprint(sources, tokenizer, "answers", ROWS_VERSION, tokenizer.chat_template, *vars(settings).values()),
     )
     return ConversationBlocks(table, settings, tokenizer.eos_token_id)
+
+
+def first_conversation_blocks(
+    sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings, count: int
+) -> ConversationBlocks:
+    """The first `count` rows of `load_conversation_blocks`, without the others and the cache. Raises DlmBridgeError as
+    that does."""
+    check_eos(tokenizer, "fills rows")
+    rows = list(itertools.islice(_conversation_rows(sources, tokenizer, settings), count))
+    table = datasets.Dataset.from_list(rows, features=_columns(settings)).with_format("numpy")
+    return ConversationBlocks(table, settings, tokenizer.eos_token_id)
+
+
+def _columns(settings: ConversationSettings) -> datasets.Features:
+    columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
+    if settings.trajectories:
+        columns["steps"] = "int32"
+    return datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()})
 
 
 def _conversation_rows(

@@ -138,7 +138,7 @@ def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
     read, also in its middle."""
     try:
         if path.suffix in COMPRESSIONS and has_json_lines(path):
-            source: IO[Any] = io.BufferedReader(pyarrow.input_stream(str(path), COMPRESSIONS[path.suffix]))  # type: ignore[arg-type]
+            source: IO[Any] = io.BufferedReader(pyarrow.input_stream(str(path), COMPRESSIONS[path.suffix]))
         else:
             source = path.open(mode, **settings)
         with source as file:

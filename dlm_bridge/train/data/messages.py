@@ -169,9 +169,7 @@ def _conversation(messages: list[dict[str, Any]], first: int, fields: Mapping[st
     for number, message in enumerate(messages):
         trained = [message.pop(name) for name in ("weight", "train") if name in message]
         if any(type(value) not in (bool, int, float) or value not in (0, 1) for value in trained):
-            raise DlmBridgeError(
-                f"{where}: message {number + 1} has a 'weight' or 'train' other than 0 and 1: {trained}"
-            )
+            raise DlmBridgeError(f"{where}: message {number + 1}: 'weight' and 'train' are 0 or 1, not {trained}")
         if number >= first and message["role"] == "assistant" and all(trained):
             answers.append(number)
     return Conversation(messages, tuple(answers), _tools(fields.get("tools"), where), where)
