@@ -184,7 +184,7 @@ def test_a_damaged_container_is_named(tmp_path: Path) -> None:
         ("b.jsonl.zst", b"garbage", "b.jsonl.zst: cannot be read: "),
         ("c.csv", b"prompt,completion\na,b,c\n", "c.csv, line 2: not as many cells as"),
         ("d.csv", b"prompt,completion\na\n", "d.csv, line 2: not as many cells as"),
-        ("e.csv", b'prompt,completion\n"a,b\n', "e.csv, line 3: not CSV in UTF-8"),
+        ("e.csv", b'prompt,completion\n"a,b\n', "e.csv, line .: not CSV in UTF-8"),
         ("f.csv", b"prompt,completion\n\xff,b\n", "f.csv, line .: not CSV in UTF-8"),
     ):
         (tmp_path / name).write_bytes(data)

@@ -22,6 +22,11 @@ from tests.train.templates import marks, problems, random_chat, refusable, templ
 TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x + 1"), said("assistant", "(x): 2")]
 
 
+DEEP: Any = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
 def _answers(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
     """All of a row as text, and its stretches of answer."""
     (example,) = encode_conversations([DataRow(row, "here")], tokenizer)
@@ -97,6 +102,12 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
         ),
         ({"messages": [TALK[0], calling('["x"]')]}, "'arguments' is not a JSON object"),
         ({"messages": [TALK[0], calling("{")]}, "'arguments' is not JSON"),
+        ({"messages": [TALK[0], calling('{"x": "\\ud800"}')]}, "holds a lone surrogate"),
+        ({"messages": [{**TALK[0], "x": DEEP}, TALK[1]]}, "nested too deeply"),
+        ({"messages": TALK[:2], "tools": [DEEP]}, "nested too deeply"),
+        ({"instruction": 3, "output": "x"}, "'instruction' and 'input' are texts"),
+        ({"instruction": "x", "output": "x", "history": ["ab"]}, "'history' is a list of pairs"),
+        ({"instruction": "x", "output": 3}, "has no 'content' with text"),
         ({"messages": [TALK[0], calling({"x": 1})]}, "does not write tool call 1 of message 2: choose one that marks"),
         ({"messages": [said("user", [{"type": "image"}]), TALK[1]]}, "message 1 has a part that is no text ('image')"),
         ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "message 1 of 'messages' has no 'content' with"),

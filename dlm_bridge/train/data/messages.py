@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ from typing import Any
 
 import datasets
 
-from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.errors import DlmBridgeError, one_line, reading
 from dlm_bridge.generation.texts import with_joined_text
+from dlm_bridge.hub import check_characters
 from dlm_bridge.train.data.documents import (
     TABLE_ROWS,
     NamedDataset,
@@ -153,10 +155,16 @@ def _listed(fields: Mapping[str, Any], where: str) -> list[dict[str, Any]] | Non
     if "conversations" in fields:
         messages = _messages(fields["conversations"], "conversations", where)
     elif {"instruction", "output"} <= fields.keys():
-        question = "\n".join(filter(None, (fields["instruction"], fields.get("input"))))
-        turns = [*fields.get("history", ()), (question, fields["output"])]
-        pairs = [({"role": "user", "content": asked}, {"role": "assistant", "content": said}) for asked, said in turns]
-        messages = _messages([message for pair in pairs for message in pair], "instruction", where)
+        asked = (fields["instruction"], fields.get("input", ""))
+        turns = _parsed(fields.get("history") or [], f"{where}: 'history'")
+        pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
+        if not pairs or not all(isinstance(text, str) for text in asked):
+            raise DlmBridgeError(
+                f"{where}: 'instruction' and 'input' are texts, 'history' is a list of pairs of texts"
+            )
+        texts = [*itertools.chain.from_iterable(turns), "\n".join(filter(None, asked)), fields["output"]]
+        roles = itertools.cycle(("user", "assistant"))
+        messages = _messages([{"role": next(roles), "content": text} for text in texts], "instruction", where)
     else:
         return None
     if system := fields.get("system"):
@@ -187,7 +195,7 @@ def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
     found = _parsed(found, here)
     if not isinstance(found, Mapping):
         raise DlmBridgeError(f"{here} has no 'role'")
-    message = _present(found)
+    message = _sound(found, here)
     if isinstance(sender := message.get("from"), str) and "role" not in message:
         del message["from"]
         value = "tool_calls" if sender == "function_call" else "content"
@@ -199,6 +207,7 @@ def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
     if calls:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [_tool_call(call, f"{here}: tool call {place}") for place, call in enumerate(calls, 1)]
+        check_characters(message["tool_calls"], here)  # what was JSON text
     if "content" not in message and (calls or (role == "assistant" and "content" in found)):
         message["content"] = ""  # an answer that is null, or that only calls tools
     message = with_joined_text(message, number, where)
@@ -209,6 +218,7 @@ def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
 
 def _tool_call(call: Any, here: str) -> dict[str, Any]:
     """OpenAI's form of a tool call, with its arguments as a mapping."""
+    call = _parsed(call, here)
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DlmBridgeError(f"{here} has no function with a 'name'")
@@ -223,7 +233,7 @@ def _tools(found: Any, where: str) -> list[Any] | None:
     found = _parsed(found or [], f"{where}: 'tools'")
     if not isinstance(found, list):
         raise DlmBridgeError(f"{where}: 'tools' is not a list")
-    tools = [_present(_parsed(tool, f"{where}: 'tools'")) for tool in found]
+    tools = [_sound(_parsed(tool, f"{where}: 'tools'"), f"{where}: 'tools'") for tool in found]
     return [
         {"type": "function", "function": tool} if isinstance(tool, Mapping) and "name" in tool else tool
         for tool in tools
@@ -242,6 +252,16 @@ def _parsed(value: Any, here: str) -> Any:
 
 def _columns(record: DataRow) -> dict[str, Any]:
     return {name: value for name, value in record.fields.items() if value is not None}
+
+
+def _sound(value: Any, here: str) -> Any:
+    """A value without nulls in its mappings. Raises DlmBridgeError for what is nested without end, or no text."""
+    try:
+        value = _present(value)
+        check_characters(value, here)
+    except (RecursionError, TypeError) as error:
+        raise DlmBridgeError(f"{here} is not JSON, or nested too deeply ({one_line(error)})") from None
+    return value
 
 
 def _present(value: Any) -> Any:
