@@ -240,7 +240,7 @@ def _resume(engine: str) -> tuple[str, ...]:
 CONTAINERS = (
     "rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.csv", "rows.parquet", "json.parquet", "saved", "saved_json",
 )  # fmt: skip
-PREVIEWED = ("--preview", "4", "--json", "--seq-length", "64")
+PREVIEWED = ("--preview", "4", "--json", "--seq-length", "64", "--chat-template")
 UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
 KINDS: dict[str, Kind] = {
     "diffusion": Kind(
@@ -347,11 +347,10 @@ KINDS: dict[str, Kind] = {
     "conversations": Kind(
         _conversations,
         tuple(
-            ("sft", "--model", "{diffusion}", "--data", f"{{it}}/{rows}", *end, *more)
+            ("sft", "--model", "{diffusion}", "--data", f"{{it}}/{rows}", *options, f"{{it}}/{template}.jinja")
             for rows in CONTAINERS
             for template in ("marked", "plain", "appended", "text")
-            for more in [("--chat-template", f"{{it}}/{template}.jinja", "--truncate")]
-            for end in (PREVIEWED, ("--output", "{out}", "--steps", "1", *BATCH[:2], "--seq-length", "64"))
+            for options in (PREVIEWED, (*SHORT, "--truncate", "--chat-template"))
         ),
         needs=("diffusion",),
     ),

@@ -17,7 +17,16 @@ from dlm_bridge.train.data.chat_template import set_chat_template
 from dlm_bridge.train.data.conversations import encode_conversations
 from dlm_bridge.train.data.messages import DataRow
 from tests.train.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
-from tests.train.templates import marks, problems, random_chat, refusable, templates, tokenizer_of, trl_folder
+from tests.train.templates import (
+    MULTIMODAL,
+    marks,
+    problems,
+    random_chat,
+    refusable,
+    templates,
+    tokenizer_of,
+    trl_folder,
+)
 
 TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x + 1"), said("assistant", "(x): 2")]
 
@@ -296,7 +305,7 @@ def test_a_row_has_one_canonical_form(row: dict[str, Any], same: dict[str, Any])
 
 
 def test_a_part_that_the_template_drops_is_refused() -> None:
-    """gpt-oss' writes the first call of a message alone, LFM2's none, SmolVLM's no text that is not in parts."""
+    """gpt-oss' writes the first call of a message alone, LFM2's none."""
     two = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
     for name, answer, message in (
         ("gptoss", two, "tool call 2 of message 2"),
@@ -304,9 +313,13 @@ def test_a_part_that_the_template_drops_is_refused() -> None:
     ):
         with pytest.raises(DlmBridgeError, match=message):
             _said_by(name, USER, answer, tools=WRAPPED)
-    smol = tokenizer_of((trl_folder() / "smolvlm.jinja").read_text("utf-8"))
-    with pytest.raises(DlmBridgeError, match=r"does not write message 2.*--chat-template"):
-        _answers(smol, {"messages": [USER, said("assistant", "a")]})
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_template_that_takes_parts_alone_is_refused(name: str) -> None:
+    chat = tokenizer_of((trl_folder() / f"{name}.jinja").read_text("utf-8"))
+    with pytest.raises(DlmBridgeError, match=r"here: the chat template .*(does not write message 2|refuses it)"):
+        _answers(chat, {"messages": [USER, ANSWER]})
 
 
 def test_text_of_a_tool_inside_an_answer_is_refused() -> None:
