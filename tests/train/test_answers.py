@@ -190,6 +190,13 @@ def test_a_damaged_container_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DlmBridgeError, match=message):
             list(read_data_rows(tmp_path / name))
+    datasets.Dataset.from_list(CALLS[:1], features=datasets.Features({"messages": datasets.Json()})).save_to_disk(
+        tmp_path / "saved"
+    )
+    (stored,) = (tmp_path / "saved").glob("*.arrow")
+    stored.write_bytes(stored.read_bytes().replace(b'"role"', b'"role:'))
+    with pytest.raises(DlmBridgeError, match=r"saved: not a whole dataset"):
+        list(read_data_rows(find_data([str(tmp_path / "saved")]).parts[0][0]))  # type: ignore[arg-type]
     rows = b'prompt,completion\n"a, ""b""\nc",007\n'
     (tmp_path / "g.csv").write_bytes(rows)
     (row,) = read_data_rows(tmp_path / "g.csv")

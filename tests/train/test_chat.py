@@ -92,7 +92,7 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "x"}, "line 7: no 'messages', or 'prompt' and 'completion', or"),
+        ({"text": "x"}, "line 7: no 'messages', 'prompt' and 'completion', 'conversations', or"),
         ({"prompt": "x"}, "'instruction' and 'output' (it has 'prompt')"),
         ({"prompt": "x", "completion": TALK[3:]}, "line 7: 'prompt' and 'completion' must both be texts or both"),
         ({"messages": []}, "line 7: 'messages' is not a list of messages"),

@@ -237,8 +237,9 @@ def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart
     if key not in table.rows.column_names:
         raise DlmBridgeError(f"{table.name}: no '{key}' column (it has {', '.join(table.rows.column_names)})")
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
-    batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
-    yield from _column((batch[key] for batch in batches), key, table.name, cost)
+    with reading(f"{table.name}: not a whole dataset"):
+        batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
+        yield from _column((batch[key] for batch in batches), key, table.name, cost)
 
 
 def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:

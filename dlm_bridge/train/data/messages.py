@@ -27,7 +27,7 @@ from dlm_bridge.train.data.documents import (
     read_parquet,
 )
 
-FIELDS = "'messages', or 'prompt' and 'completion', or 'conversations', or 'instruction' and 'output'"
+FIELDS = "'messages', 'prompt' and 'completion', 'conversations', or 'instruction' and 'output'"
 # Names of roles in ShareGPT's rows; any other name is the role itself.
 SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "function_call": "assistant",
@@ -66,8 +66,9 @@ def check_sources(sources: Sequence[Any]) -> None:
 def read_data_rows(source: Source) -> Iterator[DataRow]:
     """The rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for what is not a row."""
     if isinstance(source, NamedDataset):
-        rows = source.rows.with_format(None)
-        yield from (DataRow(row, f"{source.name}, row {number}") for number, row in enumerate(rows, 1))
+        with reading(f"{source.name}: not a whole dataset"):
+            for number, row in enumerate(source.rows.with_format(None), 1):
+                yield DataRow(row, f"{source.name}, row {number}")
     elif source.suffix == ".parquet":
         yield from _parquet_rows(source)
     elif source.suffix == ".csv":
