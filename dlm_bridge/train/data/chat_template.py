@@ -90,7 +90,7 @@ def render_answers(conversation: Conversation, tokenizer: Any) -> RenderedConver
     renderings = _Renderings(conversation, tokenizer)
     spans = renderings.marked_spans()
     if spans is None:
-        spans = [(renderings.start(number), renderings.end(number)) for number in conversation.answers]
+        spans = [renderings.span(number) for number in conversation.answers]
     return RenderedConversation(renderings.whole, spans, conversation.where)
 
 
@@ -121,7 +121,7 @@ class _Renderings:
         if not MARKED.search(self._template):
             return None
         text, spans = self._apply(self._messages, marks=True)
-        if not spans or text[: len(self.whole)] != self.whole:
+        if not spans or not text.startswith(self.whole):
             return None
         answers = self._conversation.answers
         if len(answers) == sum(message["role"] == "assistant" for message in self._messages):
@@ -129,13 +129,34 @@ class _Renderings:
         ends = [(self._end_of_own(number), number) for number in range(self._count)]
         return [span for span in spans if self._message_of(span, ends) in answers]
 
-    def start(self, number: int) -> int:
-        """Where an answer begins: behind the header."""
+    def span(self, number: int) -> tuple[int, int]:
+        """From where to where an answer reaches: from behind the header to behind what ends its turn."""
+        start, here = self._start(number), self._behind(self._count, number)
+        if here is None:
+            raise self._refused(f"does not write message {number + 1}")
+        if number == self._count - 1:
+            return start, len(self.whole)
+        own, following = len(self.whole) - len(here), self._end_of_own(number + 1)
+        if self._messages[number + 1]["role"] != "assistant" and following is not None and start < following <= own:
+            raise self._refused(f"writes message {number + 2} inside message {number + 1}")
+        lengths = []
+        for tail in self._tails(number):
+            if (shared := self._shared(tail, here)) or not tail:
+                lengths.append(shared)
+            if shared and here.startswith(tail):
+                break
+        if not lengths:
+            raise self._refused(f"writes the end of message {number + 1} differently once others follow")
+        return start, own + max(lengths)
+
+    def _start(self, number: int) -> int:
         prompt = self._text(number, prompt=True)
         if prompt is not None and self.whole.startswith(prompt):
-            header = self._header_behind_user(number)
-            written = bool(header) and not prompt.endswith(header) and self.whole.startswith(header, len(prompt))
-            return len(prompt) + len(header) * written  # DiffusionGemma's writes it behind tools, unasked
+            if number == 0 or self._messages[number - 1]["role"] == "user":
+                return len(prompt)
+            header = self._header_behind_user(number)  # DiffusionGemma's template writes it behind tools, unasked
+            written = not prompt.endswith(header) and self.whole.startswith(header, len(prompt))
+            return len(prompt) + len(header) * written
         # The template writes earlier messages differently once others follow, or opens the answer (with <think>) where
         # it is asked for one. What it writes behind the message before is compared.
         header = self._header(number)
@@ -147,22 +168,6 @@ class _Renderings:
                     return len(self.whole) - len(here) + shared
                 break
         raise self._refused(f"writes another header before message {number + 1} than before an answer")
-
-    def end(self, number: int) -> int:
-        """Where an answer ends: behind what ends its turn."""
-        start = self.start(number)
-        if (here := self._behind(self._count, number)) is None:
-            raise self._refused(f"does not write message {number + 1}")
-        if number == self._count - 1:
-            return len(self.whole)
-        own, following = len(self.whole) - len(here), self._end_of_own(number + 1)
-        if self._messages[number + 1]["role"] != "assistant" and following is not None and start < following <= own:
-            raise self._refused(f"writes message {number + 2} inside message {number + 1}")
-        tails = list(self._tails(number))
-        end = own + max((self._shared(tail, here) for tail in tails), default=0)
-        if end == own and "" not in tails:
-            raise self._refused(f"writes the end of message {number + 1} differently once others follow")
-        return end
 
     def _tails(self, number: int) -> Iterator[str]:
         """What the template writes behind a message's own text, before the next header: where the generation prompt
@@ -187,10 +192,15 @@ class _Renderings:
         asked, plain = self._text(count, prompt=True), self._text(count)
         if asked is None or plain is None:
             return ""
-        if asked != plain:
-            return asked[self._shared(asked, plain) :]
-        alone = self._text(0, prompt=True) or ""
-        return asked[len(asked) - self._shared(asked, alone, from_end=True) :]
+        if asked == plain:
+            alone = self._text(0, prompt=True) or ""
+            length, edges = _common(asked[::-1], alone[::-1]), self._edges(alone)
+            return alone[min(edge for edge in edges if edge >= len(alone) - length) :]
+        if not asked.startswith(plain):  # both end with marks, which may begin alike: compare whole tokens
+            asked, plain = (
+                self._behind(count, count - 1, prompt) or text for prompt, text in ((True, asked), (False, plain))
+            )
+        return asked[self._shared(asked, plain) :]
 
     def _header_behind_user(self, count: int) -> str:
         """The generation prompt behind the last user's message of the first `count`."""
@@ -220,16 +230,19 @@ class _Renderings:
         text = text[len(text) - shared :]
         return text.removesuffix(self._appended) if count == self._count and not (prompt or followed) else text
 
-    def _shared(self, text: str, other: str, from_end: bool = False) -> int:
-        """The number of characters in the whole tokens of `text` with which both begin, or end."""
-        if not from_end and (text.startswith(other) or other.startswith(text)):
-            return min(len(text), len(other))
-        length = _common(text[::-1], other[::-1]) if from_end else _common(text, other)
-        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        edges = [0, len(text), *(edge for offset in offsets["offset_mapping"] for edge in offset)]
-        if from_end:
-            return len(text) - min(edge for edge in edges if edge >= len(text) - length)
-        return max(edge for edge in edges if edge <= length)
+    def _shared(self, text: str, other: str) -> int:
+        """The number of characters in the whole tokens of `text` with which both begin."""
+        length = _common(text, other)
+        return (
+            length
+            if length == min(len(text), len(other))
+            else max(edge for edge in self._edges(text) if edge <= length)
+        )
+
+    def _edges(self, text: str) -> list[int]:
+        """Where the tokens of a text begin and end."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [0, len(text), *(edge for offset in encoded["offset_mapping"] for edge in offset)]
 
     # -- rendering
 
@@ -250,10 +263,9 @@ class _Renderings:
         for number, message in enumerate(self._messages):
             for place, call in enumerate(calls := message.get("tool_calls", [])):
                 renamed = {**call, "function": {**call["function"], "name": self._other}}
-                changed = {**message, "tool_calls": [*calls[:place], renamed, *calls[place + 1 :]]}
-                if self._try([*self._messages[:number], changed, *self._messages[number + 1 :]]) == self._text(
-                    self._count
-                ):
+                messages = list(self._messages)
+                messages[number] = {**message, "tool_calls": [*calls[:place], renamed, *calls[place + 1 :]]}
+                if self._try(messages) == self.whole:
                     raise self._refused(f"does not write tool call {place + 1} of message {number + 1}")
 
     def _text_of(
@@ -309,19 +321,11 @@ class _Renderings:
 
 def _with_json_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its tool calls as JSON text."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _common(text: str, other: str) -> int:
