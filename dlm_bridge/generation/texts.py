@@ -76,7 +76,7 @@ def encode_chat(
         raise DlmBridgeError(
             f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
         )
-    plain = [_with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
+    plain = [with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
     try:
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template may raise anything
@@ -84,7 +84,7 @@ def encode_chat(
     return _with_spans(tokenizer, text, mask_token_id, begins=False)
 
 
-def _with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
+def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -92,7 +92,7 @@ def _with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dic
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = repr(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
             raise DlmBridgeError(
-                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is sampled"
+                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is supported"
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 

@@ -46,11 +46,11 @@ from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
     EosPadding,
-    check_sources,
     load_conversation_blocks,
 )
 from dlm_bridge.train.data.documents import Source, check_tokenizer
 from dlm_bridge.train.data.indexed import TokenLimits
+from dlm_bridge.train.data.messages import check_sources
 from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
@@ -341,11 +341,24 @@ def load_conversations(
 ) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
+    tokenizer, settings = conversation_settings(config, model, mask_token)
+
+    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
+        sources = cast(Sequence[Source], part)  # as `check_sources` has found
+        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
+
+    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
+    return train, valid, tokenizer
+
+
+def conversation_settings(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Any, ConversationSettings]:
+    """The tokenizer and the settings of the rows of a configuration from `with_family_defaults`. Raises
+    DlmBridgeError."""
     tokenizer = load_tokenizer(config)
     kind = find_objective(str(config.objective.name)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
-    settings = ConversationSettings(
+    return tokenizer, ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
         packing=config.data.packing,
@@ -358,13 +371,6 @@ def load_conversations(
         vocabulary_size=vocabulary_size,
         image_token_ids=image_token_ids(model.config),
     )
-
-    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
-        sources = cast(Sequence[Source], part)  # as `check_sources` has found
-        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
-
-    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
-    return train, valid, tokenizer
 
 
 def _largest_block(config: TrainConfig, model: Any) -> int:

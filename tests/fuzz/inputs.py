@@ -187,6 +187,31 @@ def _data(root: Path, target: Path, run: Run) -> None:
     run(("preprocess", data, "--tokenizer", tokenizer, "--output", output, "--workers", "1"))
 
 
+def _conversations(root: Path, target: Path, _: Run) -> None:
+    """Chats with tools in every container, and chat templates: one that marks answers, one that only says where they
+    begin, one that always ends with a header, and one that takes arguments as text."""
+    from tests.train.test_answers import write_containers
+
+    target.mkdir()
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}]
+    called = [said[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    rows = [{"messages": said}, {"messages": [*called, said[1]]}, {"messages": [*said, *said]}]
+    write_containers(target, rows * 4)
+    body = "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ eos_token }}"
+    loop = "{% for m in messages %}{{ m.role }}:"
+    prompt = "{% if add_generation_prompt %}assistant:{% endif %}"
+    text = "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    templates = {
+        "marked": loop + "{% generation %}" + body + "{% endgeneration %}{% endfor %}",
+        "plain": loop + body + "{% endfor %}" + prompt,
+        "appended": loop + body + "{% endfor %}{{ 'assistant:' }}",
+        "text": loop + "{{ m.content }}" + text + "\n{% endfor %}" + prompt,
+    }
+    for name, template in templates.items():
+        (target / f"{name}.jinja").write_text(template)
+
+
 def _requests(root: Path, target: Path, _: Run) -> None:
     """Many of each request: one command reads them all."""
     target.mkdir()
@@ -212,6 +237,10 @@ def _resume(engine: str) -> tuple[str, ...]:
     return ("pretrain", "--engine", engine, *source, "--resume", "--output", "{it}", "--steps", "3", *BATCH)
 
 
+CONTAINERS = (
+    "rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.csv", "rows.parquet", "json.parquet", "saved", "saved_json",
+)  # fmt: skip
+PREVIEWED = ("--preview", "4", "--json", "--seq-length", "64", "--chat-template")
 UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
 KINDS: dict[str, Kind] = {
     "diffusion": Kind(
@@ -314,6 +343,16 @@ KINDS: dict[str, Kind] = {
         ),
         "pair.*",
         ("diffusion",),
+    ),
+    "conversations": Kind(
+        _conversations,
+        tuple(
+            ("sft", "--model", "{diffusion}", "--data", f"{{it}}/{rows}", *options, f"{{it}}/{template}.jinja")
+            for rows in CONTAINERS
+            for template in ("marked", "plain", "appended", "text")
+            for options in (PREVIEWED, (*SHORT, "--truncate", "--chat-template"))
+        ),
+        needs=("diffusion",),
     ),
     "damaged_requests": Kind(
         _requests,

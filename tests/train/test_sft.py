@@ -185,7 +185,7 @@ def test_answers_are_learnt(tmp_path: Path, run: Run, options: dict[str, Any]) -
         ({"noise_range": "0.3"}, "--noise-range"),
         ({"document_attention": True}, "--document-attention"),
         ({"task": "pretrain", "packing": True}, "--packing"),
-        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet or a dataset"),
+        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet, CSV or a dataset"),
         ({"seq_length": 8}, "chats.jsonl, line 1: "),
         ({"tokenizer": None}, "has no chat template, which"),
     ],
@@ -223,7 +223,8 @@ def test_the_command(
 
     code, error = said("sft", *words, "--data", str(bad))
     assert code == 2
-    assert f"{bad}, line 2: no 'messages', or 'prompt' and 'completion' (it has 'text')" in error
+    assert f"{bad}, line 2: no 'messages', 'prompt' and 'completion', " in error
+    assert "(it has 'text')" in error
     assert said("sft", *words, "--data", options["data"][0], "--resume")[0] == 0
     resolved = _resolved(tmp_path / "run")
     assert (resolved["task"], resolved["lr"], resolved["length_variation"]) == ("sft", 2.5e-5, 0.0)

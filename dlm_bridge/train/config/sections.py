@@ -38,6 +38,10 @@ class ModelOptions:
     family: str | None = option(None, "The model family, where config.json does not determine it.", fixed=True)
     mask_token_id: int | None = option(None, "Where the model's config has none; the family's by default.", fixed=True)
     tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
+    chat_template: str | None = option(
+        None, "Jinja file, or name of one of the tokenizer's templates or TRL's; the tokenizer's own by default.",
+        tasks=("sft", "rl"), fixed=True,
+    )  # fmt: skip
     from_scratch: bool = option(
         False,
         "Initialise from config.json and --seed; --from-weights, the default: from the weights beside it.",
