@@ -12,9 +12,11 @@ import json
 import logging
 import signal
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -24,11 +26,14 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.display.trace import TokenStrings
-from dlm_bridge.serving.calls import CLIENT_LEFT, Call, queue_full
+from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, timed_out
+from dlm_bridge.serving.connections import Connection, connection_limits, limit_log
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import RequestError, parse_request
@@ -37,7 +42,9 @@ from dlm_bridge.serving.scheduler import Committed, Scheduler
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/metrics")  # need no API key
 GRACE_S = 3.0  # at the end, for what is being sent and for the forward pass that is running
+LINGER_S = 0.3  # at the end, for requests that are on their way, which get an error rather than a closed connection
 BODY_S = 60.0  # for a request's body to come
+READER = "read-requests"  # the thread's name
 COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
 
 
@@ -47,13 +54,17 @@ class Limits:
 
     Args:
         body_bytes: of a request.
-        timeout_s: from a request to the last token of its answer.
+        timeout_s: from a request's header to the last token of its answer.
         api_key: that requests must carry; None: none.
+        hosts: values of the header Host; "*" is any.
+        origins: of pages whose scripts a browser lets read the answers; "*" is any.
     """
 
     body_bytes: int
     timeout_s: float
     api_key: str | None = None
+    hosts: tuple[str, ...] = ("*",)
+    origins: tuple[str, ...] = ()
 
 
 class Server(uvicorn.Server):
@@ -73,21 +84,39 @@ class Server(uvicorn.Server):
         when_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._scheduler, self._sock, self._when_ready = scheduler, sock, when_ready
+        self._routes = _Routes(served, scheduler, limits)
         self.interrupted = False
-        app = build_app(served, scheduler, limits)
+        connections, backlog = connection_limits(scheduler.batch_size + scheduler.queue_size)
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(GRACE_S))
+            uvicorn.Config(
+                build_app(self._routes, limits),
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(GRACE_S) + 1,  # connections are cut before
+                limit_concurrency=connections,
+                backlog=backlog,
+            )
         )
+        limit_log()
 
     def serve_forever(self) -> None:
-        """AnswerBodies until a signal comes. Raises KeyboardInterrupt after SIGINT."""
+        """Serve requests until SIGINT or SIGTERM. Raises KeyboardInterrupt after SIGINT."""
         self._scheduler.start()
         try:
             self.run(sockets=[self._sock])
         finally:
             self._scheduler.close(GRACE_S)
+            self._routes.reader.shutdown(wait=False, cancel_futures=True)
         if self.interrupted:
             raise KeyboardInterrupt
+
+    @property
+    def busy(self) -> bool:
+        """True if a thread still samples or reads a request: the end of the process would wait for it."""
+        return self._scheduler.busy or any(thread.name.startswith(READER) for thread in threading.enumerate())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.interrupted |= sig == signal.SIGINT
@@ -98,8 +127,17 @@ class Server(uvicorn.Server):
         self._when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer every request that is open with 503, and cut the connections of clients that do not read theirs."""
+        self._routes.close()
         self._scheduler.close()
+        await asyncio.sleep(LINGER_S)
+        asyncio.get_running_loop().call_later(GRACE_S - LINGER_S, self._cut)
         await super().shutdown(sockets)
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -114,20 +152,29 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> FastAPI:
-    """The application; its routes are those of `_Routes`."""
+def build_app(routes: _Routes, limits: Limits) -> FastAPI:
+    """The application of these routes."""
     # No pages of FastAPI's own: they load scripts from elsewhere.
     app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(served, scheduler, limits)
     for path, chat in ((COMPLETIONS, False), (CHAT, True)):
         app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
     app.add_api_route(COMMITS, routes.answering(routes.commits), methods=["POST"])
-    app.add_api_route("/v1/models", routes.answering(routes.models), methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=["GET"])
+    read = ["GET", "HEAD"]
+    app.add_api_route("/v1/models", routes.answering(routes.models), methods=read)
+    app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=read)
     app.add_api_route("/load_model", routes.answering(routes.load_model), methods=["POST"])
-    app.add_api_route("/health", routes.answering(routes.health), methods=["GET"])
-    app.add_api_route("/metrics", routes.answering(routes.figures), methods=["GET"])
+    app.add_api_route("/health", routes.answering(routes.health), methods=read)
+    app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
     app.add_exception_handler(HTTPException, routes.refuse)
+    if limits.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.origins,
+            allow_methods=[*read, "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=limits.hosts, www_redirect=False)
     return app
 
 
@@ -135,8 +182,19 @@ class _Routes:
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
         self._served, self._scheduler, self._limits = served, scheduler, limits
         self._metrics = Metrics()
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        # Reads requests and encodes prompts, which takes time that the event loop does not have.
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
+        self._reading = 0  # texts of the requests that it has
+        self._arriving: set[asyncio.Timeout] = set()  # of requests that have no rows yet
+        self._closed = False
         self._created = int(time.time())
+
+    def close(self) -> None:
+        """Answer requests that have no rows yet, and all that come, with 503."""
+        self._closed = True
+        now = asyncio.get_running_loop().time()
+        for timeout in self._arriving:
+            timeout.reschedule(now)
 
     def answering(self, route: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """The route with errors in OpenAI's form, behind the API key."""
@@ -149,6 +207,8 @@ class _Routes:
                 response: Response = await route(request)
             except RequestError as error:
                 response = _error_response(error)
+            except asyncio.CancelledError:
+                response = _error_response(closed())
             except Exception:
                 logger.exception("a request failed")
                 response = _error_response(RequestError("the server failed: see its log", 500, kind="server_error"))
@@ -203,24 +263,52 @@ class _Routes:
         return _EventStream(call, self._commit_events(call))
 
     async def _start(self, request: Request, chat: bool | None, live: bool = False) -> Call:
-        began = time.monotonic()
-        raw = await self._body(request)
-        asked = parse_request(raw, chat)
-        # Before any prompt is read: tokenizing takes time.
-        if asked.texts > self._scheduler.queue_size:
-            raise RequestError(
-                f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
-                param="n",
-            )
-        if self._scheduler.waiting >= self._scheduler.queue_size:
-            raise queue_full(self._metrics)
+        """Read a request and queue its rows. Its time and its place in the queue count from its arrival."""
         loop = asyncio.get_running_loop()
-        call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
-        rows = await loop.run_in_executor(self._encoder, self._served.rows, asked, call.listener)
-        for row in rows:
-            row.live = live or asked.stream or bool(row.stop_strings)
-        call.submit(rows, self._limits.timeout_s)
+        began = loop.time()
+        async with self._arrival(began):
+            raw = await self._body(request)
+            with self._place(1):
+                asked = await loop.run_in_executor(self.reader, parse_request, raw, chat)
+            if asked.texts > self._scheduler.queue_size:
+                raise RequestError(
+                    f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
+                    param="n",
+                )
+            with self._place(asked.texts):
+                call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
+                rows = await loop.run_in_executor(self.reader, self._served.rows, asked, call.listener)
+            for row in rows:
+                row.live = live or asked.stream or bool(row.stop_strings)
+            call.submit(rows, self._limits.timeout_s)
         return call
+
+    @asynccontextmanager
+    async def _arrival(self, began: float) -> AsyncIterator[None]:
+        """Context of a request that has no rows yet. Raises RequestError at the request's timeout and at `close`."""
+        if self._closed:
+            raise closed()
+        timeout_s = self._limits.timeout_s
+        timeout = asyncio.timeout_at(began + timeout_s)
+        self._arriving.add(timeout)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            raise (closed() if self._closed else timed_out(timeout_s)) from None
+        finally:
+            self._arriving.discard(timeout)
+
+    @contextmanager
+    def _place(self, texts: int) -> Iterator[None]:
+        """Places in the queue while a request is read. Raises RequestError without room."""
+        if self._reading + texts > self._scheduler.room:
+            raise queue_full(self._metrics)
+        self._reading += texts
+        try:
+            yield
+        finally:
+            self._reading -= texts
 
     async def _body(self, request: Request) -> bytes:
         """The request's body. Raises RequestError for one that is too large, or no JSON by its header (a page of

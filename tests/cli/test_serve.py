@@ -143,7 +143,7 @@ def test_a_folder_s_name_is_printable(
 
     def serve_forever(server: Server) -> None:
         server._when_ready()
-        models.append(TestClient(server.config.app).get("/v1/models").json()["data"][0]["id"])
+        models.append(TestClient(server.config.app, "http://localhost").get("/v1/models").json()["data"][0]["id"])
 
     monkeypatch.setattr(Server, "serve_forever", serve_forever)
     assert refusal(str(folder), "--port", "0") == 0
