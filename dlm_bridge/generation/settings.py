@@ -91,9 +91,14 @@ class _Source:
 
 
 def resolve_settings(
-    model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any], prompt_width: int
+    model: Any,
+    generation_config: GenerationConfig | None,
+    keywords: Mapping[str, Any],
+    prompt_width: int,
+    longest: int | None = None,
 ) -> GenerationSettings:
-    """The settings of one call of `generate`; `max_length` includes `prompt_width`.
+    """The settings of one call of `generate`; `max_length` includes `prompt_width`. A default that does not fit the
+    model's context behind the `longest` prompt (None: `prompt_width`), or other settings of the call, is shortened.
 
     Raises:
         DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
@@ -105,7 +110,8 @@ def resolve_settings(
     infill = bool(_find(sources, "infill", False)[0])
     inside = infill and kind.resizes
     context = getattr(model.config, "max_position_embeddings", None)
-    gen_length = _gen_length(sources, prompt_width, infill and not inside, context)
+    room = None if context is None else max(context - (prompt_width if longest is None else longest), 1)
+    gen_length = _gen_length(sources, prompt_width, infill and not inside, room)
     given = {"gen_length": gen_length, "temperature": temperature}
     parameters = _sampler_parameters(model, family, kind, sources, given, prompt_width if infill else None)
 
@@ -379,15 +385,13 @@ def _span_lengths(value: Any, infill: bool, family: FamilySpec, kind: type[Sampl
     return tuple(sorted({*lengths}))
 
 
-def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, context: int | None) -> int:
+def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, room: int | None) -> int:
     if infill:
         sources = [source for source in sources if source.where in EXPLICIT]
     for source in sources:
         if "max_new_tokens" in source.values:
             length: int = source.values["max_new_tokens"]
-            if source.where in EXPLICIT or context is None:
-                return length
-            return min(length, max(context - prompt_width, 1))
+            return length if source.where in EXPLICIT or room is None else min(length, room)
         if "max_length" in source.values:
             length = source.values["max_length"]
             if length <= prompt_width:
