@@ -24,7 +24,7 @@ REPEATED = ("socket.accept() out of system resource", "Exceeded concurrency limi
 class Connection(H11Protocol):
     """An HTTP connection that is closed if a header, or the client's reading of an answer, takes too long.
 
-    A new connection above the limit takes the place of one that has no request running.
+    A new connection above the limit takes the place of the one that has been idle for the longest time.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -37,15 +37,17 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.heard = self.loop.time()  # from the client, the last time
         self._await_header()
         limit = self.config.limit_concurrency
         if limit is not None and len(self.connections) >= limit:
-            others = (one for one in self.connections if isinstance(one, Connection) and one is not self and one.idle)
-            if (other := next(others, None)) is not None:
+            others = [one for one in self.connections if isinstance(one, Connection) and one is not self and one.idle]
+            if (other := min(others, key=lambda one: one.heard, default=None)) is not None:
                 other.timeout_keep_alive_handler()
                 self.connections.discard(other)
 
     def data_received(self, data: bytes) -> None:
+        self.heard = self.loop.time()
         super().data_received(data)
         if not self.idle:
             self._stop(self._header_timer)

@@ -274,7 +274,6 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
             {"eos_token_id": 99},
             "the rnd1 sampler puts token 99 at the text's end, outside the vocabulary of 48",
         ),
-        ("rnd1", {"gen_length": 1, "eos_token_id": 3}, "RND1 keeps the last new token for the end of the text"),
     ],
 )
 def test_what_a_sampler_cannot_do_is_refused(name: str, arguments: dict[str, Any], message: str) -> None:
