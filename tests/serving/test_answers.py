@@ -225,7 +225,7 @@ def test_defaults_of_the_server_are_those_of_requests_that_do_not_say(diffusion:
 
 
 @pytest.mark.parametrize(
-    ("context", "limit", "stored"), [(128, None, {}), (256, 100, {}), (256, None, {"gen_length": 300})]
+    ("context", "limit", "stored"), [(128, None, {}), (256, 100, {}), (130, None, {"gen_length": 300})]
 )
 def test_defaults_are_shortened_to_the_room(
     llada: Path, tmp_path: Path, context: int, limit: int | None, stored: dict[str, int]
@@ -255,7 +255,7 @@ def test_a_length_need_not_be_whole_default_blocks(server: Running, length: int)
     assert answer.choices[0].text == server.alone(PROMPT, gen_length=length, **extra)
 
 
-def test_the_server_s_lengths_of_an_autoregressive_model(qwen3: Path) -> None:  # noqa: F811
+def test_the_server_s_lengths_of_an_autoregressive_model(qwen3: Path) -> None:
     for defaults, new in (({"max_new_tokens": 5}, 5), ({"max_length": 12}, 9), ({}, 125)):
         with running(load_model(qwen3), defaults=defaults) as server:
             assert server.served.plan().rows > 0
