@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LIMITS, BROWSERS = "Limits", "Browsers"
 API_KEY = "DLM_BRIDGE_API_KEY"
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")  # names of this machine in the header Host
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
 
@@ -118,9 +117,10 @@ def serve(
     _require("serve", ("fastapi", "uvicorn"))
     from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
     from dlm_bridge.serving.batches import row_sampler
+    from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
-    from dlm_bridge.serving.server import Limits, Server, bind
+    from dlm_bridge.serving.server import Limits, Server
 
     check_api_key(api_key)
     hosts, origins = allowed_host or [], cors_origin or []
@@ -197,14 +197,17 @@ def web_app(
     Example: dlm-bridge app GSAI-ML/LLaDA-8B-Instruct
     """
     _require("app", ("gradio",))
-    from dlm_bridge.generation.display.web_page import PageModel, serve_page
+    from dlm_bridge.serving.connections import HttpServer, bind
+    from dlm_bridge.serving.web_page import PageModel, page_app
 
+    sock = bind("127.0.0.1", port)  # before the model is loaded, which may take minutes
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
     shown = printable(model)
     page_model = PageModel(loaded.model, loaded.tokenizer, shown, diffusion=loaded.diffusion)
-    typer.echo(f"{shown} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)")
+    said = f"{shown} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)"
+    app = page_app(page_model)
     try:
-        serve_page(page_model, port)
+        HttpServer(app, sock, lambda: print(said, flush=True), grace_s=0, lifespan="on").serve_forever()
     finally:
         page_model.close()
 

@@ -1,4 +1,4 @@
-"""HTTP connections: limits of their number and of the time that a client may take, and of what clients can log."""
+"""The HTTP server under our applications: limits of connections, of their time and of what they log, and its end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import asyncio
 import contextlib
 import logging
 import resource
+import signal
+import socket
 import time
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dlm_bridge.errors import DlmBridgeError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")  # names of this machine in the header Host
+GRACE_S = 2.5
 HEADER_S = 15.0  # for a request's header to come, from its first byte or the connection's start
 SEND_S = 60.0  # for a client to read what it is sent
 MAX_DESCRIPTORS = 10_240  # asked of the system, where its hard limit allows; macOS gives no more
@@ -115,3 +124,80 @@ def limit_log() -> None:
     """Log what clients can cause at will once a minute."""
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(_once_per_minute)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a bound socket, which SIGINT and SIGTERM end.
+
+    Args:
+        app: the ASGI application.
+        sock: bound to the address; see `bind`.
+        when_ready: is called once requests are taken.
+        requests: held at a time, at most.
+        grace_s: at the end, seconds for answers to be sent before connections are cut.
+        lifespan: whether the application has events of its start and end.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        sock: socket.socket,
+        when_ready: Callable[[], None] = lambda: None,
+        *,
+        requests: int = 0,
+        grace_s: float = GRACE_S,
+        lifespan: Literal["on", "off"] = "off",
+    ) -> None:
+        self._sock, self._when_ready, self._grace_s = sock, when_ready, grace_s
+        self.interrupted = False
+        connections, backlog = connection_limits(requests)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan=lifespan,
+                log_level="warning",
+                access_log=False,
+                limit_concurrency=connections,
+                backlog=backlog,
+                timeout_graceful_shutdown=int(grace_s) + 1,  # connections are cut before
+            )
+        )
+        limit_log()
+
+    def serve_forever(self) -> None:
+        """Serve requests until SIGINT or SIGTERM. Raises KeyboardInterrupt after SIGINT."""
+        self.run(sockets=[self._sock])
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._when_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for answers that are being sent, and cut the connections of clients that do not read theirs."""
+        asyncio.get_running_loop().call_later(self._grace_s, self._cut)
+        await super().shutdown(sockets)
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise DlmBridgeError(f"port {port} of {host}: {error.strerror}: name another --port or --host") from error
+    return sock

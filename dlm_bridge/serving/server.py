@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import logging
-import signal
 import socket
 import threading
 import time
@@ -19,10 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -30,10 +27,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.display.trace import TokenStrings
 from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, timed_out
-from dlm_bridge.serving.connections import Connection, connection_limits, limit_log
+from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import RequestError, parse_request
@@ -41,7 +37,7 @@ from dlm_bridge.serving.scheduler import Committed, Scheduler
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/metrics")  # need no API key
-GRACE_S = 3.0  # at the end, for what is being sent and for the forward pass that is running
+SAMPLER_S = 3.0  # at the end, for the forward pass that is running
 LINGER_S = 0.3  # at the end, for requests that are on their way, which get an error rather than a closed connection
 BODY_S = 60.0  # for a request's body to come
 READER = "read-requests"  # the thread's name
@@ -67,13 +63,8 @@ class Limits:
     origins: tuple[str, ...] = ()
 
 
-class Server(uvicorn.Server):
-    """A server that ends at once with SIGINT or SIGTERM: what is unfinished gets an error.
-
-    Args:
-        sock: bound to the address; see `bind`.
-        when_ready: is called once requests are taken.
-    """
+class Server(HttpServer):
+    """The server of a model. At its end every request gets an answer, 503 if it is unfinished."""
 
     def __init__(
         self,
@@ -83,73 +74,28 @@ class Server(uvicorn.Server):
         sock: socket.socket,
         when_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler, self._sock, self._when_ready = scheduler, sock, when_ready
-        self._routes = _Routes(served, scheduler, limits)
-        self.interrupted = False
-        connections, backlog = connection_limits(scheduler.batch_size + scheduler.queue_size)
-        super().__init__(
-            uvicorn.Config(
-                build_app(self._routes, limits),
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=int(GRACE_S) + 1,  # connections are cut before
-                limit_concurrency=connections,
-                backlog=backlog,
-            )
-        )
-        limit_log()
+        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, limits)
+        requests = scheduler.batch_size + scheduler.queue_size
+        super().__init__(build_app(self._routes, limits), sock, when_ready, requests=requests)
 
     def serve_forever(self) -> None:
-        """Serve requests until SIGINT or SIGTERM. Raises KeyboardInterrupt after SIGINT."""
         self._scheduler.start()
         try:
-            self.run(sockets=[self._sock])
+            super().serve_forever()
         finally:
-            self._scheduler.close(GRACE_S)
+            self._scheduler.close(SAMPLER_S)
             self._routes.reader.shutdown(wait=False, cancel_futures=True)
-        if self.interrupted:
-            raise KeyboardInterrupt
 
     @property
     def busy(self) -> bool:
         """True if a thread still samples or reads a request: the end of the process would wait for it."""
         return self._scheduler.busy or any(thread.name.startswith(READER) for thread in threading.enumerate())
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.interrupted |= sig == signal.SIGINT
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._when_ready()
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer every request that is open with 503, and cut the connections of clients that do not read theirs."""
         self._routes.close()
         self._scheduler.close()
         await asyncio.sleep(LINGER_S)
-        asyncio.get_running_loop().call_later(GRACE_S - LINGER_S, self._cut)
         await super().shutdown(sockets)
-
-    def _cut(self) -> None:
-        for connection in list(self.server_state.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise DlmBridgeError(f"--host {host} --port {port}: {error.strerror}: name another one") from error
-    return sock
 
 
 def build_app(routes: _Routes, limits: Limits) -> FastAPI:

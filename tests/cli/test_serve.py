@@ -212,15 +212,15 @@ def test_the_process_waits_for_no_thread(llada: Path, number: int) -> None:
         "model.ServedModel.rows = batches.SampledRows.run = lambda *_: time.sleep(600);"
         "from dlm_bridge.cli.__main__ import run; run()"
     )
-    with serving(llada, key=None, code=stuck) as (process, address):
-        with socket.create_connection(("127.0.0.1", int(address.removesuffix("/v1").rpartition(":")[2]))) as client:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            client.sendall(head + b'Content-Length: 15\r\n\r\n{"prompt": "a"}')
-            time.sleep(1)
-            began = time.monotonic()
-            process.send_signal(number)
-            assert b" 503 " in client.recv(64)
-            out, err = process.communicate(timeout=WAIT_S)
+    with serving(llada, key=None, code=stuck) as (process, address), socket.socket() as client:
+        client.connect(("127.0.0.1", int(address.removesuffix("/v1").rpartition(":")[2])))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b'Content-Length: 15\r\n\r\n{"prompt": "a"}')
+        time.sleep(1)
+        began = time.monotonic()
+        process.send_signal(number)
+        assert b" 503 " in client.recv(64)
+        out, err = process.communicate(timeout=WAIT_S)
     assert time.monotonic() - began < 10
     assert process.returncode == (0 if number == signal.SIGTERM else 130)
     assert "Traceback" not in out + err

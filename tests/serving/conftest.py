@@ -21,9 +21,10 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 from dlm_bridge.serving.batches import row_sampler  # noqa: E402
+from dlm_bridge.serving.connections import bind  # noqa: E402
 from dlm_bridge.serving.model import ServedModel  # noqa: E402
 from dlm_bridge.serving.scheduler import Scheduler  # noqa: E402
-from dlm_bridge.serving.server import Limits, Server, bind  # noqa: E402
+from dlm_bridge.serving.server import Limits, Server  # noqa: E402
 
 PATIENCE_S = 300  # of a client and of a wait, on the slowest machine
 
