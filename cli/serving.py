@@ -80,7 +80,9 @@ def serve(
     ] = "32",
     queue_size: Annotated[
         int,
-        typer.Option(min=1, help="Texts that wait, at most; further requests get 429.", rich_help_panel=LIMITS),
+        typer.Option(
+            min=1, help="Texts that wait or are read, at most; further requests get 429.", rich_help_panel=LIMITS
+        ),
     ] = 256,
     max_length: Annotated[
         int | None,
@@ -96,7 +98,10 @@ def serve(
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.001, metavar="SECONDS", help="From a request to the end of its answer.", rich_help_panel=LIMITS
+            min=0.001,
+            metavar="SECONDS",
+            help="From a request's header to the end of its answer.",
+            rich_help_panel=LIMITS,
         ),
     ] = 600.0,
     dtype: Dtype = "keep",
