@@ -124,7 +124,7 @@ def check_prompts(
         for name, ids in prompts:
             check_row(ids, name, found.limits)
         return
-    given = native_settings(model, settings)
+    given = native_settings(model, settings, max(len(ids) for _, ids in prompts))
     for name, ids in prompts:
         try:
             check_prompt(model, ids, given)
