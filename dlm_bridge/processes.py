@@ -93,7 +93,8 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
             if not (raised or _to_undo) and _is_importing(sys._current_frames().get(main)):
-                if os.environ.get("RANK", "0") == "0":  # to ask the launcher's store could import what is imported
+                # To ask the launcher's store could import what is imported.
+                if os.environ.get("RANK", "0") == "0" and not is_over():
                     _print("interrupted")
                 os._exit(130)
             # The kernel may have given SIGINT to another thread, which does not wake the main one.

@@ -66,11 +66,11 @@ def sample(
     rows whose logits are NaN, and goes on. Raises DlmBridgeError, and NonFiniteError before another streamer gets
     tokens of such a row.
     """
-    given = native_settings(model, settings)
     prompts = [
         [token for token, is_real in zip(row, real, strict=True) if is_real]
         for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True)
     ]
+    given = native_settings(model, settings, max(map(len, prompts)))
     for prompt in prompts:
         check_prompt(model, prompt, given)
     seed = given.pop("seed", None)
@@ -136,8 +136,9 @@ def _canvases(
     return NativeOutput(sequences, batch.forwards, [sequences.shape[1]] * len(sequences))
 
 
-def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of the model's `generate`, and `seed`. Raises DlmBridgeError for unknown ones."""
+def native_settings(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
+    """The keywords of the model's `generate`, and `seed`. A default number of new tokens is shortened to the room that
+    the model's context has behind the `longest` prompt. Raises DlmBridgeError for unknown ones."""
     given = {
         name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
     }
@@ -159,8 +160,10 @@ def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
     stored = model.generation_config
-    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
-        given["max_new_tokens"] = NEW_TOKENS
+    if "max_new_tokens" not in given and "max_length" not in given:
+        usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        given["max_new_tokens"] = usual if context is None else min(usual, max(context - longest, 1))
     if "temperature" in given:
         if given.get("do_sample") is False and given["temperature"]:
             raise DlmBridgeError(

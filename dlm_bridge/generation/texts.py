@@ -57,20 +57,30 @@ class GeneratedTexts:
         return f"{self.tokens} tokens in {self.forwards} forwards {rate}, {self.seconds:.2f} s"
 
 
-def encode_text(tokenizer: Any, text: str, mask_token_id: int | None = None) -> list[int]:
+class PromptTooLongError(DlmBridgeError):
+    """A text that is longer than `max_chars`."""
+
+
+def encode_text(
+    tokenizer: Any, text: str, mask_token_id: int | None = None, max_chars: int | None = None
+) -> list[int]:
     """Tokens of a plain prompt; with a mask token, [MASK] becomes one of it and [MASK:n] n. Raises DlmBridgeError for
-    an empty span, and for a lone surrogate."""
-    return _with_spans(tokenizer, text, mask_token_id, begins=True)
+    an empty span, for a lone surrogate, and before it encodes more than `max_chars` characters."""
+    return _with_spans(tokenizer, text, mask_token_id, begins=True, max_chars=max_chars)
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, mask_token_id: int | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    mask_token_id: int | None = None,
+    max_chars: int | None = None,
 ) -> list[int]:
     """Tokens of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
     `encode_text`. A content in parts of text is those joined.
 
     Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is no text, where the
-    template raises, or for a lone surrogate.
+    template raises, for a lone surrogate, or before it encodes more than `max_chars` characters.
     """
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
@@ -81,7 +91,7 @@ def encode_chat(
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template may raise anything
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
-    return _with_spans(tokenizer, text, mask_token_id, begins=False)
+    return _with_spans(tokenizer, text, mask_token_id, begins=False, max_chars=max_chars)
 
 
 def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def check_prompts(
         for name, ids in prompts:
             check_row(ids, name, found.limits)
         return
-    given = native_settings(model, settings)
+    given = native_settings(model, settings, max(len(ids) for _, ids in prompts))
     for name, ids in prompts:
         try:
             check_prompt(model, ids, given)
@@ -271,7 +281,11 @@ def _events(batch: ContinuousBatch) -> Iterator[Event]:
         batch.close()
 
 
-def _with_spans(tokenizer: Any, text: str, mask_token_id: int | None, begins: bool) -> list[int]:
+def _with_spans(
+    tokenizer: Any, text: str, mask_token_id: int | None, begins: bool, max_chars: int | None
+) -> list[int]:
+    if max_chars is not None and len(text) > max_chars:
+        raise PromptTooLongError(f"a prompt of {len(text)} characters, above the limit of {max_chars}")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -72,6 +72,18 @@ def test_an_autoregressive_model_goes_to_transformers_own_generate(cli: Cli, qwe
     assert len({tuple(sample["token_ids"]) for sample in two["samples"]}) == 2
 
 
+@pytest.mark.parametrize(("name", "context"), [("llada", 256), ("qwen3", 128)])
+def test_a_default_length_is_shortened_to_the_context(
+    cli: Cli, name: str, context: int, request: pytest.FixtureRequest
+) -> None:
+    folder, prompt = request.getfixturevalue(name), "a" * (context - 20)
+    words = (folder, "--prompt", prompt, "--set", "eos_token_id=null")
+    assert len(cli.report(*words)["samples"][0]["token_ids"]) == 20
+    code, _, err = cli(*words, "--gen-length", 128)
+    assert code == 2
+    assert str(context) in err
+
+
 def test_a_chat_goes_through_the_template(cli: Cli, qwen3: Path) -> None:
     words = ["--prompt", "hi", "--gen-length", 8, "--temperature", 0]
     report = cli.report(qwen3, "--chat", "--system", "be kind", *words)
