@@ -18,7 +18,7 @@ from dlm_bridge.evaluation.likelihood import Answer, is_greedy
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.batch_rows import RowFailed
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
-from dlm_bridge.generation.display.web_page import PageModel
+from dlm_bridge.serving.web_page import PageModel
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.serving.batches import row_sampler
