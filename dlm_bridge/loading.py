@@ -34,6 +34,7 @@ from dlm_bridge.hub import (
 )
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -249,6 +250,7 @@ def _load_folder(
     if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
     model = _load_weights(folder, where, dtype, spec, name)
+    align_special_tokens(model, loaded, name)
     note = precision_note(name, model.dtype, model.device.type) if dtype is None else None
     if note is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(note)

@@ -23,6 +23,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.generation.canvases import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.registry import (
@@ -332,6 +333,8 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
     except DlmBridgeError:
         if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
+    if tokenizer is not None:
+        align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
 
@@ -345,6 +348,7 @@ def load_conversations(
     kind = find_objective(str(config.objective.name)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
+    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     settings = ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
