@@ -169,6 +169,8 @@ class DiffusionLM:
             return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
         if labels is None:
             check_call_without_labels(type(self).__name__, weighted=loss_weights is not None)
+        else:
+            check_label_smoothing(type(self).__name__)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
@@ -400,6 +402,24 @@ def check_call_without_labels(name: str, weighted: bool) -> None:
     if getattr(caller.f_locals.get("self"), "compute_loss_func", None) is None:
         raise DlmBridgeError(_refusal(name))
     logger.warning_once(f"{needs_noise(name)}. Its batches have none, so compute_loss_func must be a diffusion loss")
+
+
+def check_label_smoothing(name: str) -> None:
+    """For a forward pass with the labels of a noised batch.
+
+    Raises:
+        DlmBridgeError: the trainer that calls smooths labels, which the loss of the masks would ignore.
+    """
+    caller = None if torch.compiler.is_compiling() else _caller(own=True)
+    if caller is None or not (_is_of(caller, TRL) or _is_of(caller, TRAINER)):
+        return
+    arguments = None
+    while caller is not None and not hasattr(arguments, "label_smoothing_factor"):  # TRL calls from a wrapper
+        arguments, caller = getattr(caller.f_locals.get("self"), "args", None), caller.f_back
+    if factor := getattr(arguments, "label_smoothing_factor", 0):
+        raise DlmBridgeError(
+            f"label_smoothing_factor {factor}: {name} is a diffusion model, whose loss smooths no labels: leave it out"
+        )
 
 
 def _refusal(name: str) -> str:

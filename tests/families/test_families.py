@@ -258,6 +258,19 @@ def test_saving_gives_back_names_keys_and_bits(case: FamilyCase, tmp_path: Path,
                 assert filecmp.cmp(file, saved / file.name, shallow=False)
 
 
+def test_libraries_find_the_standard_names(case: FamilyCase, folder: Path, model: Any) -> None:
+    """In `to_dict`, which is not the published form; nothing of it is saved, not even by way of a copy."""
+    view = model.config.to_dict()
+    assert view["_name_or_path"] == str(folder)
+    for name in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    ):  # fmt: skip
+        assert view[name] == getattr(model.config, name), name
+    assert view.items() >= model.config.to_diff_dict().items()
+    assert model.config.auto_map == case.config.get("auto_map", {}) == view.get("auto_map", {})
+    assert type(model.config).from_dict(view).to_diff_dict() == model.config.to_diff_dict()
+
+
 def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, tmp_path: Path) -> None:
     source = case.write(tmp_path / "hub", some_future_key={"a": [1, None]})
     model = case.load(source)
