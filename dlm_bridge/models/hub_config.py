@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import NO_WINDOW, require_values
 from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.models.rope import rope_theta_form
 
@@ -28,6 +28,7 @@ class HubConfig(PreTrainedConfig):
     family: ClassVar[FamilySpec]
     is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
     required_values: ClassVar[dict[str, Any]] = {}  # of fields: the model class implements no other
+    slides: ClassVar[bool] = False  # the model class implements sliding windows
     auto_map: ClassVar[dict[str, Any]] = {}  # libraries read it of any class that is not transformers' own
 
     @classmethod
@@ -55,7 +56,8 @@ class HubConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.__dict__.get("head_dim", 0) is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        require_values({key: getattr(self, key) for key in self.required_values}, self.required_values)
+        required = self.required_values if self.slides else {**NO_WINDOW, **self.required_values}
+        require_values({key: getattr(self, key, None) for key in required}, required)
         super().__post_init__(**kwargs)
         _register_model_class(self.family)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
 import fnmatch
 import json
@@ -269,6 +270,15 @@ def test_libraries_find_the_standard_names(case: FamilyCase, folder: Path, model
     assert view.items() >= model.config.to_diff_dict().items()
     assert model.config.auto_map == case.config.get("auto_map", {}) == view.get("auto_map", {})
     assert type(model.config).from_dict(view).to_diff_dict() == model.config.to_diff_dict()
+
+
+def test_windows_that_a_body_would_ignore_are_refused(case: FamilyCase) -> None:
+    config_class = case.spec.load("config_class")
+    if not any(field.name == "use_sliding_window" for field in dataclasses.fields(config_class)):
+        pytest.skip("its body has no such setting")
+    windowed = {**case.config, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(DlmBridgeError, match="use_sliding_window = True"):
+        config_class.from_dict(windowed)
 
 
 def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, tmp_path: Path) -> None:
