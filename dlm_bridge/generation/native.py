@@ -17,6 +17,7 @@ from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.rows import check_stop_strings
+from dlm_bridge.generation.settings import check_adapters
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds, shared_seed
 
 NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
@@ -117,6 +118,7 @@ def native_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
     }
     if canvases.has_canvas(model):
+        check_adapters(model)
         ends = end_tokens(model, settings)
         return canvases.keywords(model, given, ends)
     check_values(given)
