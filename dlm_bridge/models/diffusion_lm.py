@@ -199,6 +199,9 @@ class DiffusionLM:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The family's attention mask and position ids. A 4-D mask overrides the family's attention pattern.
 
+        Position ids that begin again at 0 mark packed documents, which a block-causal model separates; another one
+        warns, since its tokens attend to all of the row.
+
         For a bidirectional or causal body transformers makes the mask itself, out of `config.is_causal`.
         """
         if attention_mask is not None and attention_mask.dim() not in (2, 4):
@@ -209,8 +212,11 @@ class DiffusionLM:
                 position_ids = position_ids_from_padding(attention_mask)  # blocks start at a row's first real token
             elif position_ids is None:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)
+            documents = position_ids.eq(0).cumsum(dim=-1)
+            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask, documents)
             own = True
+        elif not own and position_ids is not None:
+            check_packing(type(self).__name__, position_ids, attention_mask)
         if self.family.attention_pattern == "causal" and attention_mask is None and position_ids is not None:
             # Without one transformers takes positions that do not count up for several packed sequences.
             attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -419,6 +425,18 @@ def check_label_smoothing(name: str) -> None:
     if factor := getattr(arguments, "label_smoothing_factor", 0):
         raise DlmBridgeError(
             f"label_smoothing_factor {factor}: {name} is a diffusion model, whose loss smooths no labels: leave it out"
+        )
+
+
+def check_packing(name: str, position_ids: torch.Tensor, real: torch.Tensor | None) -> None:
+    """Warn once of rows whose `position_ids` mark packed documents, of a model that does not separate them."""
+    if torch.compiler.is_compiling() or ((caller := _caller(own=True)) is not None and _is_of(caller, "dlm_bridge")):
+        return  # which hands over documents with a mask of their own
+    starts = position_ids.eq(0) if real is None else position_ids.eq(0) & real.bool()
+    if bool((starts.sum(dim=-1) > 1).any()):
+        logger.warning_once(
+            f"{name}: position_ids that begin again at 0 do not separate packed documents, which attend to each "
+            "other: pass a 4-D attention_mask"
         )
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.models import diffusion_lm
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
 from dlm_bridge.train.lora import linear_layers
 from tests.families.case import FamilyCase, all_cases, config_of, layouts
@@ -233,6 +234,24 @@ def test_four_dimensional_masks_are_the_callers_topology(
         for mask in (allowed[:, None], bias):
             logits = model(ids, attention_mask=mask, position_ids=positions).logits
             torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_position_ids_that_begin_again_are_documents_of_their_own_or_warn(
+    model: Any, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = ids.shape[1] // 2
+    positions = torch.cat([torch.arange(half), torch.arange(ids.shape[1] - half)])[None]
+    diffusion_lm.logger.warning_once.cache_clear()
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions).logits
+        separates = model.family.attention_pattern == "block_causal"
+        assert any("packed documents" in record.message for record in caplog.records) != separates
+        if separates:
+            torch.testing.assert_close(packed[:, half:], model(ids[:, half:]).logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(packed[:, :half], model(ids[:, :half]).logits, atol=1e-4, rtol=1e-4)
+        caplog.clear()
+        model(ids, position_ids=torch.arange(ids.shape[1])[None])
+    assert not caplog.records
 
 
 def test_logits_to_keep(model: Any, ids: torch.Tensor) -> None:
