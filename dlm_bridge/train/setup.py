@@ -43,6 +43,7 @@ from dlm_bridge.train.checkpoints import (
     remove_old_checkpoints,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
@@ -56,7 +57,7 @@ from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Sha
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog
-from dlm_bridge.train.schedule import check_adaptation, scheduled_block_size
+from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
@@ -89,7 +90,17 @@ def start_run(
     finished = point.folder if point.step >= steps else None
     if finished is not None and main:
         console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
+    elif point.folder is not None and main and (jump := _learning_rate_jump(config, output, point.step)):
+        console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
     return RunStart(output, point.step, point.folder, finished)
+
+
+def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | None:
+    try:
+        before = type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
+    except DlmBridgeError:  # of an earlier version, or lost
+        return None
+    return learning_rate_jump(before, config, step)
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
