@@ -185,7 +185,7 @@ def decay(style: str, progress: float) -> float:
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    return min(1.0, max(0, step - begin) / (end - begin))
+    return 1.0 if step >= end else max(0, step - begin) / (end - begin)
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.data.indexed import TokenLimits
 from dlm_bridge.train.data.sources import ReaderSettings, find_run_data
-from dlm_bridge.train.schedule import batch_sampler, learning_rate
+from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
 from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
 
@@ -54,6 +54,13 @@ def test_a_decay_with_an_end_of_its_own_is_megatron_cores(style: str, end: int) 
         options["wsd_decay_steps"] = DECAY
     assert rates(options) == pytest.approx(reference("WSD" if style == "wsd" else style, end=end), abs=1e-9)
     assert (rates(options)[-1] == pytest.approx(0.1)) == (end == 20)
+
+
+def test_a_run_that_only_warmed_up_ends_at_its_least() -> None:
+    before = config(steps=WARMUP, warmup_steps=WARMUP, lr=1.0, min_lr=0.1)
+    assert learning_rate(before, WARMUP + 1) == pytest.approx(0.1)
+    assert "jumps from 0.1 to " in str(learning_rate_jump(before, before.replace(steps=STEPS), WARMUP))
+    assert learning_rate_jump(before, before, WARMUP) is None
 
 
 def rates(options: dict[str, Any]) -> list[float]:
