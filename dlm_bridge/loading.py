@@ -23,6 +23,7 @@ from dlm_bridge.convert.formats.unpickler import check_whole_archive
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
+from dlm_bridge.generation.settings import refuse_prompt_learning
 from dlm_bridge.hub import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
@@ -34,6 +35,7 @@ from dlm_bridge.hub import (
 )
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -249,6 +251,7 @@ def _load_folder(
     if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
     model = _load_weights(folder, where, dtype, spec, name)
+    align_special_tokens(model, loaded, name)
     note = precision_note(name, model.dtype, model.device.type) if dtype is None else None
     if note is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(note)
@@ -278,7 +281,7 @@ def _load_adapter(
     tokenizer: str | None,
 ) -> LoadedModel:
     """A PEFT folder's adapter on its base model."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     if placement is not None and placement.tensor_parallel:
         cut = "--tp-plan" if placement.tp is None else "--tp"
@@ -286,6 +289,9 @@ def _load_adapter(
     base = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
+    with opening(folder, f"{folder}: is no adapter of {base}"), key_is_known():
+        adapter = PeftConfig.from_pretrained(str(folder))
+    refuse_prompt_learning(adapter, str(folder))
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)

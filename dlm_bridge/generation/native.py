@@ -23,6 +23,7 @@ from dlm_bridge.generation import canvases
 from dlm_bridge.generation.canvas_batch import CanvasBatch, batches_canvases
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.rows import check_stop_strings
+from dlm_bridge.generation.settings import check_adapters
 from dlm_bridge.generation.token_sampling import (
     MIN_TEMPERATURE,
     Noise,
@@ -143,6 +144,7 @@ def native_settings(model: Any, settings: Mapping[str, Any], longest: int = 0) -
         name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
     }
     if canvases.has_canvas(model):
+        check_adapters(model)
         ends = end_tokens(model, settings)
         return canvases.keywords(model, given, ends)
     check_values(given)

@@ -161,6 +161,25 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
     return sorted(fits, key=lambda name: name != family.sampler["algorithm"])
 
 
+def check_adapters(model: Any) -> None:
+    """`refuse_prompt_learning` for a live model."""
+    # PEFT's own `generate` calls that of the base, whose method it has replaced by one of its own.
+    wrapper = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    for owner in (model, wrapper):
+        refuse_prompt_learning(getattr(owner, "active_peft_config", None), type(owner).__name__)
+
+
+def refuse_prompt_learning(adapter: Any, where: str) -> None:
+    """Raise DlmBridgeError, which begins with `where`, for a PEFT config of an adapter that adds tokens or keys to the
+    input (prompt tuning, P-tuning, prefix tuning): samplers and likelihoods see the model without them."""
+    if getattr(adapter, "is_prompt_learning", False):
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        raise DlmBridgeError(
+            f"{where}: an adapter of peft_type {kind} adds tokens or keys to the input, which sampling and evaluation "
+            "here would leave out: take an adapter of weights, such as LoRA"
+        )
+
+
 _SHIFT = {False: "unshifted", True: "shifted"}
 
 
@@ -168,6 +187,7 @@ def _family_of(model: Any) -> FamilySpec:
     family = getattr(model, "family", None)
     if not isinstance(family, FamilySpec) or family.kind != "diffusion":
         raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
+    check_adapters(model)
     return family
 
 

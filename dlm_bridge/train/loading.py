@@ -441,6 +441,9 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
     with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
         model_class, hub_config = _megatron_class_and_config(config, bridge)
         model = model_class(hub_config)
+    if (folder := bridge.checkpoint.hub.folder) is not None:
+        with opening(folder, f"--model {config.model.path}: does not load"):
+            read_generation_config(model, folder)
     return MegatronSource(bridge, model)
 
 

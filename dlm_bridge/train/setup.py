@@ -23,6 +23,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.generation.canvases import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.registry import (
@@ -42,6 +43,7 @@ from dlm_bridge.train.checkpoints import (
     remove_old_checkpoints,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
@@ -55,7 +57,7 @@ from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Sha
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog
-from dlm_bridge.train.schedule import check_adaptation, scheduled_block_size
+from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
@@ -88,7 +90,17 @@ def start_run(
     finished = point.folder if point.step >= steps else None
     if finished is not None and main:
         console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
+    elif point.folder is not None and main and (jump := _learning_rate_jump(config, output, point.step)):
+        console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
     return RunStart(output, point.step, point.folder, finished)
+
+
+def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | None:
+    try:
+        before = type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
+    except DlmBridgeError:  # of an earlier version, or lost
+        return None
+    return learning_rate_jump(before, config, step)
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
@@ -332,6 +344,8 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
     except DlmBridgeError:
         if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
+    if tokenizer is not None:
+        align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
 
@@ -358,6 +372,7 @@ def conversation_settings(config: TrainConfig, model: Any, mask_token: int | Non
     kind = find_objective(str(config.objective.name)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
+    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     return tokenizer, ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,

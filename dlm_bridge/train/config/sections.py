@@ -219,6 +219,10 @@ class ScheduleOptions:
     )  # fmt: skip
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
     min_lr: float = option(0.0, "Learning rate at the last step, or the least.", minimum=0)
+    lr_decay_steps: int | None = option(
+        None, "The step at which the decay ends, --steps by default: keep it where a longer --steps prolongs a run.",
+        minimum=1,
+    )  # fmt: skip
     wsd_decay_steps: int | None = option(
         None, "The last steps, in which wsd decays; a tenth by default.", minimum=1, needs=("--lr-schedule", "wsd")
     )
@@ -227,6 +231,11 @@ class ScheduleOptions:
         choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("--lr-schedule", "wsd"),
     )  # fmt: skip
     exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
+
+    @property
+    def decay_end(self) -> int:
+        """The step at which the learning rate reaches its least."""
+        return self.lr_decay_steps or self.steps
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
-from dlm_bridge.hub import CONFIG_FILE, TRACKER
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -174,9 +175,21 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predic
         write_side_files(checkpoint, folder, None, None)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
+        _write_ends(folder / "generation_config.json", source.model.generation_config)
         own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of and name not in shared]
         write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
         write_hub_config(output, source, predicts)
+
+
+def _write_ends(file: Path, generation: Any) -> None:
+    """Edit the bos, eos and pad tokens of a generation_config.json where the run has aligned them."""
+    if not file.is_file():
+        return
+    values = read_json(file)
+    ends = {name: getattr(generation, name, None) for name in SPECIAL_TOKENS}
+    changed = {name: value for name, value in ends.items() if value is not None and value != values.get(name)}
+    if changed:
+        file.write_text(json.dumps(values | changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_hub_config(output: Path, source: MegatronSource, predicts: bool = False) -> None:
