@@ -36,8 +36,10 @@ from dlm_bridge.convert.formats.hub_weights import (
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.checkpoints import (
+    RestrictedReader,
     atomic_checkpoint,
     checkpoint_errors,
+    load_failure,
     raised_everywhere,
     temporary_folder,
     write_rank_digests,
@@ -320,10 +322,10 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, s
         return
     found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
     try:
-        dcp.load(found, checkpoint_id=folder / OPTIMIZER)
-    except Exception as error:  # whatever a damaged file raises
+        dcp.load(found, storage_reader=RestrictedReader(folder / OPTIMIZER))
+    except (Exception, CheckpointException) as error:  # whatever a damaged file raises
         raise DlmBridgeError(
-            f"{folder / OPTIMIZER}: damaged ({one_line(error)[:200]}): remove {folder} to resume from before it"
+            f"{folder / OPTIMIZER}: damaged ({load_failure(error)}): remove {folder} to resume from before it"
         ) from error
     set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
 
