@@ -186,7 +186,8 @@ class RestrictedReader(FileSystemReader):
             properties = TensorProperties(getattr(torch, tensor.dtype_name))
             state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             places |= {
-                MetadataIndex(name, chunk.offsets): each.place for chunk, each in zip(chunks, tensor.chunks, strict=True)
+                MetadataIndex(name, chunk.offsets): each.place
+                for chunk, each in zip(chunks, tensor.chunks, strict=True)
             }
         storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
         return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))

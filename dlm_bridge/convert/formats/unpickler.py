@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
@@ -110,6 +111,10 @@ class RestrictedUnpickler(pickle._Unpickler):
     32 GB, hashes keys of any size, and cannot be interrupted.
     """
 
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+
     def __init__(
         self,
         data: bytes,
@@ -197,7 +202,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         size = int.from_bytes(self.read(8), "little")  # the base class makes room for as many
         self.append(bytearray(self.read(size)))
 
-    dispatch = {
+    dispatch: ClassVar[dict[int, Any]] = {
         **pickle._Unpickler.dispatch,
         pickle.BUILD[0]: _build,
         pickle.BYTEARRAY8[0]: _bytearray,
@@ -292,18 +297,18 @@ def restricted_loading() -> Iterator[None]:
     """While this lasts, torch.load checks every file by `check_torch_file`, and then reads tensors and plain values
     only, whatever its caller asks for: for libraries that read a user's files with it. Calls of other threads are
     restricted, too."""
-    global _depth, _torch_load
     with _LOCK:
-        if not _depth:
-            torch.load, _torch_load = _restricted_load, torch.load
-        _depth += 1
+        if not _original.users:
+            _original.load = torch.load
+            torch.load = _restricted_load  # type: ignore[assignment]
+        _original.users += 1
     try:
         yield
     finally:
         with _LOCK:
-            _depth -= 1
-            if not _depth:
-                torch.load = _torch_load
+            _original.users -= 1
+            if not _original.users:
+                torch.load = _original.load
 
 
 def load_torch_file(path: Path) -> Any:
@@ -313,7 +318,7 @@ def load_torch_file(path: Path) -> Any:
         return torch.load(path, map_location="cpu")
 
 
-_LOCK, _depth, _torch_load = threading.Lock(), 0, torch.load
+_LOCK, _original = threading.Lock(), SimpleNamespace(load=torch.load, users=0)
 
 
 def _restricted_load(file: Any, *arguments: Any, **options: Any) -> Any:
@@ -321,7 +326,7 @@ def _restricted_load(file: Any, *arguments: Any, **options: Any) -> Any:
     check_torch_file(file, getattr(file, "name", "an item") if is_stream else file)
     if is_stream:
         file.seek(0)
-    return _torch_load(file, *arguments, **{**options, "weights_only": True, "pickle_module": None})
+    return _original.load(file, *arguments, **{**options, "weights_only": True, "pickle_module": None})
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
