@@ -180,15 +180,12 @@ class RestrictedReader(FileSystemReader):
         """Raises DlmBridgeError where `.metadata` is damaged, hostile or not consistent with the files."""
         contents = dcp.read_metadata(Path(self.path))
         state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
-        places: dict[Any, Any] = {MetadataIndex(name): place for name, place in contents.objects.items()}
+        places = {MetadataIndex(name): place for name, place in contents.objects.items()}
         for name, tensor in contents.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
             properties = TensorProperties(getattr(torch, tensor.dtype_name))
             state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-            places |= {
-                MetadataIndex(name, chunk.offsets): each.place
-                for chunk, each in zip(chunks, tensor.chunks, strict=True)
-            }
+            places |= {MetadataIndex(name, torch.Size(each.offsets)): each.place for each in tensor.chunks}
         storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
         return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 

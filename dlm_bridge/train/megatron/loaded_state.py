@@ -169,14 +169,14 @@ class DelayedScalingState:
 
 @contextlib.contextmanager
 def restricted_reading() -> Iterator[None]:
-    """While this lasts, megatron-core reads checkpoints through the restricted reader, whatever its callers ask for."""
+    """While this lasts, megatron-core reads checkpoints through the restricted reader."""
     with restricted_loading(), distributed_reader(RestrictedReader):
         yield
 
 
 @contextlib.contextmanager
 def rewritten_extra_states() -> Iterator[None]:
-    """While this lasts, Transformer Engine loads extra states: it takes the pickles that `rewrite_extra_states` made."""
+    """While this lasts, Transformer Engine loads extra states: the pickles that `rewrite_extra_states` made."""
     allow = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
     before = os.environ.get(allow)
     os.environ[allow] = "1"
