@@ -173,11 +173,18 @@ def load_failure(error: BaseException) -> str:
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of a distributed checkpoint, without its pickles: what lies where is read by `read_metadata`, and
-    the items go through `restricted_loading`."""
+    """torch's reader of a distributed checkpoint, without its pickles: `.metadata` is read by the restricted reader,
+    and the items go through `restricted_loading`. Raises DlmBridgeError where `.metadata` is damaged, hostile or not
+    consistent with the files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = self._read()  # at once, since torch logs what is raised when it asks
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises DlmBridgeError where `.metadata` is damaged, hostile or not consistent with the files."""
+        return self._metadata
+
+    def _read(self) -> Metadata:
         contents = dcp.read_metadata(Path(self.path))
         state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
         places = {MetadataIndex(name): place for name, place in contents.objects.items()}

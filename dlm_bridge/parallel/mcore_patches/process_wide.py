@@ -431,12 +431,12 @@ def replicas_on_cpu() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def distributed_reader(reader: Callable[[str], Any]) -> Iterator[None]:
-    """Read distributed checkpoints inside by `reader(folder)`, a storage reader of torch's."""
+def distributed_reader(reader: Any) -> Iterator[None]:
+    """Read the distributed checkpoint inside by `reader`, a storage reader of torch's."""
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     original = strategy._get_filesystem_reader
-    strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
+    strategy._get_filesystem_reader = lambda *_, **__: reader
     try:
         yield
     finally:

@@ -322,7 +322,9 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, s
         return
     found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
     try:
-        dcp.load(found, storage_reader=RestrictedReader(folder / OPTIMIZER))
+        with raised_everywhere():
+            reader = RestrictedReader(folder / OPTIMIZER)
+        dcp.load(found, storage_reader=reader)
     except (Exception, CheckpointException) as error:  # whatever a damaged file raises
         raise DlmBridgeError(
             f"{folder / OPTIMIZER}: damaged ({load_failure(error)}): remove {folder} to resume from before it"

@@ -356,7 +356,7 @@ class CheckpointManager:
             wanted = loaded_state.copy_tree(parts)
             if self.averages is not None:
                 request |= self.averages.requested(_weights_of(request, self.chunks))
-            with loaded_state.restricted_reading():
+            with loaded_state.restricted_reading(folder):
                 state = dist_checkpointing.load({**request, loaded_state.REQUEST_KEY: parts}, str(folder))
         restore = partial(loaded_state.restore_optimizer, self.optimizer, wanted, state)
         restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)

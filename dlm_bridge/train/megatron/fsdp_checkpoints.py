@@ -32,7 +32,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
-from dlm_bridge.train.checkpoints import RestrictedReader
+from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
 from dlm_bridge.train.megatron import loaded_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
@@ -66,7 +66,8 @@ def save(
 def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     """Set weights and optimizer state to those of an iteration, on any number of data and tensor parallel ranks, and
     return our own values. Raises DlmBridgeError for another expert parallel size where there are scales of FP8."""
-    reader = RestrictedReader(folder)
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
     run = _read_run(reader)
     run.pop("tp", None)  # of versions that resumed at the same size only
     init_optimizer_state(optimizer)  # what is loaded has to exist

@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader
-from dlm_bridge.train.checkpoints import RestrictedReader
+from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
 
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"
@@ -168,9 +169,12 @@ class DelayedScalingState:
 
 
 @contextlib.contextmanager
-def restricted_reading() -> Iterator[None]:
-    """While this lasts, megatron-core reads checkpoints through the restricted reader."""
-    with restricted_loading(), distributed_reader(RestrictedReader):
+def restricted_reading(folder: Path) -> Iterator[None]:
+    """While this lasts, megatron-core reads the checkpoint in `folder` through the restricted reader. Every process
+    calls it. Raises DlmBridgeError."""
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
+    with restricted_loading(), distributed_reader(reader):
         yield
 
 
