@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable
@@ -59,7 +60,8 @@ def test_the_hostile_code_runs_where_a_reader_lets_it(tmp_path: Path, what: str)
     file = hostile.METADATA if what in ("metadata", "bytes") else "state.pt"
     hostile.put(folder, hostile.Place(file, what), hostile.CODE)
     if file == "state.pt":
-        torch.load(folder / file, weights_only=False)
+        with contextlib.suppress(RuntimeError):  # no archive, but it has run
+            torch.load(folder / file, weights_only=False)
     else:
         dcp.load({"weight": torch.zeros(2), "steps": 0}, checkpoint_id=folder, no_dist=True)
     assert (tmp_path / hostile.MARKER).is_dir()
