@@ -29,13 +29,14 @@ from dlm_bridge.convert.formats.hub_weights import HubReader, build_header
 from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.convert.streaming import raw_bytes
 from tests.checkpoints import write_llada
+from tests.fuzz.hostile import BOMBS
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(
     max_examples=150, deadline=None, database=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-ROOM = 2 << 30  # bytes that the readers may ask the system for, in vain or not, in all of this module
+ROOM = 1 << 30  # bytes that the readers may ask the system for, in vain or not, in all of this module
 
 # Changes to some bytes: (where, as a share of the length), (what is put there), (how much of the old goes).
 EDITS = st.lists(
@@ -239,6 +240,7 @@ def bomb(depth: int) -> Any:
 @pytest.mark.parametrize(
     "data",
     [
+        *BOMBS.values(),
         b"\x80\x04Nr\xff\xff\xff\x7f.",  # place 2**31 of the memo: an array of 32 GB
         b"\x80\x02Np2147483000\n.",
         b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a byte array of 1 TB

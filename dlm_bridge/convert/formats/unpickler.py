@@ -29,7 +29,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
 _KEY_LIMIT = 5_000  # values in a pickle's keys that are neither text nor small numbers, which is what real ones are
-_SHARED_LIMIT = 1_000_000  # how many values more than bytes a pickle may have, because some are shared
+_SHARED_LIMIT = 500_000  # how many values more than bytes a pickle may have, because some are shared
 _SMALL = 1 << 60
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None), torch.dtype))
 _TORCH_MAGIC = b"PK\x03\x04"
