@@ -44,7 +44,7 @@ from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_
 from dlm_bridge.convert.formats.unpickler import load_torch_file, restricted_loading
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.convert.streaming import FileWindow
-from dlm_bridge.errors import DlmBridgeError, first_of, library_cause, one_line
+from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
 from dlm_bridge.hub import STEP_NAME, read_json
 
 STATE = "trainer_state.pt"
@@ -157,11 +157,23 @@ def gather_digests(folder: Path) -> None:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The trainer's state, with tensors on the CPU. Raises DlmBridgeError where the file is damaged."""
+    with damaged_state(folder / STATE, folder):
+        state = load_torch_file(folder / STATE)
+        if not isinstance(state, dict):
+            raise TypeError(f"a {type(state).__name__}")
+        return state
+
+
+@contextlib.contextmanager
+def damaged_state(file: Path, folder: Path) -> Iterator[None]:
+    """Raise whatever the state in `file`, of the checkpoint `folder`, raises as it is loaded as a DlmBridgeError."""
     try:
-        return load_torch_file(folder / STATE)
-    except Exception as error:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, CheckpointException) as error:
         raise DlmBridgeError(
-            f"{folder / STATE}: damaged ({library_cause(error)}): remove {folder} to resume from before it"
+            f"{file}: damaged ({load_failure(error)}): remove {folder} to resume from before it"
         ) from error
 
 
@@ -169,7 +181,7 @@ def load_failure(error: BaseException) -> str:
     """The error as one line; of those that torch gathered from all ranks, with their tracebacks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return textwrap.shorten(one_line(error), 400, placeholder=" ...")
+    return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
 
 
 class RestrictedReader(FileSystemReader):

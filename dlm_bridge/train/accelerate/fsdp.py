@@ -39,7 +39,6 @@ from dlm_bridge.train.checkpoints import (
     RestrictedReader,
     atomic_checkpoint,
     checkpoint_errors,
-    load_failure,
     raised_everywhere,
     temporary_folder,
     write_rank_digests,
@@ -315,20 +314,15 @@ def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torc
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
-    state. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    state. Every process calls this together, within `damaged_state`."""
     if not (folder / OPTIMIZER).is_dir():
         whole = _by_name(state[OPTIMIZER], model, optimizer)
         set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
         return
     found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
-    try:
-        with raised_everywhere():
-            reader = RestrictedReader(folder / OPTIMIZER)
-        dcp.load(found, storage_reader=reader)
-    except (Exception, CheckpointException) as error:  # whatever a damaged file raises
-        raise DlmBridgeError(
-            f"{folder / OPTIMIZER}: damaged ({load_failure(error)}): remove {folder} to resume from before it"
-        ) from error
+    with raised_everywhere():
+        reader = RestrictedReader(folder / OPTIMIZER)
+    dcp.load(found, storage_reader=reader)
     set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
 
 
