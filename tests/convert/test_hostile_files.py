@@ -25,6 +25,7 @@ from dlm_bridge.convert.formats.unpickler import (
 from dlm_bridge.hub import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.data.sources import find_sources
 from tests.fuzz.hostile import BOMBS, CODE, MARKER, WHOLE, Place, put
 
 ROOM = 1 << 30  # bytes
@@ -141,6 +142,14 @@ def test_yaml_is_refused_before_it_grows(name: str, tmp_path: Path) -> None:
     path.write_text(YAML_BOMBS[name])
     with pytest.raises(OptionError, match=r"run\.yaml: not YAML"):
         read_yaml(path)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_yaml_of_a_dataset_is_refused_before_it_grows(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / name).write_text(f"---\n{YAML_BOMBS['lists']}configs: *a39\n---\n")
+    with pytest.raises(DlmBridgeError, match="values"):
+        find_sources(f"{tmp_path}::train")
 
 
 def test_aliases_of_yaml_work() -> None:
