@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import yaml
+
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ _OBJECTS = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
 _MAX_NESTING = 100  # of a JSON file's lists and objects: copies of more exhaust Python's stack
+_MAX_YAML = 100_000  # values of a YAML document, those that its aliases repeat included
 _LAYERS = ("num_hidden_layers", "n_layers")
 _MOST_LAYERS = 10_000  # transformers makes a module for each before it looks at the weights
 _AGAIN = "copy or download it again"
@@ -238,6 +241,34 @@ def read_json(path: Path) -> dict[str, Any]:
     if _nested_deeper(value, _MAX_NESTING):
         raise DlmBridgeError(f"{path}: is nested more than {_MAX_NESTING} levels deep: it is damaged")
     return value
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit to the values, which counts those of a node again at each of its aliases."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._count, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, before = self.check_event(yaml.AliasEvent), self._count
+        self._count += 1
+        node = super().compose_node(parent, index)
+        if is_alias:
+            self._count += self._sizes.get(id(node), _MAX_YAML)  # none yet: it contains itself
+        else:
+            self._sizes[id(node)] = self._count - before
+        if self._count > _MAX_YAML:
+            raise ValueError(f"it has more than {_MAX_YAML:,} values, of which aliases repeat some")
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document of plain types. Raises ValueError for any other text."""
+    try:
+        return yaml.load(text, _YamlLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(one_line(error)) from None
 
 
 def _nested_deeper(value: Any, levels: int) -> bool:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron
 from dlm_bridge.convert.formats.hub_weights import check_safetensors
-from dlm_bridge.convert.formats.unpickler import check_whole_archive
+from dlm_bridge.convert.formats.unpickler import check_torch_file, restricted_loading
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.generation.replicas import ALONE, Replicas
@@ -295,7 +295,7 @@ def _load_adapter(
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)
-    with opening(folder, f"{folder}: is no adapter of {base}"), key_is_known():
+    with opening(folder, f"{folder}: is no adapter of {base}"), key_is_known(), restricted_loading():
         model = PeftModel.from_pretrained(opened.model, str(folder))
         if token is not None:
             restrict_to_masks(model, token)
@@ -350,7 +350,7 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with opening(place, f"{name}: does not load"):
+        with opening(place, f"{name}: does not load"), restricted_loading():
             model, info = model_class.from_pretrained(
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
@@ -390,7 +390,7 @@ def check_whole(file: Path) -> None:
     and its length, and for a pipe or a device in its place, which must not be opened."""
     check_plain_file(file)
     if file.suffix == ".bin":
-        return check_whole_archive(file)
+        return check_torch_file(file, file)
     return check_safetensors(file)
 
 

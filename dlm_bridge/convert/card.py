@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dlm_bridge.convert.manifest import Manifest
-from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.hub import HUB_ID, parse_yaml, read_config
 from dlm_bridge.models.families import FamilySpec, families
 
 CARD = "README.md"
@@ -116,8 +116,8 @@ def front_matter(path: Path) -> dict[str, Any]:
     """A README's metadata, empty where there is none that can be read."""
     try:
         match = _FRONT_MATTER.match(path.read_text("utf-8"))
-        value = yaml.safe_load(match[1]) if match else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        value = parse_yaml(match[1]) if match else None
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -221,8 +221,8 @@ def _usage(place: str, family: FamilySpec | None, base: str | None, adapter: dic
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        value = parse_yaml(path.read_text("utf-8"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -9,6 +9,7 @@ that compute a next-token loss.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import sys
@@ -349,8 +350,9 @@ def copy_remote_code(config: Any, folder: Path) -> None:
             logger.warning(f"auto_map names {file}, which is not at {config.name_or_path or 'the source'}: not saved")
         else:
             shutil.copyfile(source, folder / file)
-            imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
-            files += [name for name in imported if name not in files]
+            with contextlib.suppress(UnicodeDecodeError):  # no code, then
+                imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
+                files += [name for name in imported if name not in files]
 
 
 # -- Trainers that take a diffusion model for a causal one and compute a next-token loss from its outputs. That of

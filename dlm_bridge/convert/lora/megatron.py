@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
@@ -50,7 +49,7 @@ from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json
+from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, parse_yaml, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 
@@ -353,8 +352,8 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
         if not file.is_file():
             continue
         try:
-            settings = yaml.safe_load(file.read_text("utf-8"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            settings = parse_yaml(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
             raise DlmBridgeError(f"{file}: cannot be read: {one_line(error)[:200]}") from None
         peft = settings.get("peft") if isinstance(settings, dict) else None
         alpha = peft.get("alpha") if isinstance(peft, dict) else None

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import yaml
-
+from dlm_bridge.hub import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
 from dlm_bridge.train.config.options import (
     TRAINING,
@@ -468,7 +467,7 @@ class EngineOptions:
                 )
             if target == group:
                 try:
-                    found[key] = yaml.safe_load(value)
-                except yaml.YAMLError:
+                    found[key] = parse_yaml(value)
+                except ValueError:
                     raise OptionError("--megatron", f"{setting}: {value} is no value in YAML") from None
         return found
