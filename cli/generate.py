@@ -84,7 +84,7 @@ def _command() -> Callable[..., None]:
         "field": "prompt",
         "batch_size": "8",
         "dtype": "keep",
-        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "show", "as_json"), False),
+        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "resume", "show", "as_json"), False),
     }
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
@@ -118,6 +118,10 @@ def _run_options() -> dict[str, Any]:
         ],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
         "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
+        "resume": Annotated[
+            bool,
+            Option("--resume", help="With --jsonl: continue from OUTPUT.partial, left by an interrupt."),
+        ],
         "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
         "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animated page of the denoising.")],
         "svg": Annotated[Path | None, Option(metavar="FILE", help="Write an animated picture of the denoising.")],

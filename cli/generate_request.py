@@ -49,6 +49,7 @@ class Request:
     commit_steps: bool
     output: Path | None
     overwrite: bool
+    resume: bool
     show: bool
     html: Path | None
     svg: Path | None
@@ -79,6 +80,8 @@ class Request:
             raise DlmBridgeError(
                 "--commit-steps records the answers of a file of prompts: give --jsonl, and no --infill"
             )
+        if self.resume and (self.jsonl is None or self.output is None):
+            raise DlmBridgeError("--resume continues the rows of a file: give --jsonl and --output")
         if self.system is not None and not self.chat:
             raise DlmBridgeError("--system is a message of a chat: give --chat as well")
         if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:

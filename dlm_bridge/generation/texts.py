@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
+from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.rows import StopCondition, check_row, check_stop_strings
@@ -122,6 +123,14 @@ def check_prompts(
             raise DlmBridgeError(f"{name}: {error}") from None
 
 
+def copies_of_prompt(model: Any, settings: Mapping[str, Any], *, diffusion: bool) -> int:
+    """The number of texts that each prompt gets (`num_return_sequences`)."""
+    if diffusion:
+        return resolve_settings(model, None, settings, prompt_width=1).num_return_sequences
+    stored = None if has_canvas(model) else getattr(model.generation_config, "num_return_sequences", None)
+    return int(native_settings(model, settings).get("num_return_sequences") or stored or 1)
+
+
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
     """The row seeds of a diffusion model's texts for all prompts, those of a prompt next to each other; None without a
     seed. With them the texts do not depend on how the prompts are batched, not even for a repeated prompt."""
@@ -193,10 +202,12 @@ def batch_of_rows(
     max_rows: int,
     replicas: Replicas = ALONE,
     record: bool = False,
+    skip: Container[int] = (),
 ) -> ContinuousBatch:
     """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
     similar length run together; with `replicas` this process's share of them. A row's name is the prompt's number,
-    times `num_return_sequences` plus the copy's. `record` reports the steps that `recorded_rows` needs.
+    times `num_return_sequences` plus the copy's; rows in `skip` are omitted. `record` reports the steps that
+    `recorded_rows` needs.
 
     With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
     """
@@ -214,7 +225,7 @@ def batch_of_rows(
         stream=False,
         record=record,
     )
-    for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
+    for number in replicas.share(_longest_first(rows, skip)):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
     return batch
 
@@ -226,10 +237,11 @@ def canvas_texts(
     settings: Mapping[str, Any],
     max_rows: int,
     replicas: Replicas = ALONE,
+    skip: Container[int] = (),
 ) -> tuple[CanvasBatch, Iterator[CanvasText]] | None:
     """The texts of DiffusionGemma for all prompts, as they end, in a batch that rows enter and leave; with `replicas`
-    this process's share of them. Numbers are those of `batch_of_rows`. None where transformers' own loop has to sample
-    (`write_texts`).
+    this process's share of them. Numbers and `skip` are those of `batch_of_rows`. None where transformers' own loop
+    has to sample (`write_texts`).
 
     The text of a number is the one that `write_texts` gives for its prompt alone, at the same `seed`.
     """
@@ -239,11 +251,15 @@ def canvas_texts(
     copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
     rows = [prompt for prompt in prompts for _ in range(copies)]
     seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
-    order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
+    order = replicas.share(_longest_first(rows, skip))
     batch = CanvasBatch(model, given, min(max_rows, len(rows)))
     found = batch.run(rows, seeds, list(order))
     stop = stop_condition(model, tokenizer, settings)
     return batch, (replace(row, tokens=row.tokens[: stop.end_of(row.tokens)]) for row in found)
+
+
+def _longest_first(rows: Sequence[Sequence[int]], skip: Container[int]) -> list[int]:
+    return sorted((n for n in range(len(rows)) if n not in skip), key=lambda number: -len(rows[number]))
 
 
 def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:

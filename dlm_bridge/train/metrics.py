@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.convert.atomic import append_line, atomic_file, disk_errors
 from dlm_bridge.errors import printable
 from dlm_bridge.hub import check_plain_file
 
@@ -123,13 +122,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def append_line(file: io.FileIO, line: str) -> None:
-    """Append a line with one write, so that a reader sees complete lines. Raises OSError where not all of it fits."""
-    data = f"{line}\n".encode()
-    while data:
-        data = data[file.write(data) or 0 :]
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
