@@ -63,6 +63,15 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     return whole
 
 
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files in a folder the mode that its other new files have: safetensors creates them readable
+    by their owner alone."""
+    mode = folder.stat().st_mode & 0o666  # of a new folder: by the umask
+    for file in folder.rglob("*.safetensors"):
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(mode)
+
+
 def _has_weights(folder: Path) -> bool:
     has_config = any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG))
     return has_config and any(folder.glob("*.safetensors"))

@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 from dlm_bridge.convert.workers import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import share_weights
 from dlm_bridge.processes import undone_when_interrupted
 
 _NEW, _OLD = "new", "old"
@@ -116,6 +117,7 @@ def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> Non
 
     Raises DlmBridgeError where there is an older one, unless `overwrite`, and OSError.
     """
+    share_weights(temporary)
     sync_tree(temporary)
     _put_in_place(temporary, output, overwrite)
     shutil.rmtree(temporary, ignore_errors=True)  # the older one, where the two were exchanged

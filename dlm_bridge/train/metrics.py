@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from dlm_bridge.convert.atomic import append_line, atomic_file, disk_errors
 from dlm_bridge.errors import printable
 from dlm_bridge.hub import check_plain_file
 
+logger = logging.getLogger(__name__)
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
 PEAK_FLOPS = (
     ("B300", 2.5e15),
@@ -133,20 +135,25 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file, up to the first that is damaged; a last line that a killed run left torn is
-    excluded."""
+    """The complete rows of a metrics file. A last line that a killed run left torn is excluded, as is a damaged one,
+    which is logged."""
     if not path.exists():
         return []
     check_plain_file(path)
-    rows = []
-    for line in path.read_text("utf-8", "replace").split("\n")[:-1]:  # what follows the last newline is torn or empty
+    rows, damaged = [], []
+    lines = path.read_text("utf-8", "replace").split("\n")[:-1]  # what follows the last newline is torn or empty
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            break
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            break
-        rows.append(row)
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        else:
+            damaged.append(number)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        logger.warning(f"{path}: line {damaged[0]}{more} is damaged and left out")
     return rows
 
 
