@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
-from dlm_bridge.cli.help import LOADING, Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer, TpPlan
+from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings, parse_template_args
+from dlm_bridge.cli.help import (
+    LOADING,
+    ChatTemplateArgs,
+    Device,
+    DeviceMap,
+    Dtype,
+    Family,
+    Like,
+    Revision,
+    Tokenizer,
+    TpPlan,
+)
 from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
@@ -52,6 +63,20 @@ def evaluate(
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.", rich_help_panel=MEASURING)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The system's message.", rich_help_panel=MEASURING)
+    ] = None,
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        typer.Option(help="With --chat: examples are turns of the chat (default).", rich_help_panel=MEASURING),
+    ] = None,
+    chat_template_args: ChatTemplateArgs = None,
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option(
+            "--confirm-run-unsafe-code", help="Run tasks that execute the model's code.", rich_help_panel=MEASURING
+        ),
     ] = False,
     mc_samples: Annotated[
         int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.", rich_help_panel=MEASURING)
@@ -115,6 +140,10 @@ def evaluate(
         limit=limit,
         shots=shots,
         chat=chat,
+        system=system,
+        fewshot_as_multiturn=fewshot_as_multiturn,
+        template_args=parse_template_args(chat_template_args or []),
+        run_unsafe_code=confirm_run_unsafe_code,
         mc_samples=mc_samples,
         batch_size=parse_batch_size(batch_size),
         max_length=max_length,
@@ -162,6 +191,10 @@ class EvaluationRequest:
     limit: int | None
     shots: int | None
     chat: bool
+    system: str | None
+    fewshot_as_multiturn: bool | None
+    template_args: dict[str, Any]
+    run_unsafe_code: bool
     mc_samples: int
     batch_size: int | None  # None: as memory allows
     max_length: int
@@ -175,6 +208,11 @@ class EvaluationRequest:
             raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
+        for flag, given in (
+            ("--fewshot-as-multiturn", self.fewshot_as_multiturn), ("--chat-template-args", self.template_args)
+        ):  # fmt: skip
+            if given and not self.chat:
+                raise DlmBridgeError(f"{flag} is of a chat: give --chat as well")
         for name in NOT_OF_TASKS:
             if name in self.sampler:
                 raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
@@ -232,6 +270,10 @@ class EvaluationRequest:
             limit=self.limit,
             shots=self.shots,
             chat=self.chat,
+            system=self.system,
+            fewshot_as_multiturn=self.fewshot_as_multiturn is not False,
+            template_args=self.template_args,
+            run_unsafe_code=self.run_unsafe_code,
             sampler=self.sampler,
         )
         return run_tasks(opened, self.tasks, settings, replicas)
@@ -244,6 +286,9 @@ class EvaluationRequest:
             "limit": self.limit,
             "shots": self.shots,
             "chat": self.chat,
+            "system": self.system,
+            "fewshot_as_multiturn": self.fewshot_as_multiturn is not False if self.chat else None,
+            "chat_template_args": self.template_args,
             "mc_samples": self.mc_samples if opened.diffusion else None,
             "batch_size": self.batch_size,
             "processes": replicas.shares,

@@ -9,9 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_batch_size, parse_settings
+from dlm_bridge.cli.generate_request import (
+    ALIASES,
+    SETTINGS,
+    Request,
+    parse_batch_size,
+    parse_settings,
+    parse_template_args,
+)
 from dlm_bridge.cli.help import (
     LOADING,
+    ChatTemplateArgs,
     Device,
     DeviceMap,
     Dtype,
@@ -70,6 +78,7 @@ def _command() -> Callable[..., None]:
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value
+        options["template_args"] = parse_template_args(options.pop("chat_template_args") or [])
         options["batch_size"] = parse_batch_size(options["batch_size"])
         request = Request(settings=settings, **options)
         request.check()
@@ -102,6 +111,7 @@ def _run_options() -> dict[str, Any]:
         "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
         "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],
+        "chat_template_args": ChatTemplateArgs,
         "infill": Annotated[
             bool, Option("--infill", help="Fill the prompt's [MASK] or [MASK:n], a token or n of them.")
         ],

@@ -55,7 +55,9 @@ def run(request: Request) -> None:
     quieten_peft()
     if request.jsonl is not None and request.output is not None:
         check_new_file(request.output, request.overwrite)
-    prompts = [] if request.jsonl is None else read_prompts(request.jsonl, request.field, request.chat, request.system)
+    prompts = []
+    if request.jsonl is not None:
+        prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.template_args)
     placement = Placement(
         request.device,
         request.device_map,
@@ -82,7 +84,7 @@ def run(request: Request) -> None:
 
 def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
-    prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
+    prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
     trace = None
     if (request.show or request.html or request.svg) and _is_main():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.native import drawing_from, native_settings, refusals_named
 from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
+from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, render_chat, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
@@ -59,6 +60,10 @@ class HarnessSettings:
     limit: int | None = None  # documents of each task
     shots: int | None = None  # examples in a prompt; None: the task's default
     chat: bool = False
+    system: str | None = None  # the system message, without `chat` a text in front of each prompt
+    fewshot_as_multiturn: bool = True  # with `chat`: each example is a message and an answer
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    run_unsafe_code: bool = False  # run tasks that execute what the model writes
     sampler: Mapping[str, Any] = field(default_factory=dict)  # settings of `generate`, before the task's
 
 
@@ -99,13 +104,7 @@ class DiffusionHarness(TemplateLM):
         return list(self.tokenizer(string, **special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -273,6 +272,7 @@ class AutoregressiveHarness(HFLM):
             truncation=True,
         )
         self.replicas = replicas
+        self.settings = settings
         self._seed = settings.seed
         self._seeds: dict[str, deque[int]] = {}  # of the texts that are not drawn yet, by prompt
         self._prompts: Sequence[str] = ()  # of the batch at work
@@ -297,6 +297,10 @@ class AutoregressiveHarness(HFLM):
                 self._seeds.setdefault(prompts[number], deque()).append(seeds[number])
 
         return self._of_share(super().generate_until, requests, disable_tqdm, begin)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        # HFLM drops a system message that the template refuses.
+        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
 
     def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
         self._prompts = strings  # the next texts are of these
@@ -327,6 +331,12 @@ class AutoregressiveHarness(HFLM):
         return self.replicas.collect(dict(zip(own, found, strict=True)))
 
 
+def _chat(
+    tokenizer: Any, messages: list[dict[str, str]], settings: HarnessSettings, add_generation_prompt: bool
+) -> str:
+    return render_chat(tokenizer, messages, "--chat", settings.template_args, add_generation_prompt)
+
+
 def run_tasks(
     opened: LoadedModel, names: Sequence[str], settings: HarnessSettings, replicas: Replicas = ALONE
 ) -> dict[str, Any] | None:
@@ -338,6 +348,8 @@ def run_tasks(
     through its HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if settings.run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by the metric code_eval
     if not replicas.leads:
         torch.manual_seed(settings.seed + replicas.number)  # of what beams draw
         serve(_harness_model(opened, settings, replicas.broadcast(), replicas))
@@ -354,6 +366,12 @@ def run_tasks(
         asked_for = [local_task(name) if name in LOCAL else name for name in names]
         loaded = manager.load(asked_for)
         kinds = {name: task.get_config("output_type") for name, task in loaded["tasks"].items()}
+        unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+        if unsafe and not settings.run_unsafe_code:
+            raise DlmBridgeError(
+                f"--tasks {unsafe[0]}: executes code that the model writes: start it in a container, with "
+                "--confirm-run-unsafe-code"
+            )
         if settings.chat and opened.tokenizer.chat_template is None:
             raise DlmBridgeError(
                 "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
@@ -369,6 +387,9 @@ def run_tasks(
                 limit=settings.limit,
                 batch_size=settings.batch_size,
                 apply_chat_template=settings.chat,
+                system_instruction=settings.system,
+                fewshot_as_multiturn=settings.chat and settings.fewshot_as_multiturn,
+                confirm_run_unsafe_code=settings.run_unsafe_code,
                 gen_kwargs=None if isinstance(asked, DiffusionHarness) else _transformers_settings(settings) or None,
                 random_seed=settings.seed,
                 numpy_random_seed=settings.seed,

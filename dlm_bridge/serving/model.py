@@ -109,7 +109,7 @@ class ServedModel:
     def _prompts(self, request: TextRequest) -> list[list[int]]:
         tokenizer = self.loaded.tokenizer
         if request.chat:
-            return [encode_chat(tokenizer, request.messages, self.name)]
+            return [encode_chat(tokenizer, request.messages, self.name, template_args=request.template_args)]
         return [encode_text(tokenizer, one) if isinstance(one, str) else list(one) for one in request.prompts]
 
     def _settled(self, prompt: list[int], name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

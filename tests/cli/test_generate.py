@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli import generate_run
+from dlm_bridge.cli.app import main
 from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
@@ -79,6 +80,21 @@ def test_a_chat_goes_through_the_template(cli: Cli, qwen3: Path) -> None:
     report = cli.report(qwen3, "--chat", "--system", "be kind", *words)
     plain = cli.report(qwen3, "--prompt", "system: be kind\nuser: hi\nassistant: ", *words[2:])
     assert report["samples"] == plain["samples"]
+
+
+def test_the_chat_template_gets_its_variables(cli: Cli, qwen3: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer.chat_template = "{{ mood }}{{ 1 if loud is true else 0 }}: {{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    sampled = ["--gen-length", 6, "--temperature", 0, "--tokenizer", tmp_path / "tokenizer"]
+    given = ["--chat-template-args", "loud=true", "--chat-template-args", "mood=glad"]
+    expected = cli.report(qwen3, "--prompt", "glad1: hi", *sampled)["samples"]
+    assert cli.report(qwen3, "--chat", "--prompt", "hi", *given, *sampled)["samples"] == expected
+    rows = [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out, err = cli(qwen3, "--jsonl", tmp_path / "in.jsonl", "--chat", *given, *sampled)
+    assert code == 0, err
+    assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [expected[0]["token_ids"]] * 2
 
 
 def test_a_megatron_checkpoint_is_sampled_as_its_hub_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
@@ -435,17 +451,30 @@ def test_a_sampling_that_fails_leaves_what_is_finished(
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.partial"}
 
 
-@pytest.mark.parametrize("command", [("families",), ("generate", "{llada}", "--prompt", "x", "--gen-length", "4")])
-def test_a_full_stdout_is_one_line(command: tuple[str, ...], llada: Path) -> None:
-    """Also where Python writes it only at the end."""
-    words = [word.format(llada=llada) for word in command]
+def test_a_full_stdout_is_one_line(
+    llada: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with open("/dev/full", "w") as full:
-        command_line = [sys.executable, "-m", "dlm_bridge.cli", *words]
-        found = subprocess.run(command_line, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert found.returncode == 2, found.stderr
-    lines = [line for line in found.stderr.splitlines() if "forwards" not in line]
-    assert len(lines) == 1, found.stderr
-    assert "No space left on device" in lines[0]
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["dlm-bridge", "generate", str(llada), "--prompt", "x", "--gen-length", "4"])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert exit_.value.code == 2
+        _one_line_of_a_full_stdout(capsys.readouterr().err)
+
+
+def test_a_stdout_that_is_full_at_the_end_is_one_line() -> None:
+    """Where Python would write what is left when it ends."""
+    command = [sys.executable, "-m", "dlm_bridge.cli", "--version"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 2
+    _one_line_of_a_full_stdout(found.stderr)
+
+
+def _one_line_of_a_full_stdout(err: str) -> None:
+    assert err.count("\n") == 1, err
+    assert "No space left on device" in err
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -461,6 +490,9 @@ def test_a_full_stdout_is_one_line(command: tuple[str, ...], llada: Path) -> Non
         (["--jsonl", "f", "--resume"], "--resume continues the rows of a file: give --jsonl and --output"),
         (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
         (["--prompt", "x", "--system", "y"], "--system is a message of a chat"),
+        (["--prompt", "x", "--chat-template-args", "a=1"], "--chat-template-args is of a chat: give --chat"),
+        (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args a: a variable of the templ"),
+        (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args: tokenize is not a"),
         (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
         (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number"),
         (["--prompt", "x", "--set", "remaskng=random"], "did you mean remasking?"),

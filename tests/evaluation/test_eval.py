@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -230,6 +231,55 @@ def test_a_text_begins_once(opened: dict[str, LoadedModel]) -> None:
     assert model.tok_encode("What is 7?", add_special_tokens=False) == plain[1:]
 
 
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}{{ mark }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("model", ["llada", "llama"])
+def test_the_chat_that_a_task_is_asked_in(
+    run: Eval, folders: dict[str, Path], opened: dict[str, LoadedModel], tmp_path: Path, model: str
+) -> None:
+    tokenizer = copy.deepcopy(opened[model].tokenizer)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "set_": ["gen_length=4"], "system": "Be brief."}
+    options["tokenizer"] = str(tmp_path / "tokenizer")
+
+    def asked(**more: Any) -> tuple[str, dict[str, Any]]:
+        facts = run(model, **options, **more)
+        return facts["samples"][0]["arguments"][0][0], facts["settings"]
+
+    chat = {"chat": True, "chat_template_args": ["mark=!"]}
+    plain, _ = asked()
+    turns, settings = asked(**chat)
+    single, _ = asked(**chat, fewshot_as_multiturn=False)
+    assert plain.startswith("Be brief.")
+    assert turns.startswith("<system!>Be brief.<user!>")
+    assert (turns.count("<user!>"), turns.count("<assistant!>"), single.count("<user!>")) == (2, 1, 1)
+    assert "<assistant!>" not in single
+    assert (settings["system"], settings["fewshot_as_multiturn"]) == ("Be brief.", True)
+    assert settings["chat_template_args"] == {"mark": "!"}
+    # A system message that the template refuses is not dropped.
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(DlmBridgeError, match="no system"):
+        asked(**chat)
+
+
+def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    task = tmp_path / "own.yaml"
+    task.write_text(json.dumps({**local_task("sums"), "task": "own", "unsafe_code": True}))
+    options = {"tasks": [str(task)], "limit": 1, "set_": ["gen_length=4"]}
+    with pytest.raises(DlmBridgeError, match=r"--tasks own: .*--confirm-run-unsafe-code"):
+        run("llada", **options)
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
+    assert "own" in run("llada", **options, confirm_run_unsafe_code=True)["tasks"]
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"  # for the metric code_eval
+
+
 def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     facts = run("llama", tasks=["orders"], limit=3, perplexity=tmp_path / "text.txt", window=50)
@@ -379,6 +429,8 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
         ({}, "nothing to measure: give --tasks T"),
         ({"tasks": ["order"]}, "--tasks order: unknown; here are orders, sums"),
         ({"tasks": ["missing.yaml"]}, "--tasks missing.yaml: no such file"),
+        ({"tasks": ["sums"], "fewshot_as_multiturn": True}, "--fewshot-as-multiturn is of a chat: give --chat"),
+        ({"tasks": ["sums"], "chat_template_args": ["a=1"]}, "--chat-template-args is of a chat: give --chat"),
         ({"tasks": ["orders"], "chat": True}, "--chat: the tokenizer has no chat template"),
         ({"tasks": ["sums"], "set_": ["stepz=4"]}, "stepz"),
         ({"tasks": ["sums"], "set_": ["gen_length=128"]}, "leave no room for a prompt in 128"),
