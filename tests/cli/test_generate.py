@@ -452,11 +452,13 @@ def test_a_sampling_that_fails_leaves_what_is_finished(
 
 
 def test_a_full_stdout_is_one_line(
-    llada: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    words = ["generate", str(llada), "--jsonl", str(tmp_path / "in.jsonl"), "--gen-length", "4"]
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        monkeypatch.setattr(sys, "argv", ["dlm-bridge", "generate", str(llada), "--prompt", "x", "--gen-length", "4"])
+        monkeypatch.setattr(sys, "argv", ["dlm-bridge", *words])
         with pytest.raises(SystemExit) as exit_:
             main()
         assert exit_.value.code == 2
