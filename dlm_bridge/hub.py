@@ -18,6 +18,7 @@ from urllib.request import getproxies
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
 T = TypeVar("T")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
@@ -61,6 +62,14 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     skipped = found[: found.index(whole)]
     _log_taken(folder, whole, "its newest checkpoint" + (f" with weights, not {skipped[0].name}" if skipped else ""))
     return whole
+
+
+def public_name(name: str) -> str:
+    """A checkpoint's name for other machines: the Hub id, also of a snapshot in the Hub's cache; of a local path the
+    last part."""
+    if match := _SNAPSHOT.search(name):
+        return f"{match[1]}/{match[2]}"
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else Path(name).name
 
 
 def share_weights(folder: Path) -> None:
