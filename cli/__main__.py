@@ -21,7 +21,12 @@ def run() -> None:
         warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
         from dlm_bridge.cli.app import main
 
-        main()
+        try:
+            main()
+        except SystemExit as end:
+            if not end.code:
+                processes.destroy_process_groups()
+            raise
     except KeyboardInterrupt:  # before or after the command's own work
         processes.report("interrupted")
         raise SystemExit(130) from None

@@ -92,7 +92,7 @@ def _card(
 
 def training_run(folder: Path) -> dict[str, Any] | None:
     """`config` and the last row of `metrics` of the run that a checkpoint folder belongs to."""
-    for place in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+    for place in (folder, *(parent.parent for parent in (folder, folder.parent) if parent.name == "checkpoints")):
         config = _yaml(place / "config.yaml")
         if config:
             return {"config": _flat(config), "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
