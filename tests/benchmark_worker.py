@@ -38,6 +38,7 @@ def main() -> None:
 def megatron_without_transformer_engine() -> None:
     """megatron-core's own layers in the place of Transformer Engine's."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.moe import moe_utils
 
     from dlm_bridge.parallel import config
 
@@ -52,6 +53,7 @@ def megatron_without_transformer_engine() -> None:
             del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         return spec
 
+    moe_utils.te_general_gemm = None  # undefined without Transformer Engine
     config.model_config = model_config
     gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = local_spec
 

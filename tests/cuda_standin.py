@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
@@ -48,6 +49,8 @@ def install() -> None:
     cuda.Event = Event
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device"):
         setattr(cuda, name, lambda *_: None)
+    cuda.CUDAGraph = Graph
+    cuda.graph = lambda graph: contextlib.nullcontext()
     cuda.max_memory_allocated = lambda *_: 2**20
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]

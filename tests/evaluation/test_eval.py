@@ -29,6 +29,7 @@ from dlm_bridge.evaluation import harness
 from dlm_bridge.evaluation.harness import FOLDER, LOCAL, local_task
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
+from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
@@ -94,7 +95,7 @@ def run(folders: dict[str, Path], tmp_path: Path) -> Eval:
     def _run(model: str, **options: Any) -> dict[str, Any]:
         output = tmp_path / f"results-{model}"
         given = {"mc_samples": 4, "max_length": 128, "device": "cpu", "overwrite": True, **options}
-        evaluate(str(folders[model]), output=output, **given)
+        evaluate(str(folders[model]), **{"output": output, **given})
         facts: dict[str, Any] = json.loads((output / "results.json").read_text())
         if (output / "samples.jsonl").exists():
             facts["samples"] = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
@@ -280,6 +281,59 @@ def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, mo
     assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"  # for the metric code_eval
 
 
+@pytest.mark.parametrize("model", ["llada", "llama"])
+def test_an_interrupted_evaluation_is_resumed(
+    run: Eval, folders: dict[str, Path], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed twice, and all comes out as without the interrupt."""
+    monkeypatch.setattr(harness, "TOGETHER", 1)
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"tasks": ["orders", "sums"], "limit": 2, "set_": ["gen_length=4"], "batch_size": "2"}
+    options |= {"perplexity": tmp_path / "text.txt", "window": 50, "mc_samples": 3, "max_length": 128, "device": "cpu"}
+    written: list[str] = []
+    add = FinishedParts.add
+
+    def interrupt(after: int) -> None:
+        def adds(parts: FinishedParts, section: str, values: Any) -> None:
+            add(parts, section, values)
+            written.append(section)
+            if len(written) == after:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(FinishedParts, "add", adds)
+
+    interrupt(-1)
+    whole = run(model, **options)
+    total = len(written)
+    assert len(set(written)) == 3
+    options |= {"overwrite": False, "output": tmp_path / "out"}
+    folder, seen = str(folders[model]), list[str]()
+    while len(seen) < total - 1:  # interrupted again and again
+        written.clear()
+        interrupt(min(3, total - 1 - len(seen)))
+        with pytest.raises(KeyboardInterrupt, match=r"results\.json\.partial holds .* --resume"):
+            evaluate(folder, resume=bool(seen), **options)
+        assert list((tmp_path / "out").iterdir()) == [tmp_path / "out/results.json.partial"]
+        seen += written
+    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial holds finished rows .*--overwrite discards"):
+        evaluate(folder, **options)
+    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial is of another call"):
+        evaluate(folder, resume=True, **{**options, "seed": 1})
+    written.clear()
+    interrupt(-1)
+    evaluate(folder, resume=True, **options)
+    assert len(seen) + len(written) == total
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "samples.jsonl"}
+    resumed = json.loads((tmp_path / "out/results.json").read_text())
+    for task, entry in whole["tasks"].items():
+        assert resumed["tasks"][task]["metrics"] == pytest.approx(entry["metrics"], rel=1e-5, nan_ok=True)
+    assert resumed["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    assert [row["filtered_resps"] for row in rows if row["task"] == "sums"] == [
+        row["filtered_resps"] for row in whole["samples"] if row["task"] == "sums"
+    ]
+
+
 def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     facts = run("llama", tasks=["orders"], limit=3, perplexity=tmp_path / "text.txt", window=50)
@@ -415,7 +469,7 @@ def test_settings_stored_with_an_autoregressive_model_that_generate_refuses_are_
 
 
 def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise TypeError("a mistake")
 
     monkeypatch.setattr(harness, "batch_of_rows", fail)
@@ -427,6 +481,7 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
     ("options", "message"),
     [
         ({}, "nothing to measure: give --tasks T"),
+        ({"tasks": ["sums"], "resume": True, "output": None}, "--resume continues what --output has"),
         ({"tasks": ["order"]}, "--tasks order: unknown; here are orders, sums"),
         ({"tasks": ["missing.yaml"]}, "--tasks missing.yaml: no such file"),
         ({"tasks": ["sums"], "fewshot_as_multiturn": True}, "--fewshot-as-multiturn is of a chat: give --chat"),
