@@ -86,6 +86,7 @@ TRAIN = "--seq-length 16 --micro-batch-size 2 --steps 2 --warmup 1 --only withou
 TRAINED = tuple(rf'^{side} {{"tokens_per_s": {NUMBER}.*"loss": {NUMBER}}}' for side in ("WITHOUT", "OURS", "PEER"))
 ACCELERATED = "--model tiny --seq-length 16 --batch 2 --eager-batch 2 --compiled-batch 2 --steps 2 --warmup 1"
 RL_ROWS = ("dp", "fsdp", "fsdp-tp", "megatron-dp", "megatron-tp", "megatron-tp-tp")
+CERTAINTY_RUNS = ("base", "plain", "own", "certain", "again", "trajectory", "complement", "both")
 FAST = (
     Case("train.py", f"--model tiny {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
     Case(
@@ -144,9 +145,9 @@ SLOW = (
     ),
     Case(
         "certainty.py",
-        "--output {out}/runs --size tiny --digits 2 --examples 60 --rows 4 --batch 4 --steps 2 --more 2 --last 2 "
-        "--recorded 8",
-        (r"base", r"plain", r"certain", r"trajectory", r"complement", r"both"),
+        "--output {out}/runs --size tiny --digits 1 --examples 400 --rows 4 --batch 16 --steps 600 --more 2 --last 2 "
+        "--recorded 200",
+        tuple(rf'^{{"model": "{run}", "threshold": 0.9, "right": ' for run in CERTAINTY_RUNS),
     ),
     Case(
         "fsdp_building.py", "--worker --model {out} --strategies fsdp2 --seq-length 16 --limit 400",
