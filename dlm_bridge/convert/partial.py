@@ -37,9 +37,9 @@ class PartialRows:
         its files are removed. Raises DlmBridgeError for files that would be lost, or are of another call."""
         if resume:
             return self._read()
-        if (parts := self._parts()) and not overwrite:
+        if self._parts() and not overwrite:
             raise DlmBridgeError(
-                f"{parts[0]} holds finished rows of an interrupted command: --resume continues from them, --overwrite "
+                f"{self._first} holds finished rows of an interrupted command: --resume continues from them, --overwrite "
                 "discards them"
             )
         self.remove()
@@ -67,8 +67,9 @@ class PartialRows:
     @property
     def note(self) -> str:
         """What an interrupted command prints: where its rows are, if it has finished any."""
-        parts = self._parts()
-        return f": {parts[0]} holds the finished rows, the same command with --resume continues" if parts else ""
+        if not self._parts():
+            return ""
+        return f": {self._first} holds the finished rows, the same command with --resume continues"
 
     def _parts(self) -> list[Path]:
         name = re.compile(rf"{re.escape(self._first.name)}(\.\d+)?")
