@@ -39,8 +39,8 @@ class PartialRows:
             return self._read()
         if self._parts() and not overwrite:
             raise DlmBridgeError(
-                f"{self._first} holds finished rows of an interrupted command: --resume continues from them, --overwrite "
-                "discards them"
+                f"{self._first} holds finished rows of an interrupted command: --resume continues from them, "
+                "--overwrite discards them"
             )
         self.remove()
         return {}
