@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from typing import Any
@@ -25,6 +26,8 @@ def run() -> None:
             main()
         except SystemExit as end:
             if not end.code:
+                if (runner := sys.modules.get("dlm_bridge.generation.runtime.runner")) is not None:
+                    runner.forget_graphs()  # NCCL would wait for graphs that hold its collectives
                 processes.destroy_process_groups()
             raise
     except KeyboardInterrupt:  # before or after the command's own work

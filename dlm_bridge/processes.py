@@ -171,7 +171,7 @@ def kill_children() -> None:
         child.kill()
 
 
-def destroy_process_groups(timeout_s: float = 30.0) -> None:
+def destroy_process_groups(timeout_s: float = 10.0) -> None:
     """Destroy torch's process groups at the end of a command that succeeded in all processes, as NCCL asks for; a
     process that this takes longer than `timeout_s` ends without."""
     distributed = sys.modules.get("torch.distributed")
