@@ -20,6 +20,7 @@ import yaml
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
 T = TypeVar("T")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
@@ -64,6 +65,23 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     skipped = found[: found.index(whole)]
     _log_taken(folder, whole, "its newest checkpoint" + (f" with weights, not {skipped[0].name}" if skipped else ""))
     return whole
+
+
+def public_name(name: str) -> str:
+    """A checkpoint's name for other machines: the Hub id, also of a snapshot in the Hub's cache; of a local path the
+    last part."""
+    if match := _SNAPSHOT.search(name):
+        return f"{match[1]}/{match[2]}"
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else Path(name).name
+
+
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files in a folder the mode that its other new files have: safetensors creates them readable
+    by their owner alone."""
+    mode = folder.stat().st_mode & 0o666  # of a new folder: by the umask
+    for file in folder.rglob("*.safetensors"):
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(mode)
 
 
 def _has_weights(folder: Path) -> bool:

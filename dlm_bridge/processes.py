@@ -172,6 +172,19 @@ def kill_children() -> None:
         child.kill()
 
 
+def destroy_process_groups(timeout_s: float = 10.0) -> None:
+    """Destroy torch's process groups at the end of a command that succeeded in all processes, as NCCL asks for; a
+    process that this takes longer than `timeout_s` ends without."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    timer = threading.Timer(timeout_s, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    distributed.destroy_process_group()
+    timer.cancel()
+
+
 def launched_by_torchrun() -> bool:
     """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
+from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
 from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.rows import StopCondition, check_row, check_stop_strings
@@ -75,6 +79,7 @@ def encode_chat(
     name: str,
     mask_token_id: int | None = None,
     max_chars: int | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokens of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
     `encode_text`. A content in parts of text is those joined.
@@ -82,16 +87,43 @@ def encode_chat(
     Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is no text, where the
     template raises, for a lone surrogate, or before it encodes more than `max_chars` characters.
     """
+    plain = [with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
+    text = render_chat(tokenizer, plain, name, template_args)
+    return _with_spans(tokenizer, text, mask_token_id, begins=False, max_chars=max_chars)
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    template_args: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """A conversation as text by the tokenizer's chat template, which gets the `template_args`; without the generation
+    prompt the last message is left open. Raises DlmBridgeError, which calls the tokenizer `name`."""
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
             f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
         )
-    plain = [with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
     try:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **(template_args or {}),
+        )
     except Exception as error:  # a template may raise anything
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
-    return _with_spans(tokenizer, text, mask_token_id, begins=False, max_chars=max_chars)
+    return str(text)
+
+
+def check_template_args(template_args: Mapping[str, Any], name: str) -> None:
+    """Raise DlmBridgeError, which calls them `name`, for arguments of `apply_chat_template` itself, which are not
+    variables of a template."""
+    for key in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
+        if key in template_args and key not in ("tools", "documents", "kwargs"):
+            raise DlmBridgeError(f"{name}: {key} is not a variable of the chat template: leave it out")
 
 
 def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
@@ -130,6 +162,14 @@ def check_prompts(
             check_prompt(model, ids, given)
         except DlmBridgeError as error:
             raise DlmBridgeError(f"{name}: {error}") from None
+
+
+def copies_of_prompt(model: Any, settings: Mapping[str, Any], *, diffusion: bool) -> int:
+    """The number of texts that each prompt gets (`num_return_sequences`)."""
+    if diffusion:
+        return resolve_settings(model, None, settings, prompt_width=1).num_return_sequences
+    stored = None if has_canvas(model) else getattr(model.generation_config, "num_return_sequences", None)
+    return int(native_settings(model, settings).get("num_return_sequences") or stored or 1)
 
 
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
@@ -206,10 +246,12 @@ def batch_of_rows(
     max_rows: int,
     replicas: Replicas = ALONE,
     record: bool = False,
+    skip: Container[int] = (),
 ) -> ContinuousBatch:
     """A continuous batch of a diffusion model, to which all prompts are submitted, the longest first, so that rows of
     similar length run together; with `replicas` this process's share of them. A row's name is the prompt's number,
-    times `num_return_sequences` plus the copy's. `record` reports the steps that `recorded_rows` needs.
+    times `num_return_sequences` plus the copy's; rows in `skip` are omitted. `record` reports the steps that
+    `recorded_rows` needs.
 
     With a `seed` the tokens are those of `write_texts` with `seeds_of` all prompts.
     """
@@ -227,7 +269,7 @@ def batch_of_rows(
         stream=False,
         record=record,
     )
-    for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
+    for number in replicas.share(_longest_first(rows, skip)):
         batch.submit(RowRequest(number, rows[number], seed=None if seeds is None else seeds[number]))
     return batch
 
@@ -239,10 +281,11 @@ def canvas_texts(
     settings: Mapping[str, Any],
     max_rows: int,
     replicas: Replicas = ALONE,
+    skip: Container[int] = (),
 ) -> tuple[CanvasBatch, Iterator[CanvasText]] | None:
     """The texts of DiffusionGemma for all prompts, as they end, in a batch that rows enter and leave; with `replicas`
-    this process's share of them. Numbers are those of `batch_of_rows`. None where transformers' own loop has to sample
-    (`write_texts`).
+    this process's share of them. Numbers and `skip` are those of `batch_of_rows`. None where transformers' own loop
+    has to sample (`write_texts`).
 
     The text of a number is the one that `write_texts` gives for its prompt alone, at the same `seed`.
     """
@@ -252,11 +295,15 @@ def canvas_texts(
     copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
     rows = [prompt for prompt in prompts for _ in range(copies)]
     seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
-    order = replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number])))
+    order = replicas.share(_longest_first(rows, skip))
     batch = CanvasBatch(model, given, min(max_rows, len(rows)))
     found = batch.run(rows, seeds, list(order))
     stop = stop_condition(model, tokenizer, settings)
     return batch, (replace(row, tokens=row.tokens[: stop.end_of(row.tokens)]) for row in found)
+
+
+def _longest_first(rows: Sequence[Sequence[int]], skip: Container[int]) -> list[int]:
+    return sorted((n for n in range(len(rows)) if n not in skip), key=lambda number: -len(rows[number]))
 
 
 def ended_rows(batch: ContinuousBatch) -> Iterator[RowEnded]:
@@ -358,11 +405,12 @@ def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> S
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """A text, or the messages of a conversation; `row` is the JSONL row that it comes from, `where` its file and
-    line."""
+    """A text, or the messages of a conversation with variables of the chat template; `row` is the JSONL row that it
+    comes from, `where` its file and line."""
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     where: str = ""
 
@@ -370,46 +418,47 @@ class WrittenPrompt:
         """The prompt's tokens; `name` is the tokenizer's in errors, `mask_token_id` that of spans to fill (None: there
         are none). Raises DlmBridgeError."""
         if self.text is None:
-            return encode_chat(tokenizer, self.messages, name, mask_token_id)
+            return encode_chat(tokenizer, self.messages, name, mask_token_id, template_args=self.template_args)
         return encode_text(tokenizer, self.text, mask_token_id)
 
 
-def as_message(text: str, system: str | None) -> WrittenPrompt:
+def as_message(text: str, system: str | None, template_args: Mapping[str, Any] | None = None) -> WrittenPrompt:
     """A text as a user message, after the system message."""
     first = [] if system is None else [{"role": "system", "content": system}]
-    return WrittenPrompt(messages=(*first, {"role": "user", "content": text}))
+    return WrittenPrompt(messages=(*first, {"role": "user", "content": text}), template_args=template_args or {})
 
 
-def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
+def read_prompts(
+    name: str, key: str, chat: bool, system: str | None, template_args: Mapping[str, Any] | None = None
+) -> list[WrittenPrompt]:
     """The prompts of a JSONL file ("-": stdin): under `key` a text, with `chat` a user message, or under "messages" a
-    conversation. Empty lines are skipped.
+    conversation. The chat template gets the `template_args`. Empty lines are skipped.
 
     Raises DlmBridgeError for a file that cannot be read or is empty, and, with its line, for a row without a prompt.
     """
+    parse = partial(_prompt, key=key, chat=chat, system=system, template_args=template_args or {})
     if name == "-":
-        return _prompts("stdin", sys.stdin, key, chat, system)
+        return _prompts("stdin", sys.stdin, parse)
     check_text_file(Path(name), f"--jsonl {name}")
     try:
         with Path(name).open(encoding="utf-8") as lines:
-            return _prompts(name, lines, key, chat, system)
+            return _prompts(name, lines, parse)
     except OSError as error:
         raise DlmBridgeError(f"--jsonl {name}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise DlmBridgeError(f"--jsonl {name}: not a text in UTF-8") from None
 
 
-def _prompts(name: str, lines: Iterable[str], key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
-    prompts = [
-        _prompt(line, f"{name}, line {number}", key, chat, system)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+def _prompts(name: str, lines: Iterable[str], parse: Callable[[str, str], WrittenPrompt]) -> list[WrittenPrompt]:
+    prompts = [parse(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise DlmBridgeError(f"{name}: no prompts there")
     return prompts
 
 
-def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> WrittenPrompt:
+def _prompt(
+    line: str, where: str, key: str, chat: bool, system: str | None, template_args: Mapping[str, Any]
+) -> WrittenPrompt:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -421,11 +470,11 @@ def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> 
         text = row[key]
         if not isinstance(text, str):
             raise DlmBridgeError(f"{where}: '{key}' must be a text, not {type(text).__name__}")
-        message = as_message(text, system) if chat else WrittenPrompt(text=text)
-        return WrittenPrompt(message.text, message.messages, {**row, "prompt": text}, where)
+        message = as_message(text, system, template_args) if chat else WrittenPrompt(text=text)
+        return replace(message, row={**row, "prompt": text}, where=where)
     messages = row.get("messages")
     if messages is None:
         raise DlmBridgeError(f"{where}: neither '{key}' nor 'messages' there")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise DlmBridgeError(f"{where}: 'messages' must be a list of objects with role and content")
-    return WrittenPrompt(messages=tuple(messages), row=row, where=where)
+    return WrittenPrompt(messages=tuple(messages), template_args=template_args, row=row, where=where)

@@ -115,7 +115,13 @@ class ServedModel:
     def _prompts(self, request: TextRequest) -> Iterator[list[int]]:
         tokenizer = self.loaded.tokenizer
         if request.chat:
-            yield encode_chat(tokenizer, request.messages, self.name, max_chars=self.max_chars)
+            yield encode_chat(
+                tokenizer,
+                request.messages,
+                self.name,
+                max_chars=self.max_chars,
+                template_args=request.template_args,
+            )
         for one in request.prompts:
             yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else list(one)
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.errors import shortened
+from dlm_bridge.errors import DlmBridgeError, shortened
+from dlm_bridge.generation.texts import check_template_args
 from dlm_bridge.serving.choices import Choice
 
 # Fields of OpenAI's that say nothing about the text.
@@ -95,6 +96,7 @@ class TextRequest:
         chat: answer as a chat completion.
         prompts: texts or token ids; empty for a chat.
         messages: of a chat.
+        template_args: variables of the chat template (`chat_template_kwargs`).
         settings: of the sampler, without a seed.
         choices: texts for each prompt.
         include_usage: a stream ends with the usage.
@@ -103,6 +105,7 @@ class TextRequest:
     chat: bool
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    template_args: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     choices: int = 1
     seed: int | None = None
@@ -129,7 +132,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         if body.get(choice) == "none":  # none of them is to be called
             body.pop(tools, None)
     _refuse(body)
-    own = {"messages"} if chat else {"prompt"}
+    own = {"messages", "chat_template_kwargs"} if chat else {"prompt"}
     own |= {
         "generation_config", "ignore_eos", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "stream",
         "stream_options",
@@ -174,6 +177,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         chat=chat,
         prompts=() if chat else _prompts(body.get("prompt")),
         messages=_messages(body.get("messages")) if chat else (),
+        template_args=_template_args(body.get("chat_template_kwargs")) if chat else {},
         settings=settings,
         choices=_whole("n", 1 if body.get("n") is None else body["n"], 1, MAX_CHOICES),
         seed=None if seed is None else _whole("seed", seed),
@@ -294,6 +298,17 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
             raise RequestError(f"{where} must have a role and a content, both strings", param=where)
         found.append({**message, "content": _text(where, content)})
     return tuple(found)
+
+
+def _template_args(value: Any) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object", param=name)
+    try:
+        check_template_args(value or {}, name)
+    except DlmBridgeError as error:
+        raise RequestError(str(error), param=name) from None
+    return dict(value or {})
 
 
 def _text(name: str, text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import disk_errors
+from dlm_bridge.convert.atomic import append_line, disk_errors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.native import random_state_preserved
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
@@ -26,7 +26,6 @@ from dlm_bridge.train.metrics import (
     MetricsFile,
     StepMetrics,
     TrainingProgress,
-    append_line,
     read_rows,
     write_rows,
 )

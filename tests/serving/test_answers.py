@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import httpx
 import pytest
 
 from dlm_bridge.loading import LoadedModel, load_model
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import parse_request
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
 PROMPT = "the cat "
@@ -46,6 +50,16 @@ def test_a_completion_is_what_generate_writes(server: Running, given: dict[str, 
     assert answer.model == "tiny"
     assert answer.usage.prompt_tokens == len(server.served.loaded.tokenizer(PROMPT)["input_ids"])
     assert (answer.usage.completion_tokens, answer.usage.total_tokens - answer.usage.prompt_tokens) == (16, 16)
+
+
+def test_the_chat_template_gets_its_variables(diffusion: LoadedModel) -> None:
+    tokenizer = copy.deepcopy(diffusion.tokenizer)
+    tokenizer.chat_template = "{{ 1 if loud is true else 0 }}: {{ messages[-1].content }}"
+    served = ServedModel(replace(diffusion, tokenizer=tokenizer), "tiny", {})
+    for args, text in (({"loud": True}, "1: hi"), ({}, "0: hi"), (None, "0: hi")):
+        body = {"messages": CHAT, "chat_template_kwargs": args, "max_tokens": 4}
+        (row,) = served.rows(parse_request(json.dumps(body).encode(), chat=True), lambda _: lambda _: None)
+        assert list(row.prompt) == tokenizer(text)["input_ids"]
 
 
 def test_pieces_of_a_stream_are_the_whole_text(server: Running) -> None:

@@ -114,6 +114,8 @@ def test_what_is_wrong_with_a_completion_is_named(server: Running, body: Any, na
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
         ({**CHAT, "tools": [{"type": "function"}], "tool_choice": "auto"}, "tool"),
+        ({**CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs: chat_template "),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
         ({**CHAT, "logprobs": True}, "logprobs"),
         ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),

@@ -184,7 +184,7 @@ class MegatronAdapter(LoraAdapter):
         folder = iteration_folder(path)
         where = str(path)
         self._reader = TorchDistReader(folder)
-        manifest = _manifest(path / ADAPTER_MANIFEST)
+        manifest = read_adapter_manifest(path)
         known = {key: tensor for key, tensor in self._reader.contents.tensors.items() if not is_training_state(key)}
         rank = _rank(known, where)
         self._places: dict[tuple[str, LoraFactor], tuple[AdapterTensor, int]] = {}
@@ -324,7 +324,9 @@ def _facts(
     )
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
+def read_adapter_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of an adapter of this toolkit's; None of another's. Raises DlmBridgeError for a damaged one."""
+    path = folder / ADAPTER_MANIFEST
     try:
         value = read_json(path)
     except FileNotFoundError:
