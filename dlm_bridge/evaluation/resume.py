@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +42,8 @@ class FinishedParts:
         return name, self._known.get(name, {})
 
     def add(self, section: str, values: Mapping[int, Any]) -> None:
-        """Write values of a section. Raises DlmBridgeError where the disk refuses."""
+        """Write the finite values of a section. Raises DlmBridgeError where the disk refuses."""
+        values = {index: one for index, one in values.items() if not isinstance(one, float) or math.isfinite(one)}
         if self._partial is not None and values:
             row = {"section": section, "values": list(values.items())}
             self._partial.add(f"{section} {min(values)}", row)
