@@ -43,7 +43,13 @@ class FinishedParts:
 
     def add(self, section: str, values: Mapping[int, Any]) -> None:
         """Write the finite values of a section. Raises DlmBridgeError where the disk refuses."""
-        values = {index: one for index, one in values.items() if not isinstance(one, float) or math.isfinite(one)}
+        values = {index: value for index, value in values.items() if _is_finite(value)}
         if self._partial is not None and values:
             row = {"section": section, "values": list(values.items())}
             self._partial.add(f"{section} {min(values)}", row)
+
+
+def _is_finite(value: Any) -> bool:
+    """False for a log-likelihood that is NaN or infinite, alone or as the first of a pair."""
+    figure = value[0] if isinstance(value, (list, tuple)) else value
+    return not isinstance(figure, float) or math.isfinite(figure)

@@ -108,7 +108,7 @@ def test_a_dry_run_names_damaged_pickled_weights(copy: Path, damage: Damage) -> 
 def test_pickled_weights_of_torch_before_1_6_are_refused(copy: Path) -> None:
     """They have no archive whose records can be checked before anything is read."""
     pickle_weights(copy, _use_new_zipfile_serialization=False)
-    with pytest.raises(DlmBridgeError, match="pytorch_model-00001-of-00002.bin: not a torch.save file of torch 1.6"):
+    with pytest.raises(DlmBridgeError, match=r"pytorch_model-00001-of-00002.bin: not a torch.save file"):
         dry_run(TrainConfig.from_flags(model=str(copy), data=["mock"], output="y", seq_length=32))
 
 
