@@ -57,16 +57,21 @@ SHAPES = (
     Shape("LLaDA-8B, 16 rows, 640", 16, 32, 1, 32, 160, 640),
     Shape("Fast-dLLM v2 7B, 8 rows, 1024", 8, 4, 7, 32, 992, 1024),
 )
+TINY = (
+    Shape("tiny", 2, 2, 2, 4, 12, 16, size=16),
+    Shape("tiny, two padded blocks", 2, 2, 2, 8, 8, 16, size=16, block=4, padded=4),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes alone")
     options = parser.parse_args()
     console = Console(width=200, highlight=False, soft_wrap=True)
     torch.manual_seed(0)
-    for shape in SHAPES:
-        layers = [inputs(shape) for _ in range(LAYERS)]
+    for shape in TINY if options.tiny else SHAPES:
+        layers = [inputs(shape) for _ in range(1 if options.tiny else LAYERS)]
         expected = attention.attend_torch(*layers[0]).double()
         error = ((triton_kernels.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
         seen = shape.batch * shape.end if layers[0][7] is None else int(layers[0][7].sum())

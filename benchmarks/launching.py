@@ -56,7 +56,8 @@ def launch(
     place = _place(said)
     if place or time.monotonic() - began >= limit_s:
         return f"stopped after {time.monotonic() - began:.0f} s{place}"
-    lines = [line for line in said.splitlines() if "rror" in line] or said.splitlines()[-1:]
+    lines = [line for line in said.splitlines() if line.startswith("dlm-bridge: ")]
+    lines = lines or [line for line in said.splitlines() if "rror" in line] or said.splitlines()[-1:]
     return " | ".join(lines[:3])[:600] or f"ended with exit code {job.returncode}"
 
 

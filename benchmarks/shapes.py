@@ -80,3 +80,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "pad_token_id": 156892,
     },
 }
+# Of a few layers, for a look at what a benchmark prints.
+SHAPES["tiny"] = {
+    **SHAPES["1.7b"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "mask_token_id": 511,
+}
+SHAPES["tiny-moe"] = {
+    **SHAPES["moe"],
+    "hidden_size": 64,
+    "dense_intermediate_size": 96,
+    "expert_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_layer_freq": [1] * 2,
+    "vocab_size": 512,
+    "mask_token_id": 511,
+    "eos_token_id": 510,
+    "pad_token_id": 510,
+}

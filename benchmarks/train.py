@@ -294,6 +294,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
             vp_stage=number if config.parallel.vp > 1 else None,
             **arguments,
         )
+        model.absent = None  # which `wrap_chunks` asks of our models: nothing is loaded later
         chunks.append(model.cuda())
     load(chunks, bridge.checkpoint)  # our side's weights: routers, above all, send as many tokens to each GPU
     wrapped = wrap_chunks(chunks, config)

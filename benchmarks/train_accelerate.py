@@ -36,17 +36,6 @@ from rich.console import Console
 from shapes import SEQUENCE, SHAPES  # the file beside this one
 from torch.nn.attention import SDPBackend
 
-TINY = {
-    **SHAPES["1.7b"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "mask_token_id": 511,
-}
 # Of about 135M parameters, of which 29M are embeddings.
 SMALL = {
     **SHAPES["1.7b"],
@@ -59,7 +48,7 @@ SMALL = {
     "vocab_size": 49_152,
     "mask_token_id": 49_151,
 }
-ALL = SHAPES | {"135m": SMALL, "tiny": TINY}
+ALL = SHAPES | {"135m": SMALL}
 SIDES = ("ours", "eager", "compiled")
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 MAIN = os.environ.get("RANK", "0") == "0"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from typing import Any
@@ -21,7 +22,14 @@ def run() -> None:
         warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
         from dlm_bridge.cli.app import main
 
-        main()
+        try:
+            main()
+        except SystemExit as end:
+            if not end.code:
+                if (runner := sys.modules.get("dlm_bridge.generation.runtime.runner")) is not None:
+                    runner.forget_graphs()  # NCCL would wait for graphs that hold its collectives
+                processes.destroy_process_groups()
+            raise
     except KeyboardInterrupt:  # before or after the command's own work
         processes.report("interrupted")
         raise SystemExit(130) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -30,7 +31,7 @@ from dlm_bridge.cli import (
     verify,
 )
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import DlmBridgeError, shortened
+from dlm_bridge.errors import DlmBridgeError, printable, shortened
 
 
 class _InterruptedError(Exception):
@@ -80,6 +81,8 @@ for group in (
 
 
 _AS_PYTHON_PRINTS = warnings.formatwarning
+STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_PACKAGE = os.path.dirname(processes.__file__) + os.sep
 # Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -90,9 +93,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
     warnings.formatwarning = _warning
-    logging.setLogRecordFactory(_ShortRecord)
+    logging.setLogRecordFactory(_PrintableRecord)
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
+        sys.stdout.flush()  # what Python cannot write at its end would be a traceback
     except DlmBridgeError as error:
         _fail(str(error))
     except _UsageError as error:
@@ -101,11 +105,13 @@ def main() -> None:
         _fail(str(interrupt), code=130)
     except typer.Abort:
         _fail("interrupted", code=130)
-    except BrokenPipeError:
-        # The reader of our output has gone; Python would complain once more while it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has gone
+        _discard_stdout()
         raise SystemExit(0) from None
     except OSError as error:
+        if error.filename is None and error.errno in STDOUT_FULL:
+            _discard_stdout()
+            _fail(f"the output cannot be written: {error.strerror}: make room there")
         if error.filename is None:
             raise
         _fail(shortened(f"{error.filename}: {error.strerror}"))
@@ -114,16 +120,23 @@ def main() -> None:
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _warning(*args: Any, **kwargs: Any) -> str:
-    """A library's warning, which may quote what a file holds, as Python prints it but `shortened`."""
-    return shortened(_AS_PYTHON_PRINTS(*args, **kwargs))
+def _discard_stdout() -> None:
+    """Python would complain once more when it flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _ShortRecord(logging.LogRecord):
-    """A library's log message, which may quote what a file holds."""
+def _warning(message: Warning | str, category: type[Warning], filename: str, *args: Any, **kwargs: Any) -> str:
+    """A warning, which may quote what a file holds, as Python prints it."""
+    text = _AS_PYTHON_PRINTS(message, category, filename, *args, **kwargs)
+    return shortened(text) if filename.startswith(_PACKAGE) else printable(text)
+
+
+class _PrintableRecord(logging.LogRecord):
+    """A log message, which may quote what a file holds."""
 
     def getMessage(self) -> str:  # noqa: N802
-        return shortened(super().getMessage())
+        text = super().getMessage()
+        return shortened(text) if self.name.split(".")[0] == "dlm_bridge" else printable(text)
 
 
 def _usage(error: Any) -> str:

@@ -13,13 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
-from dlm_bridge.cli.help import LOADING, Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer, TpPlan
+from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings, parse_template_args
+from dlm_bridge.cli.help import (
+    LOADING,
+    ChatTemplateArgs,
+    Device,
+    DeviceMap,
+    Dtype,
+    Family,
+    Like,
+    Revision,
+    Tokenizer,
+    TpPlan,
+)
 from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
     from dlm_bridge.evaluation.perplexity import Perplexity
     from dlm_bridge.distributed import Replicas
+    from dlm_bridge.evaluation.resume import FinishedParts
     from dlm_bridge.loading import LoadedModel
 
 MEASURING = "Measuring"
@@ -42,6 +54,9 @@ def evaluate(
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write results.json and samples.jsonl.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output has.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from what an interrupted command has left in --output.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="results.json on stdout.")] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Documents of each task, windows of a text.", rich_help_panel=MEASURING)
@@ -52,6 +67,20 @@ def evaluate(
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.", rich_help_panel=MEASURING)
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The system's message.", rich_help_panel=MEASURING)
+    ] = None,
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        typer.Option(help="With --chat: examples are turns of the chat (default).", rich_help_panel=MEASURING),
+    ] = None,
+    chat_template_args: ChatTemplateArgs = None,
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option(
+            "--confirm-run-unsafe-code", help="Run tasks that execute the model's code.", rich_help_panel=MEASURING
+        ),
     ] = False,
     mc_samples: Annotated[
         int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.", rich_help_panel=MEASURING)
@@ -115,6 +144,10 @@ def evaluate(
         limit=limit,
         shots=shots,
         chat=chat,
+        system=system,
+        fewshot_as_multiturn=fewshot_as_multiturn,
+        template_args=parse_template_args(chat_template_args or []),
+        run_unsafe_code=confirm_run_unsafe_code,
         mc_samples=mc_samples,
         batch_size=parse_batch_size(batch_size),
         max_length=max_length,
@@ -123,12 +156,17 @@ def evaluate(
         sampler=parse_settings(set_ or []),
     )
     request.check()
+    if resume and output is None:
+        raise DlmBridgeError("--resume continues what --output has: give it")
     if output is not None and not overwrite and (output / "results.json").exists():
         raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or give --overwrite")
     # Imported only now: a mistyped option should answer at once.
     from transformers.utils import logging
 
-    from dlm_bridge.evaluation.report import report, write
+    from dlm_bridge.convert.partial import PartialRows
+    from dlm_bridge.evaluation.report import RESULTS, report, write
+    from dlm_bridge.evaluation.resume import FinishedParts
+    from dlm_bridge.hub import checkpoint_folder
     from dlm_bridge.loading import Placement, join_replicas, load_model, process_group_ends
 
     logging.set_verbosity_error()
@@ -140,13 +178,23 @@ def evaluate(
         )
         replicas = join_replicas(placement)
         request = request.fit(model, opened, replicas)
-        text = request.measure_text(opened, replicas)
-        found = request.run_tasks(opened, replicas)
+        unfinished, finished = None, None
+        if output is not None:
+            call = [str(checkpoint_folder(model).absolute()), revision, like, str(opened.model.dtype)]
+            unfinished = PartialRows(output / RESULTS, [call, request.identity()], replicas.number)
+            finished = FinishedParts.open(unfinished, resume, overwrite, replicas)
+        try:
+            text = request.measure_text(opened, replicas, finished)
+            found = request.run_tasks(opened, replicas, finished)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note)) from None
     if not replicas.leads:
         return
     facts = report(model, opened, request.record(opened, replicas), found, text)
     if output is not None:
         write(output, facts, found, overwrite)
+        assert unfinished is not None
+        unfinished.remove()
     if as_json:
         typer.echo(json.dumps(facts, indent=2, default=str))
     else:
@@ -162,6 +210,10 @@ class EvaluationRequest:
     limit: int | None
     shots: int | None
     chat: bool
+    system: str | None
+    fewshot_as_multiturn: bool | None
+    template_args: dict[str, Any]
+    run_unsafe_code: bool
     mc_samples: int
     batch_size: int | None  # None: as memory allows
     max_length: int
@@ -175,6 +227,11 @@ class EvaluationRequest:
             raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
+        for flag, given in (
+            ("--fewshot-as-multiturn", self.fewshot_as_multiturn), ("--chat-template-args", self.template_args)
+        ):  # fmt: skip
+            if given and not self.chat:
+                raise DlmBridgeError(f"{flag} is of a chat: give --chat as well")
         for name in NOT_OF_TASKS:
             if name in self.sampler:
                 raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
@@ -197,7 +254,13 @@ class EvaluationRequest:
                 typer.echo(plan.summary, err=True)
         return dataclasses.replace(self, max_length=max_length, window=min(self.window, context), batch_size=rows)
 
-    def measure_text(self, opened: LoadedModel, replicas: Replicas) -> Perplexity | None:
+    def identity(self) -> dict[str, Any]:
+        """What a resumed evaluation has in common with the interrupted one: all that its values depend on."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "batch_size"}
+
+    def measure_text(
+        self, opened: LoadedModel, replicas: Replicas, finished: FinishedParts | None
+    ) -> Perplexity | None:
         """The perplexity of the text, if one is given."""
         from dlm_bridge.evaluation.perplexity import text_perplexity
 
@@ -215,9 +278,12 @@ class EvaluationRequest:
             seed=self.seed,
             batch_size=self.batch_size,
             replicas=replicas,
+            finished=finished,
         )
 
-    def run_tasks(self, opened: LoadedModel, replicas: Replicas) -> dict[str, Any] | None:
+    def run_tasks(
+        self, opened: LoadedModel, replicas: Replicas, finished: FinishedParts | None
+    ) -> dict[str, Any] | None:
         """The results of the tasks, if any are given, as lm-evaluation-harness gives them."""
         if not self.tasks:
             return None
@@ -232,9 +298,13 @@ class EvaluationRequest:
             limit=self.limit,
             shots=self.shots,
             chat=self.chat,
+            system=self.system,
+            fewshot_as_multiturn=self.fewshot_as_multiturn is not False,
+            template_args=self.template_args,
+            run_unsafe_code=self.run_unsafe_code,
             sampler=self.sampler,
         )
-        return run_tasks(opened, self.tasks, settings, replicas)
+        return run_tasks(opened, self.tasks, settings, replicas, finished)
 
     def record(self, opened: LoadedModel, replicas: Replicas) -> dict[str, Any]:
         """The settings as results.json has them."""
@@ -244,6 +314,9 @@ class EvaluationRequest:
             "limit": self.limit,
             "shots": self.shots,
             "chat": self.chat,
+            "system": self.system,
+            "fewshot_as_multiturn": self.fewshot_as_multiturn is not False if self.chat else None,
+            "chat_template_args": self.template_args,
             "mc_samples": self.mc_samples if opened.diffusion else None,
             "batch_size": self.batch_size,
             "processes": replicas.shares,

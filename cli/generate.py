@@ -9,9 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import ALIASES, SETTINGS, Request, parse_batch_size, parse_settings
+from dlm_bridge.cli.generate_request import (
+    ALIASES,
+    SETTINGS,
+    Request,
+    parse_batch_size,
+    parse_settings,
+    parse_template_args,
+)
 from dlm_bridge.cli.help import (
     LOADING,
+    ChatTemplateArgs,
     Device,
     DeviceMap,
     Dtype,
@@ -70,6 +78,7 @@ def _command() -> Callable[..., None]:
             if name in settings:
                 raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
             settings[name] = value
+        options["template_args"] = parse_template_args(options.pop("chat_template_args") or [])
         options["batch_size"] = parse_batch_size(options["batch_size"])
         request = Request(settings=settings, **options)
         request.check()
@@ -84,7 +93,7 @@ def _command() -> Callable[..., None]:
         "field": "prompt",
         "batch_size": "8",
         "dtype": "keep",
-        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "show", "as_json"), False),
+        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "resume", "show", "as_json"), False),
     }
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
@@ -102,6 +111,7 @@ def _run_options() -> dict[str, Any]:
         "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
         "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],
+        "chat_template_args": ChatTemplateArgs,
         "infill": Annotated[
             bool, Option("--infill", help="Fill the prompt's [MASK] or [MASK:n], a token or n of them.")
         ],
@@ -118,6 +128,10 @@ def _run_options() -> dict[str, Any]:
         ],
         "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
         "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
+        "resume": Annotated[
+            bool,
+            Option("--resume", help="With --jsonl: continue from OUTPUT.partial, left by an interrupt."),
+        ],
         "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
         "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animated page of the denoising.")],
         "svg": Annotated[Path | None, Option(metavar="FILE", help="Write an animated picture of the denoising.")],

@@ -43,12 +43,14 @@ class Request:
     prompt: str | None
     chat: bool
     system: str | None
+    template_args: dict[str, Any]
     jsonl: str | None
     field: str
     batch_size: int | None  # None: as many as memory allows
     commit_steps: bool
     output: Path | None
     overwrite: bool
+    resume: bool
     show: bool
     html: Path | None
     svg: Path | None
@@ -79,8 +81,12 @@ class Request:
             raise DlmBridgeError(
                 "--commit-steps records the answers of a file of prompts: give --jsonl, and no --infill"
             )
+        if self.resume and (self.jsonl is None or self.output is None):
+            raise DlmBridgeError("--resume continues the rows of a file: give --jsonl and --output")
         if self.system is not None and not self.chat:
             raise DlmBridgeError("--system is a message of a chat: give --chat as well")
+        if self.template_args and not self.chat and self.jsonl is None:
+            raise DlmBridgeError("--chat-template-args is of a chat: give --chat as well")
         if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
 
@@ -95,17 +101,36 @@ def parse_batch_size(text: str) -> int | None:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """The values of `--set name=value`: JSON, Python's True, False and None, or else text. Raises DlmBridgeError."""
+    """The values of `--set name=value`, as `parse_pairs`. Raises DlmBridgeError, also for what is no setting."""
+    values = parse_pairs(pairs, "--set", "a setting's name and value are needed, such as remasking=random")
+    for name in values:
+        if name in NO_SETTINGS:
+            raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
+    return values
+
+
+def parse_template_args(pairs: list[str]) -> dict[str, Any]:
+    """The values of `--chat-template-args name=value`, as `parse_pairs`. Raises DlmBridgeError."""
+    flag = "--chat-template-args"
+    values = parse_pairs(pairs, flag, "a variable of the template and its value are needed: enable_thinking=false")
+    if values:
+        from dlm_bridge.generation.texts import check_template_args
+
+        check_template_args(values, flag)
+    return values
+
+
+def parse_pairs(pairs: list[str], flag: str, needed: str) -> dict[str, Any]:
+    """The values of `FLAG name=value`: JSON, Python's True, False and None, or else text. Raises DlmBridgeError, which
+    says what is `needed`."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise DlmBridgeError(f"--set {pair}: a setting's name and value are needed, such as remasking=random")
-        if name in NO_SETTINGS:
-            raise DlmBridgeError(f"--set {name}: an argument of generate in Python, no setting: leave it out")
+            raise DlmBridgeError(f"{flag} {pair}: {needed}")
         if name in values:
-            raise DlmBridgeError(f"--set {name} is given twice")
+            raise DlmBridgeError(f"{flag} {name} is given twice")
         try:
             values[name] = json.loads(PYTHON_WORDS.get(text, text))
         except ValueError:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.convert.atomic import atomic_file, check_new_file
+from dlm_bridge.convert.partial import PartialRows
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
@@ -34,6 +35,7 @@ from dlm_bridge.generation.texts import (
     batch_of_rows,
     canvas_texts,
     check_prompts,
+    copies_of_prompt,
     ended_rows,
     mask_token,
     read_prompts,
@@ -41,6 +43,7 @@ from dlm_bridge.generation.texts import (
     seeds_of,
     write_texts,
 )
+from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model, process_group_ends
 
 
@@ -50,7 +53,11 @@ def run(request: Request) -> None:
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
     logging.disable_progress_bar()
     quieten_peft()
-    prompts = [] if request.jsonl is None else read_prompts(request.jsonl, request.field, request.chat, request.system)
+    if request.jsonl is not None and request.output is not None:
+        check_new_file(request.output, request.overwrite)
+    prompts = []
+    if request.jsonl is not None:
+        prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.template_args)
     placement = Placement(
         request.device,
         request.device_map,
@@ -77,7 +84,7 @@ def run(request: Request) -> None:
 
 def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
-    prompt = as_message(text, request.system) if request.chat else WrittenPrompt(text=text)
+    prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
     trace = None
     if (request.show or request.html or request.svg) and _is_main():
@@ -117,6 +124,15 @@ def _sample_file(
     tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
     check_prompts(loaded.model, named, settings, diffusion=loaded.diffusion)
+    sample = _rows_of_a_continuous_batch if loaded.diffusion and not settings.get("infill") else _rows_of_batches
+    if request.commit_steps:
+        if not loaded.diffusion:
+            raise DlmBridgeError(
+                f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records"
+            )
+        sample = partial(_rows_of_a_continuous_batch, recorded=True)
+    copies = copies_of_prompt(loaded.model, settings, diffusion=loaded.diffusion)
+    unfinished, done = _resumed(request, loaded, prompts, tokens, replicas)
     began = time.perf_counter()
     size = request.batch_size
     if size is None:
@@ -127,22 +143,34 @@ def _sample_file(
             typer.echo(plan.summary, err=True)
     if replicas.shares > 1 and _draws_anew(loaded, tokens, settings):
         settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}  # no two draw the same
-    continuous = loaded.diffusion and not settings.get("infill")
-    sample = _rows_of_a_continuous_batch if continuous else _rows_of_batches
-    if request.commit_steps:
-        if not loaded.diffusion:
-            raise DlmBridgeError(
-                f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records"
-            )
-        sample = partial(_rows_of_a_continuous_batch, recorded=True)
-    total, forwards = 0, _Count()
-    with _stdout_or(request) as stream, _progress(len(prompts)) as advance:
-        rows = _located(sample(loaded, tokens, settings, size, forwards, replicas), prompts)
-        for number, row in _in_order(rows) if replicas.shares == 1 else _gathered(rows, forwards, replicas, advance):
-            stream.write(json.dumps({**prompts[number].row, **row}, ensure_ascii=False) + "\n")
-            stream.flush()
-            total += row["tokens"]
-            advance(number)
+    forwards, written = _Count(), _Count()
+
+    def line(index: int, facts: Facts) -> str:
+        """A row of the output; a finished one is also in the partial file."""
+        row = {**prompts[index // copies].row, **facts}
+        if unfinished is not None and index not in done and replicas.leads_share:
+            unfinished.add(index, row)
+        written.value += facts["tokens"]
+        return json.dumps(row, ensure_ascii=False) + "\n"
+
+    rows = _located(sample(loaded, tokens, settings, size, copies, forwards, replicas, done), prompts, copies)
+    with _progress(len(prompts) * copies) as advance:
+        if request.output is None and replicas.shares == 1:
+            for index, facts in _in_order(rows):
+                sys.stdout.write(line(index, facts))
+                sys.stdout.flush()
+                advance(index + 1)
+        else:
+            try:
+                lines = _gathered(rows, line, done, replicas, advance)
+                forwards.value = sum(replicas.gather(forwards.value))
+                written.value = sum(replicas.gather(written.value))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note)) from None
+            with _stdout_or(request) as stream:
+                stream.writelines(lines)
+            if unfinished is not None and replicas.leads:
+                unfinished.remove()
     if not _is_main():
         return
     seconds = time.perf_counter() - began
@@ -150,7 +178,7 @@ def _sample_file(
         "model": request.model,
         "family": loaded.family,
         "prompts": len(prompts),
-        "tokens": total,
+        "tokens": written.value,
         "forwards": forwards.value,
         "seconds": seconds,
     }
@@ -164,9 +192,11 @@ def _sample_file(
         )
 
 
-def _located(rows: Iterator[tuple[int, Row]], prompts: Sequence[WrittenPrompt]) -> Iterator[tuple[int, Row]]:
+def _located(
+    rows: Iterator[tuple[int, Facts]], prompts: Sequence[WrittenPrompt], copies: int
+) -> Iterator[tuple[int, Facts]]:
     """The same rows; a prompt that fails is named by its file and line."""
-    with rows_named(lambda number: prompts[number].where):
+    with rows_named(lambda index: prompts[index // copies].where):
         yield from rows
 
 
@@ -175,7 +205,28 @@ class _Count:
     value: int = 0
 
 
-Row = tuple[int, dict[str, Any]]  # the number of its prompt, and what is written of it
+Facts = dict[str, Any]  # what is written of a row beside its prompt
+
+
+def _resumed(
+    request: Request,
+    loaded: LoadedModel,
+    prompts: Sequence[WrittenPrompt],
+    tokens: Sequence[Sequence[int]],
+    replicas: Replicas,
+) -> tuple[PartialRows | None, dict[int, Facts]]:
+    """The file of finished rows, and those that an interrupted command has finished, the same in all processes."""
+    if request.output is None:
+        return None, {}
+    call = [
+        str(checkpoint_folder(request.model).absolute()),
+        [request.revision, request.family, request.like, str(loaded.model.dtype), request.commit_steps],
+        request.settings,
+        [[prompt.row, list(ids)] for prompt, ids in zip(prompts, tokens, strict=True)],
+    ]
+    unfinished = PartialRows(request.output, call, replicas.number)
+    found = unfinished.start(request.resume, request.overwrite)
+    return unfinished, {int(key): row for part in replicas.gather(found) for key, row in part.items()}
 
 
 def _draws_anew(loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> bool:
@@ -185,28 +236,35 @@ def _draws_anew(loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings:
     return settings.get("seed") is None
 
 
-def _in_order(rows: Iterator[tuple[int, Row]]) -> Iterator[Row]:
+def _in_order(rows: Iterator[tuple[int, Facts]]) -> Iterator[tuple[int, Facts]]:
     """Rows by their index, as soon as all before them are there."""
-    early: dict[int, Row] = {}
+    early: dict[int, Facts] = {}
     following = 0
     for index, row in rows:
         early[index] = row
         while following in early:
-            yield early.pop(following)
+            yield following, early.pop(following)
             following += 1
 
 
 def _gathered(
-    rows: Iterator[tuple[int, Row]], forwards: _Count, replicas: Replicas, advance: Callable[[int], None]
-) -> list[Row]:
-    """The rows of all processes by their index, when all have ended, and in `forwards` the forward passes of all."""
-    own: dict[int, Row] = {}
+    rows: Iterator[tuple[int, Facts]],
+    line: Callable[[int, Facts], str],
+    done: Mapping[int, Facts],
+    replicas: Replicas,
+    advance: Callable[[int], None],
+) -> list[str]:
+    """The lines of all processes and those that are `done`, by their index, when all rows have ended."""
+    lines = {index: line(index, facts) for index, facts in done.items()} if replicas.leads else {}
+    count = 0
     with replicas.named():
-        for index, row in rows:
-            own[index] = row
-            advance(len(own) * replicas.shares)  # the others are about as far
-    forwards.value = sum(replicas.gather(forwards.value))
-    return replicas.collect(own)
+        for index, facts in rows:
+            if index in done:  # of a batch in which others were not
+                continue
+            lines[index] = line(index, facts)
+            count += replicas.shares  # the others are about as far
+            advance(len(done) + count)
+    return replicas.collect(lines)
 
 
 def _rows_of_a_continuous_batch(
@@ -214,23 +272,24 @@ def _rows_of_a_continuous_batch(
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
     size: int,
+    copies: int,
     forwards: _Count,
     replicas: Replicas,
+    done: Container[int],
     recorded: bool = False,
-) -> Iterator[tuple[int, Row]]:
-    """The rows of this process's share by their index, as they end, and in `forwards` the model's forward passes;
-    `recorded` with their trajectories."""
-    batch = batch_of_rows(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded)
-    copies = sum(replicas.gather(batch.rows_waiting)) // len(prompts)
+) -> Iterator[tuple[int, Facts]]:
+    """The rows of this process's share by their index, as they end, without those that are `done`, and in `forwards`
+    the model's forward passes; `recorded` with their trajectories."""
+    batch = batch_of_rows(
+        loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded, skip=done
+    )
     rows = recorded_rows(batch) if recorded else ((row, None) for row in ended_rows(batch))
-    with rows_named(lambda row: row // copies):
-        for row, steps in rows:
-            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-            number = row.name // copies
-            if steps is not None:
-                facts |= {"prompt_token_ids": list(prompts[number]), "commit_steps": steps}
-            yield row.name, (number, facts)
+    for row, steps in rows:
+        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+        if steps is not None:
+            facts |= {"prompt_token_ids": list(prompts[row.name // copies]), "commit_steps": steps}
+        yield row.name, facts
     forwards.value = batch.forwards
 
 
@@ -239,43 +298,48 @@ def _rows_of_batches(
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
     size: int,
+    copies: int,
     forwards: _Count,
     replicas: Replicas,
-) -> Iterator[tuple[int, Row]]:
-    """The same, one batch after the other: autoregressive models, and prompts to fill."""
+    done: Container[int],
+) -> Iterator[tuple[int, Facts]]:
+    """The same, one batch after the other: autoregressive models, and prompts to fill. A batch of which some rows are
+    done is sampled again."""
     if (
         not loaded.diffusion
-        and (found := canvas_texts(loaded.model, loaded.tokenizer, prompts, settings, size, replicas)) is not None
+        and (found := canvas_texts(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, done))
+        is not None
     ):
-        yield from _rows_of_canvases(loaded, settings, forwards, *found)
+        yield from _rows_of_canvases(loaded, forwards, *found)
         return
     seeds = seeds_of(loaded.model, prompts, settings) if loaded.diffusion else None
-    copies = len(seeds) // len(prompts) if seeds else 0
-    for start in replicas.share(range(0, len(prompts), size)):
+    starts = [
+        start
+        for start in range(0, len(prompts), size)
+        if any(index not in done for index in range(start * copies, min(start + size, len(prompts)) * copies))
+    ]
+    for start in replicas.share(starts):
         part = prompts[start : start + size]
         own = seeds[start * copies : (start + size) * copies] if seeds else None
         drawn = settings
         if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
             drawn = {**settings, "seed": settings["seed"] + start // size}
-        with rows_named(range(start, len(prompts)).__getitem__):
+        with rows_named(range(start * copies, len(prompts) * copies, copies).__getitem__):
             result = _sample(loaded, part, drawn, None, own)
         forwards.value += result.forwards
-        each = len(result.texts) // len(part)  # several, with num_return_sequences
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
-            facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": ids}
-            yield start * each + place, (start + place // each, facts)
+            facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": list(ids)}
+            yield start * copies + place, facts
 
 
 def _rows_of_canvases(
-    loaded: LoadedModel, settings: dict[str, Any], forwards: _Count, batch: CanvasBatch, texts: Iterator[CanvasText]
-) -> Iterator[tuple[int, Row]]:
+    loaded: LoadedModel, forwards: _Count, batch: CanvasBatch, texts: Iterator[CanvasText]
+) -> Iterator[tuple[int, Facts]]:
     """The same of DiffusionGemma, in a batch that rows enter and leave."""
-    copies = settings.get("num_return_sequences") or 1
-    with rows_named(lambda row: row // copies):
-        for row in texts:
-            text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-            facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-            yield row.number, (row.number // copies, facts)
+    for row in texts:
+        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
+        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
+        yield row.number, facts
     forwards.value = batch.forwards
 
 
@@ -329,11 +393,11 @@ def _stdout_or(request: Request) -> Iterator[TextIO]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar over prompts on stderr, where that is a terminal; called with the number of the last one done."""
+    """A bar over rows on stderr, where that is a terminal; called with the number of those done."""
     console = Console(stderr=True)
     if not (console.is_terminal and _is_main()):
         yield lambda number: None
         return
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("sampling", total=total)
-        yield lambda number: bar.update(task, completed=number + 1)
+        yield lambda number: bar.update(task, completed=number)

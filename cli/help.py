@@ -222,6 +222,10 @@ TpPlan = Annotated[
     str | None,
     typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
 ]
+ChatTemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Variable of the chat template: enable_thinking=false. Repeatable."),
+]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
 ]

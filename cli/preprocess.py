@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dlm_bridge.cli.convert import Json, Overwrite, progress_bar
+from dlm_bridge.cli.convert import Json, Overwrite, Resume, progress_bar
 from dlm_bridge.errors import printable
 
 
@@ -38,6 +38,7 @@ def preprocess(
         int | None,
         typer.Option(help="Processes, each on a core; 1: the tokenizer's own threads. All cores by default."),
     ] = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -51,7 +52,7 @@ def preprocess(
     loaded = open_tokenizer(tokenizer, "--tokenizer")
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     with progress_bar("tokenising") as progress:
-        report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress)
+        report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress, resume)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return

@@ -61,6 +61,8 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     for name, size in report["files"].items():
         note = " (generated)" if name == "README.md" and report["card"] == "generated" else ""
         typer.echo(printable(f"  {name}  {size:,}{note}"))
+    for name, public in report["renamed"].items():
+        typer.echo(printable(f"{name}: names its source {public}, in the place of a local path"))
     if report["left_out"]:
         typer.echo(printable(f"left out: {', '.join(report['left_out'])}"))
     if report["card_text"]:

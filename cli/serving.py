@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +18,8 @@ from dlm_bridge.errors import DlmBridgeError, printable
 if TYPE_CHECKING:
     from dlm_bridge.loading import LoadedModel
 
-LIMITS = "Limits"
+LIMITS, BROWSERS = "Limits", "Browsers"
+API_KEY = "DLM_BRIDGE_API_KEY"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
 
@@ -37,9 +42,26 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="DLM_BRIDGE_API_KEY",
+            envvar=API_KEY,
             show_envvar=False,
             help="Key that requests must send (Authorization: Bearer KEY); by default $DLM_BRIDGE_API_KEY, if set.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of this server that requests may use (header Host); may be repeated. By default any, or those "
+            "of this machine if it listens on this machine alone.",
+            rich_help_panel=BROWSERS,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Web page's origin, such as https://example.com, whose scripts may use the server; may be repeated.",
+            rich_help_panel=BROWSERS,
         ),
     ] = None,
     setting: Annotated[
@@ -58,7 +80,9 @@ def serve(
     ] = "32",
     queue_size: Annotated[
         int,
-        typer.Option(min=1, help="Texts that wait, at most; further requests get 429.", rich_help_panel=LIMITS),
+        typer.Option(
+            min=1, help="Texts that wait or are read, at most; further requests get 429.", rich_help_panel=LIMITS
+        ),
     ] = 256,
     max_length: Annotated[
         int | None,
@@ -74,7 +98,10 @@ def serve(
     timeout: Annotated[
         float,
         typer.Option(
-            min=0.001, metavar="SECONDS", help="From a request to the end of its answer.", rich_help_panel=LIMITS
+            min=0.001,
+            metavar="SECONDS",
+            help="From a request's header to the end of its answer.",
+            rich_help_panel=LIMITS,
         ),
     ] = 600.0,
     dtype: Dtype = "keep",
@@ -95,12 +122,32 @@ def serve(
     _require("serve", ("fastapi", "uvicorn"))
     from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
     from dlm_bridge.serving.batches import row_sampler
+    from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
-    from dlm_bridge.serving.server import Limits, Server, bind
+    from dlm_bridge.serving.server import Limits, Server
 
+    check_api_key(api_key)
+    hosts, origins = allowed_host or [], cors_origin or []
+    _check_names(
+        "--allowed-host",
+        hosts,
+        r"\*|(\*\.)?[^\s*/:\[\]]+|\[[0-9a-fA-F:.]+\]",
+        "a name without a port, such as example.com",
+    )
+    _check_names(
+        "--cors-origin", origins, r"\*|[a-z][a-z0-9+.-]*://[^\s*/]+", "an origin, such as https://example.com"
+    )
     defaults, rows = parse_settings(setting or []), parse_batch_size(batch_size)
     sock = bind(host, port)  # before the model is loaded, which may take minutes
+    if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+        hosts += [*LOOPBACK, host]
+    elif api_key is None:
+        typer.echo(
+            f"warning: --host {host} without an API key: whoever reaches this machine can use the model; "
+            f"set {API_KEY}",
+            err=True,
+        )
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
     name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
     served = ServedModel(loaded, name, defaults, max_length)
@@ -110,9 +157,31 @@ def serve(
         rows = plan.rows
         typer.echo(plan.summary, err=True)
     scheduler = Scheduler(row_sampler(served), batch_size=rows, queue_size=queue_size)
-    said = f"{printable(model)} ({loaded.family}): http://{host}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
-    limits = Limits(max_body * 2**20, timeout, api_key or None)
-    Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True)).serve_forever()
+    at = f"[{host}]" if ":" in host else host
+    said = f"{printable(model)} ({loaded.family}): http://{at}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
+    limits = Limits(max_body * 2**20, timeout, api_key, tuple(hosts) or ("*",), tuple(origins))
+    server = Server(served, scheduler, limits, sock, when_ready=lambda: print(said, flush=True))
+    server.serve_forever()
+    if server.busy:  # a forward pass or a prompt, for which nobody waits
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _check_names(option: str, names: list[str], pattern: str, wanted: str) -> None:
+    for name in names:
+        if not re.fullmatch(pattern, name):
+            raise DlmBridgeError(f"{option} {name!r} must be {wanted}, or *")
+
+
+def check_api_key(key: str | None) -> None:
+    """Raise DlmBridgeError for a key that no request can send, such as an empty one."""
+    if key is None and os.environ.get(API_KEY) == "":  # which Typer takes for none
+        key = ""
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+        raise DlmBridgeError(
+            f"--api-key or {API_KEY}: a key must be printable ASCII characters, without blanks around them: to serve "
+            f"without a key, unset {API_KEY}"
+        )
 
 
 def web_app(
@@ -133,14 +202,17 @@ def web_app(
     Example: dlm-bridge app GSAI-ML/LLaDA-8B-Instruct
     """
     _require("app", ("gradio",))
-    from dlm_bridge.generation.display.web_page import PageModel, serve_page
+    from dlm_bridge.serving.connections import HttpServer, bind
+    from dlm_bridge.serving.web_page import PageModel, page_app
 
+    sock = bind("127.0.0.1", port)  # before the model is loaded, which may take minutes
     loaded = _load(model, dtype, device, device_map, tokenizer, family, revision, like)
     shown = printable(model)
     page_model = PageModel(loaded.model, loaded.tokenizer, shown, diffusion=loaded.diffusion)
-    typer.echo(f"{shown} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)")
+    said = f"{shown} ({loaded.family}): http://127.0.0.1:{port} (Ctrl-C ends)"
+    app = page_app(page_model)
     try:
-        serve_page(page_model, port)
+        HttpServer(app, sock, lambda: print(said, flush=True), grace_s=0, lifespan="on").serve_forever()
     finally:
         page_model.close()
 

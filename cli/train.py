@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import typing
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.help import completes, family_names, objective_names
+from dlm_bridge.errors import printable
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import Option, options_of
@@ -35,9 +37,10 @@ On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
 SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
---data are rows of JSONL, parquet or a dataset: {"messages": [{"role": ..., "content": ...}, ...]}, or "prompt" and
-"completion", two texts or two lists of messages. The tokenizer's chat template writes them. Masks, padding and what a
-loss is divided by follow the model's family; every option can be set in a YAML file, as for pretrain.
+--data are rows of JSONL, parquet, CSV or a dataset: {"messages": [{"role": ..., "content": ...}, ...]}, "prompt" and
+"completion" (two texts or two lists of messages), ShareGPT's or Alpaca's. The chat template of the tokenizer, or of
+--chat-template, formats them; --preview N shows what is trained. Masks, padding and what a loss is divided by follow
+the model's family; every option can be set in a YAML file, as for pretrain.
 
 Example:
 
@@ -45,7 +48,9 @@ Example:
 
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli sft ...
 """
-SFT_DATA = "Conversations: JSONL, parquet, a folder or glob of them, or a dataset. May be repeated."
+SFT_DATA = (
+    "Conversations: JSONL (also .gz, .zst), parquet, CSV, a folder or glob of them, or a dataset. May be repeated."
+)
 PRETRAIN_DATA = (
     "Text, JSONL, parquet, a folder, a glob, a dataset NAME:CONFIG:SPLIT, the prefix of a Megatron .bin/.idx pair, or "
     "mock. Several are read as one; W PATH W PATH ... blends them by weight."
@@ -54,7 +59,11 @@ RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
 NAMES = {"family": family_names, "objective": objective_names}  # what options complete that declare no choices
 GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
-AS_JSON = Annotated[bool, typer.Option("--json", help="Of --dry-run: as one JSON object.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
+PREVIEW = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Show the first N rows, trained tokens in colour, and end.")
+]
+SFT_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one a row.")]
 START_OPTIONS: dict[str, tuple[Any, Any]] = {
     "resume": (RESUME, False),
     "dry_run": (DRY_RUN, False),
@@ -73,12 +82,21 @@ def _command(task: str, data: str) -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
         file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
+        shown, as_json = given.pop("preview", None), given["json"]
+        if shown is not None:
+            given |= {"json": False, "output": given.get("output", "preview")}  # nothing is written there
         planned = taken_dry_run(given)
+        if shown is not None and planned is not None:
+            raise typer.BadParameter("--preview and --dry-run exclude each other")
         if more and not given.get("data"):
             raise typer.BadParameter(f"unexpected argument '{more[0]}'")
         if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
             given["data"] = [*given["data"], *more]
         config = load_config(given, None if file is None else Path(file), resume, task)
+        if shown is not None:
+            if os.environ.get("RANK", "0") == "0":
+                _preview(config, shown, as_json)
+            return
         if planned is None:
             _train(config, resume)
             return
@@ -87,6 +105,8 @@ def _command(task: str, data: str) -> Callable[..., None]:
         planned.show(lambda: dry_run(config, planned.gpus, resume))
 
     more = {"more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None), **START_OPTIONS}
+    if task == "sft":
+        more |= {"preview": (PREVIEW, None), "json": (SFT_JSON, False)}
     return with_options(command, TrainConfig, task, {"data": data}, more)
 
 
@@ -186,6 +206,24 @@ def _train(config: TrainConfig, resume: bool) -> None:
     else:
         from dlm_bridge.train.accelerate.trainer import train
     train(config, resume)
+
+
+def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
+    """Print the first rows as the model gets them."""
+    quieten()
+    from rich.console import Console
+    from rich.text import Text
+
+    from dlm_bridge.plan.preview import preview
+
+    console = Console()
+    for number, row in enumerate(preview(config, count), 1):
+        if as_json:
+            typer.echo(json.dumps(row.as_dict()))
+            continue
+        console.rule(f"row {number}: {len(row.input_ids)} tokens, {sum(row.trained)} trained", style="dim")
+        pieces = ((printable(piece), "bold green" if trained else "") for piece, trained in row.pieces)
+        console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def quieten() -> None:

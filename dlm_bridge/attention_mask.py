@@ -20,13 +20,21 @@ AttentionPattern = Literal["bidirectional", "block_causal", "causal"]
 StreamPattern = Literal["block", "causal"]  # of one stream in two-stream training
 
 
-def block_causal_mask(positions_BS: torch.Tensor, block: int, real_BS: torch.Tensor | None = None) -> torch.Tensor:
+def block_causal_mask(
+    positions_BS: torch.Tensor,
+    block: int,
+    real_BS: torch.Tensor | None = None,
+    documents_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Block-causal mask [B, 1, S, S], bool: query q attends to key k where k // block <= q // block and k is real.
 
-    Blocks are counted from position 0. A padding position attends to itself, so that no softmax row is empty.
+    Blocks are counted from position 0, in each of a row's documents, if it has several. A padding position attends to
+    itself, so that no softmax row is empty.
     """
     blocks_BS = positions_BS // block
     allowed_BSS = blocks_BS[:, None, :] <= blocks_BS[:, :, None]
+    if documents_BS is not None:
+        allowed_BSS = allowed_BSS & (documents_BS[:, None, :] == documents_BS[:, :, None])
     if real_BS is not None:
         allowed_BSS = allowed_BSS & real_BS.bool()[:, None, :]
         allowed_BSS = allowed_BSS | torch.eye(allowed_BSS.shape[-1], dtype=torch.bool, device=allowed_BSS.device)

@@ -51,6 +51,11 @@ class Replicas:
         return self.rank == 0
 
     @property
+    def leads_share(self) -> bool:
+        """Whether this is the process that writes the rows of its share."""
+        return self.rank % self.tp == 0
+
+    @property
     def shares(self) -> int:
         """In how many parts rows are split."""
         return self.processes // self.tp
@@ -77,7 +82,7 @@ class Replicas:
         if self.shares == 1:
             return [value]
         if not self.leads:
-            if self.rank % self.tp == 0:
+            if self.leads_share:
                 self._send(value, 0)
             return list(self.broadcast())
         return list(

@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import yaml
+
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 
 T = TypeVar("T")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 _PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
@@ -32,6 +35,7 @@ _OBJECTS = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
 _MAX_NESTING = 100  # of a JSON file's lists and objects: copies of more exhaust Python's stack
+_MAX_YAML = 100_000  # values of a YAML document, those that its aliases repeat included
 _LAYERS = ("num_hidden_layers", "n_layers")
 _MOST_LAYERS = 10_000  # transformers makes a module for each before it looks at the weights
 _AGAIN = "copy or download it again"
@@ -61,6 +65,23 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     skipped = found[: found.index(whole)]
     _log_taken(folder, whole, "its newest checkpoint" + (f" with weights, not {skipped[0].name}" if skipped else ""))
     return whole
+
+
+def public_name(name: str) -> str:
+    """A checkpoint's name for other machines: the Hub id, also of a snapshot in the Hub's cache; of a local path the
+    last part."""
+    if match := _SNAPSHOT.search(name):
+        return f"{match[1]}/{match[2]}"
+    return name if HUB_ID.fullmatch(name) and not Path(name).exists() else Path(name).name
+
+
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files in a folder the mode that its other new files have: safetensors creates them readable
+    by their owner alone."""
+    mode = folder.stat().st_mode & 0o666  # of a new folder: by the umask
+    for file in folder.rglob("*.safetensors"):
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(mode)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -238,6 +259,34 @@ def read_json(path: Path) -> dict[str, Any]:
     if _nested_deeper(value, _MAX_NESTING):
         raise DlmBridgeError(f"{path}: is nested more than {_MAX_NESTING} levels deep: it is damaged")
     return value
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit to the values, which counts those of a node again at each of its aliases."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._count, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, before = self.check_event(yaml.AliasEvent), self._count
+        self._count += 1
+        node = super().compose_node(parent, index)
+        if is_alias:
+            self._count += self._sizes.get(id(node), _MAX_YAML)  # none yet: it contains itself
+        else:
+            self._sizes[id(node)] = self._count - before
+        if self._count > _MAX_YAML:
+            raise ValueError(f"it has more than {_MAX_YAML:,} values, of which aliases repeat some")
+        return node
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document of plain types. Raises ValueError for any other text."""
+    try:
+        return yaml.load(text, _YamlLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(one_line(error)) from None
 
 
 def _nested_deeper(value: Any, levels: int) -> bool:

@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from dlm_bridge.convert.checkpoints import is_megatron
+from dlm_bridge.convert.checkpoints import is_megatron, open_checkpoint
 from dlm_bridge.convert.formats.hub_weights import check_safetensors
-from dlm_bridge.convert.formats.unpickler import check_whole_archive
+from dlm_bridge.convert.formats.unpickler import check_torch_file, restricted_loading
+from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
+from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
+from dlm_bridge.generation.settings import refuse_prompt_learning
 from dlm_bridge.hub import (
     ADAPTER_CONFIG,
     CONFIG_FILE,
@@ -34,6 +37,7 @@ from dlm_bridge.hub import (
 )
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -171,11 +175,13 @@ def load_model(
     like: str | None = None,
     tokenizer: str | None = None,
 ) -> LoadedModel:
-    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, of a
-    PEFT folder, on the base that it names, or of the newest checkpoint in a training run's folder.
+    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, of an
+    adapter, a PEFT folder or Megatron's, on the base that it or its run names, or of the newest checkpoint in a
+    training run's folder.
 
     `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
-    checkpoint that was not written by dlm-bridge; `tokenizer` a folder or id of another tokenizer.
+    checkpoint, or the base of an adapter, that was not written by dlm-bridge; `tokenizer` a folder or id of another
+    tokenizer.
 
     Raises:
         DlmBridgeError: a place that holds no model that can be sampled from, no tokenizer, or a placement that the
@@ -187,13 +193,16 @@ def load_model(
     if path.is_dir() and is_megatron(path):
         if revision is not None:
             raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
-        with _exported(path, like, family) as folder:
+        base = (like or named_base(path)) if (path / ADAPTER_MANIFEST).is_file() else None
+        with _exported(path, like, family, base) as folder:
+            if base is not None:
+                return _load_adapter(folder, str(path), base, placement, dtype, family, tokenizer)
             return _load_folder(folder, where, wanted, family, str(path), tokenizer)
     if like is not None:
         raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
     folder = resolve(path, revision)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
-        return _load_adapter(folder, placement, dtype, family, tokenizer)
+        return _load_adapter(folder, str(folder), named_base(folder), placement, dtype, family, tokenizer)
     return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
 
 
@@ -249,6 +258,7 @@ def _load_folder(
     if not any([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         raise DlmBridgeError(f"{name}: no weights there (*.safetensors)")
     model = _load_weights(folder, where, dtype, spec, name)
+    align_special_tokens(model, loaded, name)
     note = precision_note(name, model.dtype, model.device.type) if dtype is None else None
     if note is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(note)
@@ -272,24 +282,26 @@ def precision_note(name: str, dtype: torch.dtype, device: str) -> str | None:
 
 def _load_adapter(
     folder: Path,
+    name: str,
+    base: str,
     placement: Placement | None,
     dtype: str | torch.dtype | None,
     family: str | None,
     tokenizer: str | None,
 ) -> LoadedModel:
-    """A PEFT folder's adapter on its base model."""
-    from peft import PeftModel
+    """A PEFT folder's adapter, called `name` in errors, on its base model."""
+    from peft import PeftConfig, PeftModel
 
     if placement is not None and placement.tensor_parallel:
         cut = "--tp-plan" if placement.tp is None else "--tp"
-        raise DlmBridgeError(f"{cut} cuts whole models: merge {folder} first (dlm-bridge adapter export --merge)")
-    base = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: names no base (base_model_name_or_path)")
+        raise DlmBridgeError(f"{cut} cuts whole models: merge {name} first (dlm-bridge adapter export --merge)")
+    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known():
+        adapter = PeftConfig.from_pretrained(str(folder))
+    refuse_prompt_learning(adapter, name)
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)
-    with opening(folder, f"{folder}: is no adapter of {base}"), key_is_known():
+    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known(), restricted_loading():
         model = PeftModel.from_pretrained(opened.model, str(folder))
         if token is not None:
             restrict_to_masks(model, token)
@@ -344,7 +356,7 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with opening(place, f"{name}: does not load"):
+        with opening(place, f"{name}: does not load"), restricted_loading():
             model, info = model_class.from_pretrained(
                 place, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
@@ -384,7 +396,7 @@ def check_whole(file: Path) -> None:
     and its length, and for a pipe or a device in its place, which must not be opened."""
     check_plain_file(file)
     if file.suffix == ".bin":
-        return check_whole_archive(file)
+        return check_torch_file(file, file)
     return check_safetensors(file)
 
 
@@ -416,11 +428,16 @@ def _device_map(choice: str) -> Any:
 
 
 @contextmanager
-def _exported(root: Path, like: str | None, family: str | None) -> Iterator[Path]:
-    """A Megatron checkpoint as a temporary Hub folder, exported by one process."""
+def _exported(root: Path, like: str | None, family: str | None, base: str | None) -> Iterator[Path]:
+    """A Megatron checkpoint as a temporary Hub folder, an adapter's of `base` as a PEFT folder, exported by one
+    process."""
     from dlm_bridge.bridge import Bridge
 
     def export(folder: Path) -> None:
+        if base is not None:
+            checkpoint = open_checkpoint(base, family=family)
+            export_adapter(open_adapter(root, checkpoint), checkpoint, folder / "hub")
+            return
         Bridge.from_megatron(root, like=like, family=family).to_hf(folder / "hub")
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

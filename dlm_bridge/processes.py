@@ -93,7 +93,8 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
         deadline = time.monotonic() + grace_s
         while time.monotonic() < deadline:
             if not (raised or _to_undo) and _is_importing(sys._current_frames().get(main)):
-                if os.environ.get("RANK", "0") == "0":  # to ask the launcher's store could import what is imported
+                # To ask the launcher's store could import what is imported.
+                if os.environ.get("RANK", "0") == "0" and not is_over():
                     _print("interrupted")
                 os._exit(130)
             # The kernel may have given SIGINT to another thread, which does not wake the main one.
@@ -169,6 +170,19 @@ def kill_children() -> None:
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing is not None else ():
         child.kill()
+
+
+def destroy_process_groups(timeout_s: float = 10.0) -> None:
+    """Destroy torch's process groups at the end of a command that succeeded in all processes, as NCCL asks for; a
+    process that this takes longer than `timeout_s` ends without."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    timer = threading.Timer(timeout_s, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    distributed.destroy_process_group()
+    timer.cancel()
 
 
 def launched_by_torchrun() -> bool:

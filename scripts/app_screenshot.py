@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import socket
+import threading
 import time
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from dlm_bridge.generation.display.web_page import PageModel, serve_page
 from dlm_bridge.loading import load_model
+from dlm_bridge.serving.connections import HttpServer, bind
+from dlm_bridge.serving.web_page import PageModel, page_app
 
 ROOT = Path(__file__).parents[1]
 PROMPT, NEW_TOKENS = "Tom was a", 96
@@ -34,16 +35,17 @@ def main() -> int:
     loaded = load_model(given.model)
     page_model = PageModel(loaded.model, loaded.tokenizer, given.model, diffusion=loaded.diffusion)
     loaded.model.register_forward_pre_hook(lambda *_: time.sleep(SECONDS))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = serve_page(page_model, port, block=False)
+    sock, ready = bind("127.0.0.1", 0), threading.Event()
+    server = HttpServer(page_app(page_model), sock, ready.set, grace_s=0, lifespan="on")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    ready.wait()
     try:
         with sync_playwright() as runner:
             browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
             tab = browser.new_page(viewport={"width": 1180, "height": 640})
             tab.set_default_timeout(120_000)
-            tab.goto(f"http://127.0.0.1:{port}")
+            tab.goto(f"http://127.0.0.1:{sock.getsockname()[1]}")
             tab.fill("#prompt textarea", PROMPT)
             tab.fill("#sampler-llada #setting-gen_length textarea", str(NEW_TOKENS))
             tab.get_by_role("button", name="Generate").click()
@@ -51,7 +53,8 @@ def main() -> int:
             tab.screenshot(path=given.output)
             browser.close()
     finally:
-        server.close()
+        server.should_exit = True
+        thread.join()
         page_model.close()
     return 0
 

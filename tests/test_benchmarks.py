@@ -1,18 +1,30 @@
-"""Benchmarks on several GPUs end, whatever their processes wait for."""
+"""Every side of every benchmark runs, on tiny shapes and a CPU; and those of several processes end."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import re
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests import launcher
+from tests.processes import environments
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 
 from launching import launch  # noqa: E402
 
+NEEDS_MEGATRON = (
+    "train.py", "rl.py", "preprocess.py", "support_matrix.py", "layouts/one_step.py", "layouts/runs.py"
+)  # fmt: skip
+MEGATRON = importlib.util.find_spec("megatron") is not None
 SCRIPT = """
 import os, sys, time
 from launching import end_after
@@ -48,3 +60,188 @@ def test_a_launch_ends_and_says_why(how: str, tmp_path: Path) -> None:
     else:
         assert found is not None
         assert "waits_for_another (script.py:6)" in found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A benchmark's command on tiny shapes.
+
+    Args:
+        words: arguments, with {out} for a folder of the test's own.
+        printed: regular expressions of which each side's line has one, with its figures.
+        cuda: the script takes its device for a GPU, and gets a CPU in its place.
+    """
+
+    script: str
+    words: str
+    printed: tuple[str, ...]
+    cuda: bool = False
+    processes: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    code: int = 0
+
+
+NUMBER = r"[\d.,]+"
+TRAIN = "--seq-length 16 --micro-batch-size 2 --steps 2 --warmup 1 --only without --only ours --only peer"
+TRAINED = tuple(rf'^{side} {{"tokens_per_s": {NUMBER}.*"loss": {NUMBER}}}' for side in ("WITHOUT", "OURS", "PEER"))
+ACCELERATED = "--model tiny --seq-length 16 --batch 2 --eager-batch 2 --compiled-batch 2 --steps 2 --warmup 1"
+RL_ROWS = ("dp", "fsdp", "fsdp-tp", "megatron-dp", "megatron-tp", "megatron-tp-tp")
+CERTAINTY_RUNS = ("base", "plain", "own", "certain", "again", "trajectory", "complement", "both")
+FAST = (
+    Case("train.py", f"--model tiny {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
+    Case(
+        "train_accelerate.py", f"{ACCELERATED} --sides ours eager",
+        tuple(rf'^{side}: {{"batch": 2, "tokens_per_s": {NUMBER}' for side in ("ours", "eager")),
+    ),
+    Case(
+        "generate.py", "--case plain --size tiny --length 16 --block 8 --repeats 1 --executions eager",
+        (rf'"forwards": 16, "ours_s": {NUMBER}, "published loop_s": {NUMBER}',),
+    ),
+    Case(
+        "generate.py", "--case sdar --size tiny --length 8 --repeats 1 --executions eager",
+        (rf'"ours_s": {NUMBER}, "roofline_s": {NUMBER}',),
+    ),
+    Case(
+        "attention.py", "--tiny", (r"^tiny .*relative error \de-0[2-9]", r"^tiny, two padded .*error \de-0[2-9]"),
+        cuda=True, environment={"TRITON_INTERPRET": "1"},
+    ),
+)  # fmt: skip
+SLOW = (
+    Case("train.py", f"--model tiny-moe {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
+    Case(
+        "train_accelerate.py", f"{ACCELERATED} --sides compiled --precision fp32",
+        (rf'^compiled: {{"batch": 2, "tokens_per_s": {NUMBER}',),
+    ),
+    Case("attention.py", "--tiny --tune", (r"for a group: 1: ",), True, environment={"TRITON_INTERPRET": "1"}),
+    Case(
+        "steps.py", "--device cpu --rows 2 --layers 1 --hidden 32 --new-tokens 16 --where",
+        (r"^llada .*cache=dual.*steps of \d+ operators", r"^dreamon", r"^wedlm", r"^idlm", r"^nemotron.* operators"),
+    ),
+    Case(
+        "engine_throughput.py",
+        "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 --only ours --execution eager",
+        (r'^{"way": "ours".*"tokens_per_s": ',),
+    ),
+    Case(
+        "conversion.py", "--gb 0.02 --repeat 1 --folder {out} --peers {out}",
+        (r"^cp -r", r"^import ", r"^export ", r"^reshard ", r"^Megatron Bridge: ", r"^mbridge: "),
+    ),
+    Case(
+        "preprocess.py", "--megabytes 0.3 --rounds 1 --workers 2",
+        (rf"Megatron-LM's way +2 workers +{NUMBER} tokens/s", rf"dlm-bridge +2 workers +{NUMBER} tokens/s"),
+    ),
+    Case(
+        "rl.py", "--size tiny --gpus 2 --steps 1 --completions 16 --prompt 8 --limit 400 --folder {out}",
+        tuple(rf'^{{"row": "{row}".*"step_s": {NUMBER}' for row in RL_ROWS),
+    ),
+    Case(
+        "generate_gpus.py",
+        "--size tiny --gpus 2 --length 8 --rows 2 --families llada sdar llada2_moe --limit 400 --folder {out}",
+        (r'"execution": "eager".*"ms_per_forward": ', r"^device map of 1: llada: .*equal tokens: 100%"),
+    ),
+    Case(
+        "fine_tuning.py", "--model tiny --processes 2 --precision fp32 --output {out}/runs",
+        (r"13 equal, 0 off, 0 failed, 0 not run",),
+    ),
+    Case(
+        "certainty.py",
+        "--output {out}/runs --size tiny --digits 1 --examples 400 --rows 4 --batch 16 --steps 600 --more 2 --last 2 "
+        "--recorded 200",
+        tuple(rf'^{{"model": "{run}", "threshold": 0.9, "right": ' for run in CERTAINTY_RUNS),
+    ),
+    Case(
+        "fsdp_building.py", "--worker --model {out} --strategies fsdp2 --seq-length 16 --limit 400",
+        (r"^fsdp2: building ", r"^fsdp2: step 2: loss ", r"^fsdp2: steps "), cuda=True, processes=2,
+    ),
+    Case(
+        "layouts/one_step.py", "--output {out}/cells --seconds 300 --cells tp2:.*llada",
+        (r"^\| etp2 \| llada_moe masked \| fp32 \| equal ",), processes=2,
+    ),
+    Case(
+        "layouts/runs.py",  # without those that torchrun has to start again
+        "--output {out}/runs --only ^(dp:.resumed|sgd|routers|tp2.to|ep2|straggler|NaN)",
+        tuple(rf"^\| {run} \| holds " for run in ("dp: resumed, exported", "routers in fp32.*", "NaN guard")),
+        processes=2,
+    ),
+    Case("layouts/all_gpus.py", "--output {out}/all --seconds 1 --limit 120 --parts cells2_0", (r"^cells2_0: ",)),
+    Case(
+        "throughput.py", "--size tiny --batch 2 --new-tokens 16 --block-length 8 --ways plain eager",
+        (r"^\| tiny/2/none/plain \|", r"^\| tiny/2/dual-ragged/eager \|"),
+    ),
+    Case("support_matrix.py", "--json {out}/matrix.json", (r"^\| tp2 \| equal \|",)),
+)  # fmt: skip
+# Peers that a checkout or a package brings: the script, the side, and the package, or the variable with the checkout.
+PEERS = (
+    ("generate.py", "--case dual --size tiny --length 16 --block 8 --executions eager --fast-dllm", "FAST_DLLM", ""),
+    (
+        "throughput.py", "--size tiny --batch 2 --new-tokens 16 --block-length 8 --ways fast-dllm --fast-dllm",
+        "FAST_DLLM", "",
+    ),
+    ("preprocess.py", "--megabytes 0.3 --rounds 1 --workers 2 --megatron-lm", "MEGATRON_LM", ""),
+    (
+        "engine_throughput.py", "--output {out} --size sdar-tiny --rows 2 --new-tokens 8 --execution eager -- "
+        "python -m sglang.launch_server --dllm-algorithm LowConfidence --model-path", "", "sglang",
+    ),
+    ("layouts/one_step.py", "--smoke --output {out}/smoke", "", "transformer_engine"),
+    ("fsdp_building.py", "--model {out}", "", "transformer_engine"),  # megatron-core's FSDP needs GPUs
+)  # fmt: skip
+
+
+def runs(case: Case, folder: Path) -> None:
+    """The command ends with its code, and prints a line for each side."""
+    if not MEGATRON and case.script in (
+        "train.py",
+        "rl.py",
+        "preprocess.py",
+        "layouts/one_step.py",
+        "layouts/runs.py",
+    ):
+        pytest.skip("megatron-core is not installed")
+    if "TRITON_INTERPRET" in case.environment:
+        pytest.importorskip("triton")
+    words = [word.format(out=folder) for word in case.words.split()]
+    logs = [folder / f"log_{rank}.txt" for rank in range(case.processes)]
+    each = [{**environment, **case.environment} for environment in environments(case.processes)]
+    arguments = [*(["--cuda"] if case.cuda else []), case.script, *words]
+    ended = launcher.run("tests.benchmark_worker", arguments, each, logs, 1500)
+    said = logs[0].read_text(errors="replace")
+    assert ended, said[-4000:]
+    for line in case.printed:
+        assert re.search(line, said, re.MULTILINE), f"{line}:\n{said[-4000:]}"
+    assert "Traceback" not in said, said[-4000:]
+
+
+@pytest.mark.parametrize("case", FAST, ids=lambda case: f"{case.script} {case.words[:20]}")
+def test_a_benchmark_runs(case: Case, tmp_path: Path) -> None:
+    runs(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: f"{case.script} {case.words[:20]}")
+def test_a_long_benchmark_runs(case: Case, tmp_path: Path) -> None:
+    if case.script == "fsdp_building.py":
+        shapes = importlib.import_module("shapes").SHAPES
+        (tmp_path / "config.json").write_text(json.dumps(shapes["tiny"]))
+    runs(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "words", "checkout", "package"), PEERS)
+def test_a_peer_that_is_not_a_requirement_runs(
+    script: str, words: str, checkout: str, package: str, tmp_path: Path
+) -> None:
+    if checkout and checkout not in os.environ:
+        pytest.skip(f"{script}: the peer's checkout is not here: its folder is ${checkout}")
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{script}: {package} is not installed")
+    more = f" {os.environ[checkout]}" if checkout else ""
+    runs(Case(script, words + more, ()), tmp_path)
+
+
+def test_every_benchmark_has_a_case() -> None:
+    scripts = {
+        path.relative_to(BENCHMARKS).as_posix()
+        for path in Path(BENCHMARKS).rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert scripts == {case.script for case in (*FAST, *SLOW)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from safetensors import SafetensorError
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 from dlm_bridge.convert.workers import WorkerKilledError
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import share_weights
 from dlm_bridge.processes import undone_when_interrupted
 
 _NEW, _OLD = "new", "old"
@@ -63,7 +65,7 @@ def atomic_output(
     """
     check_output(output, sources, overwrite)
     output = output.absolute()
-    _make_parent(output)
+    make_parent(output)
     temporary, lock = _recover(output, resume)
     try:
         check_output(output, sources, overwrite)  # once more: an old one may be back
@@ -115,6 +117,7 @@ def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> Non
 
     Raises DlmBridgeError where there is an older one, unless `overwrite`, and OSError.
     """
+    share_weights(temporary)
     sync_tree(temporary)
     _put_in_place(temporary, output, overwrite)
     shutil.rmtree(temporary, ignore_errors=True)  # the older one, where the two were exchanged
@@ -170,9 +173,8 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     """Yield a text file to write into; it becomes `path` when the block ends without an exception, and else nothing
     is left of it. Raises DlmBridgeError for a file that exists, unless `overwrite`, and for a place that cannot be
     written."""
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise DlmBridgeError(f"{path} exists: choose another name" + (" or give --overwrite" if not overwrite else ""))
-    _make_parent(path.absolute())
+    check_new_file(path, overwrite)
+    make_parent(path.absolute())
     temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
     try:
         with undone_when_interrupted(), temporary.open("w", encoding="utf-8") as stream:
@@ -185,6 +187,19 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
         raise DlmBridgeError(full or f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_new_file(path: Path, overwrite: bool) -> None:
+    """Raise DlmBridgeError where `path` exists, unless it is a file and `overwrite`."""
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise DlmBridgeError(f"{path} exists: choose another name" + (" or give --overwrite" if not overwrite else ""))
+
+
+def append_line(file: io.FileIO, line: str) -> None:
+    """Append a line with one write, so that a reader sees complete lines. Raises OSError where not all of it fits."""
+    data = f"{line}\n".encode()
+    while data:
+        data = data[file.write(data) or 0 :]
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:
@@ -285,7 +300,8 @@ def _check_room(output: Path, expected: int) -> None:
         )
 
 
-def _make_parent(output: Path) -> None:
+def make_parent(output: Path) -> None:
+    """Make the folder of `output`. Raises DlmBridgeError where that, or writing in it, is not possible."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dlm_bridge.convert.manifest import Manifest
-from dlm_bridge.hub import HUB_ID, read_config
+from dlm_bridge.hub import HUB_ID, parse_yaml, public_name, read_config
 from dlm_bridge.models.families import FamilySpec, families
 
 CARD = "README.md"
@@ -92,7 +92,7 @@ def _card(
 
 def training_run(folder: Path) -> dict[str, Any] | None:
     """`config` and the last row of `metrics` of the run that a checkpoint folder belongs to."""
-    for place in (folder, folder.parent.parent if folder.parent.name == "checkpoints" else folder):
+    for place in (folder, *(parent.parent for parent in (folder, folder.parent) if parent.name == "checkpoints")):
         config = _yaml(place / "config.yaml")
         if config:
             return {"config": _flat(config), "metrics": _last_row(place / "metrics.jsonl", _step(folder))}
@@ -116,8 +116,8 @@ def front_matter(path: Path) -> dict[str, Any]:
     """A README's metadata, empty where there is none that can be read."""
     try:
         match = _FRONT_MATTER.match(path.read_text("utf-8"))
-        value = yaml.safe_load(match[1]) if match else None
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        value = parse_yaml(match[1]) if match else None
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -129,8 +129,8 @@ def _base_model(manifest: Manifest | None, run: dict[str, Any] | None, adapter: 
         (run or {}).get("config", {}).get("model"),
         manifest.source.get("name") if manifest else None,
     ]
-    found = (name for name in candidates if isinstance(name, str) and HUB_ID.fullmatch(name))
-    return next(found, None)
+    found = (public_name(name) for name in candidates if isinstance(name, str))
+    return next((name for name in found if HUB_ID.fullmatch(name)), None)
 
 
 def base_family(adapter: dict[str, Any]) -> FamilySpec | None:
@@ -173,8 +173,8 @@ def _what(family: FamilySpec | None, base: str | None, adapter: dict[str, Any] |
 
 def _converted(manifest: Manifest) -> str:
     source = manifest.source
-    name = source.get("name")
-    origin = f" from {name}" if isinstance(name, str) and HUB_ID.fullmatch(name) else ""
+    name = public_name(str(source.get("name")))
+    origin = f" from {name}" if HUB_ID.fullmatch(name) else ""
     revision = f" at revision {source['revision']}" if origin and source.get("revision") else ""
     dtype = "" if manifest.dtype == "keep" else f", cast to {manifest.dtype}"
     return (
@@ -221,8 +221,8 @@ def _usage(place: str, family: FamilySpec | None, base: str | None, adapter: dic
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        value = parse_yaml(path.read_text("utf-8"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -109,9 +109,7 @@ class Manifest:
         """Write it as `folder`/dlm_bridge.json."""
         self.tool = self.tool or tool_version()
         values = asdict(self) | {"tensors": {name: record.as_dict() for name, record in self.tensors.items()}}
-        text = json.dumps(values, indent=1).removesuffix("\n}").encode()  # ASCII: a path may be no UTF-8
-        tail = _DIGEST + bytes_digest(text).encode() + _END
-        (folder / MANIFEST).write_bytes(text + tail)
+        (folder / MANIFEST).write_bytes(_with_digest(values))
 
 
 def non_finite_note(counts: Mapping[str, int]) -> list[str]:
@@ -178,6 +176,19 @@ def is_intact(folder: Path) -> bool:
     except OSError:  # it cannot be read
         return False
     return bool(found) and tail == bytes_digest(text).encode() + _END
+
+
+def renamed_source(folder: Path, name: str) -> bytes:
+    """`folder`/dlm_bridge.json with this name of its source; one that was changed since it was written stays so."""
+    values: dict[str, Any] = read_json(folder / MANIFEST)
+    digest = values.pop("digest", None)
+    values["source"] = {**values["source"], "name": name}
+    return _with_digest(values, None if is_intact(folder) else str(digest))
+
+
+def _with_digest(values: dict[str, Any], digest: str | None = None) -> bytes:
+    text = json.dumps(values, indent=1).removesuffix("\n}").encode()  # ASCII: a path may be no UTF-8
+    return text + _DIGEST + (digest or bytes_digest(text)).encode() + _END
 
 
 def combined_digest(tensors: dict[str, TensorRecord]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -12,11 +13,13 @@ from dlm_bridge.convert.card import CARD, base_family, is_generated, pushed_card
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, list_side_files
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
-from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, read_manifest
+from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, read_manifest, renamed_source
 from dlm_bridge.convert.verify import check_recorded
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, public_name, read_config, read_json
 
+# Files of an adapter -> the key that names its base, as a local path where it was trained on one.
+_NAMES_A_BASE = {ADAPTER_CONFIG: "base_model_name_or_path", "base.json": "base"}
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}|(?i:bearer)\s+\S+|(?<=://)[^/@\s]+(?=@)")
 
 
@@ -35,6 +38,7 @@ class PushReport:
     dry_run: bool = False
     card_text: str | None = None  # of a dry run that would generate one
     commit: str | None = None  # its address
+    renamed: dict[str, str] = field(default_factory=dict)  # file -> the name in it that replaced a local path
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -65,6 +69,8 @@ def push(
     folder = checkpoint_folder(folder)
     files, left_out, card = _contents(folder, repo_id, overwrite_card, accept_changed_tensors)
     sizes = {name: inside(folder, name).stat().st_size for name in files}
+    renamed = {name: found for name in files if (found := _without_local_path(folder, name)) is not None}
+    sizes |= {name: len(content) for name, (content, _) in renamed.items()}
     if card is not None:
         sizes[CARD] = len(card.encode())
     report = PushReport(
@@ -78,10 +84,12 @@ def push(
         left_out=left_out,
         dry_run=dry_run,
         card_text=card if dry_run else None,
+        renamed={name: public for name, (_, public) in renamed.items()},
     )
     if not dry_run:
+        contents = {name: content for name, (content, _) in renamed.items()}
         report.commit = _upload(
-            folder, files, card, report, message or f"Upload {folder.resolve().name} with dlm-bridge"
+            folder, files, contents, card, report, message or f"Upload {folder.resolve().name} with dlm-bridge"
         )
     return report
 
@@ -127,10 +135,32 @@ def _contents(
     return [name for name in files if name != CARD], left_out, pushed_card(folder, repo_id, family, manifest, adapter)
 
 
-def _upload(folder: Path, files: list[str], card: str | None, report: PushReport, message: str) -> str:
+def _without_local_path(folder: Path, name: str) -> tuple[bytes, str] | None:
+    """The content of a file that names where the checkpoint came from, with the `public_name` in the place of a local
+    path, and that name; None where nothing changes."""
+    if name == MANIFEST:
+        manifest = read_manifest(folder)
+        found = None if manifest is None else manifest.source.get("name")
+    elif name in _NAMES_A_BASE:
+        values = read_json(folder / name)
+        found = values.get(_NAMES_A_BASE[name])
+    else:
+        return None
+    if not isinstance(found, str) or (public := public_name(found)) == found:
+        return None
+    if name == MANIFEST:
+        return renamed_source(folder, public), public
+    return (json.dumps({**values, _NAMES_A_BASE[name]: public}, indent=2) + "\n").encode(), public
+
+
+def _upload(
+    folder: Path, files: list[str], contents: dict[str, bytes], card: str | None, report: PushReport, message: str
+) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    operations = [CommitOperationAdd(name, str(inside(folder, name).resolve())) for name in files]
+    operations = [
+        CommitOperationAdd(name, contents.get(name) or str(inside(folder, name).resolve())) for name in files
+    ]
     if card is not None:
         operations.append(CommitOperationAdd(CARD, card.encode()))
     try:

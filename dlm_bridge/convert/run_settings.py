@@ -16,6 +16,7 @@ import yaml
 
 from dlm_bridge.convert.checkpoint import Checkpoint, Derived
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import parse_yaml
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
@@ -265,8 +266,8 @@ def _from_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_run_config(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        content = parse_yaml(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)[:200]}") from None
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "num_layers" not in model:

@@ -24,6 +24,7 @@ from dlm_bridge.models.derived import BODIES, forms_of
 from dlm_bridge.models.families import UNSUPPORTED, FamilySpec, families, family_by_name
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
+from dlm_bridge.models.special_tokens import aligned_ids
 from dlm_bridge.processes import temporary_folder
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
@@ -88,6 +89,9 @@ def convert_to_dlm(
         f"{target.title}: {attention_pattern} attention, "
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]
+    if aligned := aligned_ids(opened.config, token.special):
+        taken = ", ".join(f"{name} {value}" for name, value in sorted(aligned.items()))
+        report.notes.append(f"config.json is aligned with the tokenizer's special tokens: {taken}")
     report.notes += opened.notes
     if checkpoint.mtp_layers:
         report.notes.append(
@@ -136,7 +140,8 @@ class _Converted(MadeOfHub):
             config["block_size"] = block_size
         texts[CONFIG_FILE] = _json_bytes(config)
         if GENERATION in source.hub.files:
-            texts[GENERATION] = _json_bytes(_generation(source.folder / GENERATION))
+            values = _generation(source.folder / GENERATION)
+            texts[GENERATION] = _json_bytes(values | aligned_ids(values, token.special, source.config))
         # No diffusion model has the rotary frequencies that the first Llama checkpoints store, nor MTP layers.
         self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
         mtp = [name for name in source.reader.names if _layer(name) >= source.dims.layers]
@@ -201,8 +206,9 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
     if source.family is bailing_moe.SPEC:  # LLaDA2's own default is another
         config.setdefault("routed_scaling_factor", bailing_moe.DEFAULTS["routed_scaling_factor"])
     return {
-        "pad_token_id": token.pad_id,  # a target's own default is another tokenizer's
+        **dict.fromkeys(("eos_token_id", "pad_token_id")),  # a target's own default is another tokenizer's
         **(config if target.derived_from else rope_theta_form(config)),
+        **aligned_ids(config, token.special),
         "architectures": [target.architectures[0]],
         "model_type": target.model_type,
         "mask_token_id": token.id,
@@ -217,12 +223,13 @@ def _generation(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MaskToken:
-    """`files` are the tokenizer files that change, by their names in the folder; `pad_id` is its padding token's."""
+    """`files` are the tokenizer files that change, by their names in the folder; `special` are its bos, eos and pad
+    tokens by their names in a config."""
 
     text: str
     id: int
     added: bool
-    pad_id: int | None
+    special: dict[str, int | None] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -267,8 +274,9 @@ def mask_token(folder: Path, text: str | None) -> MaskToken:
             files[_TOKENIZER] = (temporary / _TOKENIZER).read_bytes()
     assert number is not None
     files |= _other_files(folder, config, text, number)
-    pad = _token_text(config.get("pad_token"))
-    return MaskToken(text, number, added, None if pad is None else tokenizer.token_to_id(pad), files)
+    named = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+    ids = {f"{name}_id": tokenizer.token_to_id(t) for name, t in named.items() if t is not None and t != text}
+    return MaskToken(text, number, added, ids, files)
 
 
 def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -> dict[str, bytes]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -24,10 +25,11 @@ from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, library_cause, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
+from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.generation.autoregressive import FiniteLogits, drawing_from, refusals_named
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, write_texts
+from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, render_chat, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
@@ -43,6 +45,7 @@ def local_task(name: str) -> dict[str, Any]:
     return {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **config}
 
 
+TOGETHER = 256  # documents of an autoregressive model between which an interrupted evaluation resumes
 NEW_TOKENS = 256  # where neither the task nor the caller sets a length
 # The harness's names for one setting.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -59,6 +62,10 @@ class HarnessSettings:
     limit: int | None = None  # documents of each task
     shots: int | None = None  # examples in a prompt; None: the task's default
     chat: bool = False
+    system: str | None = None  # the system message, without `chat` a text in front of each prompt
+    fewshot_as_multiturn: bool = True  # with `chat`: each example is a message and an answer
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    run_unsafe_code: bool = False  # run tasks that execute what the model writes
     sampler: Mapping[str, Any] = field(default_factory=dict)  # settings of `generate`, before the task's
 
 
@@ -71,11 +78,12 @@ class DiffusionHarness(TemplateLM):
         settings: HarnessSettings,
         greedy_tasks: frozenset[str] = frozenset(),
         replicas: Replicas = ALONE,
+        finished: FinishedParts | None = None,
     ) -> None:
         """`greedy_tasks` are those whose metrics need to know whether an answer is the greedy one, which takes forward
         passes of its own; for other tasks that is reported as false."""
         super().__init__()
-        self.replicas = replicas
+        self.replicas, self.finished = replicas, finished or FinishedParts()
         self.model = opened.model
         self.tokenizer = opened.tokenizer
         self.settings = settings
@@ -99,13 +107,7 @@ class DiffusionHarness(TemplateLM):
         return list(self.tokenizer(string, **special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -113,11 +115,13 @@ class DiffusionHarness(TemplateLM):
         with rows_named(_documents(requests)):
             found = super().loglikelihood(requests, disable_tqdm=True)
         asked = [number for number, request in enumerate(requests) if request.task_name in self.greedy_tasks]
+        pairs = [self._pair(*requests[number].args) for number in asked]
+        section, known = self.finished.section("greedy", [astuple(pair) for pair in pairs])
+        greedy = {place: bool(value) for place, value in known.items()}
         with self.replicas.named():
-            greedy = {
-                place: is_greedy(self.model, self._pair(*requests[asked[place]].args))
-                for place in self.replicas.share(range(len(asked)))
-            }
+            for place in self.replicas.share([place for place in range(len(pairs)) if place not in known]):
+                greedy[place] = is_greedy(self.model, pairs[place])
+                self.finished.add(section, {place: greedy[place]})
         greedily = dict(zip(asked, self.replicas.collect(greedy), strict=True))
         return [(value, greedily.get(number, False)) for number, (value, _) in enumerate(found)]
 
@@ -156,16 +160,22 @@ class DiffusionHarness(TemplateLM):
                     "give a longer --max-length"
                 )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
+            section, known = self.finished.section("texts", [prompts, settings])
+            found = dict(known)
             with self.replicas.named(), rows_named(_documents([requests[number] for number in members])):
-                found = dict(self._texts(prompts, {**settings, "num_return_sequences": 1}))
+                for place, text in self._texts(prompts, {**settings, "num_return_sequences": 1}, known):
+                    self.finished.add(section, {place: text})
+                    found[place] = text
             for place, text in enumerate(self.replicas.collect(found)):
                 texts[members[place]] = _before(text, until)
         return texts
 
-    def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """Each prompt's number and text, in any order, of this process's share of the prompts."""
+    def _texts(
+        self, prompts: list[list[int]], settings: dict[str, Any], known: Container[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Each prompt's number and text, in any order, of this process's share of the prompts that are not `known`."""
         size = self.settings.batch_size
-        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, size, self.replicas)
+        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known)
         for row in ended_rows(batch):
             yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
@@ -208,7 +218,7 @@ class DiffusionHarness(TemplateLM):
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         settings = self.settings
         return likelihood_bounds(
-            self.model, answers, settings.samples, settings.seed, settings.batch_size, self.replicas
+            self.model, answers, settings.samples, settings.seed, settings.batch_size, self.replicas, self.finished
         )
 
     def _pair(self, context: str, continuation: str) -> Answer:
@@ -231,14 +241,21 @@ class CanvasHarness(DiffusionHarness):
     The sampler has temperatures of its own: a task's temperature and `do_sample` have no effect.
     """
 
-    def _texts(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    def _texts(
+        self, prompts: list[list[int]], settings: dict[str, Any], known: Container[int]
+    ) -> Iterator[tuple[int, str]]:
         size, seeded = self.settings.batch_size, {**settings, "seed": self.settings.seed}
-        found = canvas_texts(self.model, self.tokenizer, prompts, seeded, size, self.replicas)
+        found = canvas_texts(self.model, self.tokenizer, prompts, seeded, size, self.replicas, known)
         if found is not None:
             for row in found[1]:
                 yield row.number, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
             return
-        for start in self.replicas.share(range(0, len(prompts), size)):
+        starts = [
+            start
+            for start in range(0, len(prompts), size)
+            if any(number not in known for number in range(start, min(start + size, len(prompts))))
+        ]
+        for start in self.replicas.share(starts):
             own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
             part = prompts[start : start + size]
             with rows_named(range(start, len(prompts)).__getitem__):
@@ -268,7 +285,13 @@ class AutoregressiveHarness(HFLM):
     has a seed of its own (`row_seeds`), whatever the batches and the processes.
     """
 
-    def __init__(self, opened: LoadedModel, settings: HarnessSettings, replicas: Replicas = ALONE) -> None:
+    def __init__(
+        self,
+        opened: LoadedModel,
+        settings: HarnessSettings,
+        replicas: Replicas = ALONE,
+        finished: FinishedParts | None = None,
+    ) -> None:
         super().__init__(
             pretrained=opened.model,
             tokenizer=opened.tokenizer,
@@ -276,7 +299,8 @@ class AutoregressiveHarness(HFLM):
             max_length=settings.max_length,
             truncation=True,
         )
-        self.replicas = replicas
+        self.replicas, self.finished = replicas, finished or FinishedParts()
+        self.settings = settings
         self._seed = settings.seed
         self._seeds: dict[str, deque[int]] = {}  # of the texts that are not drawn yet, by prompt
         self._prompts: Sequence[str] = ()  # of the batch at work
@@ -311,6 +335,10 @@ class AutoregressiveHarness(HFLM):
 
         return self._of_share(super().generate_until, requests, disable_tqdm, begin)
 
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        # HFLM drops a system message that the template refuses.
+        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
+
     def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
         self._prompts = strings  # the next texts are of these
         return super().tok_batch_encode(strings, **options)
@@ -341,19 +369,39 @@ class AutoregressiveHarness(HFLM):
         begin: Callable[[list[int]], None] = lambda own: None,
     ) -> list[Any]:
         """The results of all requests, of which this process computes its share; `begin` gets the numbers of these."""
+        section, known = self.finished.section(method.__name__, [request.args for request in requests])
         documents: dict[tuple[Any, Any], list[int]] = {}
         for number, request in enumerate(requests):
             documents.setdefault((request.task_name, request.doc_id), []).append(number)
-        own = [number for numbers in self.replicas.share(list(documents.values())) for number in numbers]
-        begin(own)
+        left = [numbers for numbers in documents.values() if any(number not in known for number in numbers)]
+        own = self.replicas.share(left)
+        begin([number for numbers in own for number in numbers])
+        found: dict[int, Any] = {
+            number: tuple(value) if isinstance(value, list) else value for number, value in known.items()
+        }
         with self.replicas.named():
             hidden = disable_tqdm or not self.replicas.leads
-            found = method([requests[number] for number in own], disable_tqdm=hidden) if own else []
-        return self.replicas.collect(dict(zip(own, found, strict=True)))
+            for start in range(0, len(own), TOGETHER):
+                part = [number for numbers in own[start : start + TOGETHER] for number in numbers]
+                values = method([requests[number] for number in part], disable_tqdm=hidden)
+                done = dict(zip(part, values, strict=True))
+                self.finished.add(section, done)
+                found |= done
+        return self.replicas.collect(found)
+
+
+def _chat(
+    tokenizer: Any, messages: list[dict[str, str]], settings: HarnessSettings, add_generation_prompt: bool
+) -> str:
+    return render_chat(tokenizer, messages, "--chat", settings.template_args, add_generation_prompt)
 
 
 def run_tasks(
-    opened: LoadedModel, names: Sequence[str], settings: HarnessSettings, replicas: Replicas = ALONE
+    opened: LoadedModel,
+    names: Sequence[str],
+    settings: HarnessSettings,
+    replicas: Replicas = ALONE,
+    finished: FinishedParts | None = None,
 ) -> dict[str, Any] | None:
     """Results of lm-evaluation-harness ("results" and "versions" by task, "samples", "n-samples"), with "sampled": by
     task, the sampler settings of a diffusion model.
@@ -363,9 +411,11 @@ def run_tasks(
     through its HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if settings.run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by the metric code_eval
     if not replicas.leads:
         torch.manual_seed(settings.seed + replicas.number)  # of what beams draw
-        serve(_harness_model(opened, settings, replicas.broadcast(), replicas))
+        serve(_harness_model(opened, settings, replicas.broadcast(), replicas, finished))
         return None
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))
     known = {*LOCAL, *manager.all_tasks}
@@ -379,12 +429,18 @@ def run_tasks(
         asked_for = [local_task(name) if name in LOCAL else name for name in names]
         loaded = manager.load(asked_for)
         kinds = {name: task.get_config("output_type") for name, task in loaded["tasks"].items()}
+        unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+        if unsafe and not settings.run_unsafe_code:
+            raise DlmBridgeError(
+                f"--tasks {unsafe[0]}: executes code that the model writes: start it in a container, with "
+                "--confirm-run-unsafe-code"
+            )
         if settings.chat and opened.tokenizer.chat_template is None:
             raise DlmBridgeError(
                 "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
             )
         greedy_tasks = frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
-        asked = _harness_model(opened, settings, replicas.broadcast(greedy_tasks), replicas)
+        asked = _harness_model(opened, settings, replicas.broadcast(greedy_tasks), replicas, finished)
         with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # it logs an error outside of a repository
             results = evaluator.simple_evaluate(
                 model=asked,
@@ -394,6 +450,9 @@ def run_tasks(
                 limit=settings.limit,
                 batch_size=settings.batch_size,
                 apply_chat_template=settings.chat,
+                system_instruction=settings.system,
+                fewshot_as_multiturn=settings.chat and settings.fewshot_as_multiturn,
+                confirm_run_unsafe_code=settings.run_unsafe_code,
                 gen_kwargs=None if isinstance(asked, DiffusionHarness) else _transformers_settings(settings) or None,
                 random_seed=settings.seed,
                 numpy_random_seed=settings.seed,
@@ -410,13 +469,17 @@ def run_tasks(
 
 
 def _harness_model(
-    opened: LoadedModel, settings: HarnessSettings, greedy_tasks: frozenset[str], replicas: Replicas
+    opened: LoadedModel,
+    settings: HarnessSettings,
+    greedy_tasks: frozenset[str],
+    replicas: Replicas,
+    finished: FinishedParts | None,
 ) -> Any:
     if opened.diffusion:
-        return DiffusionHarness(opened, settings, greedy_tasks, replicas)
+        return DiffusionHarness(opened, settings, greedy_tasks, replicas, finished)
     if has_canvas(opened.model):
-        return CanvasHarness(opened, settings, replicas=replicas)
-    return AutoregressiveHarness(opened, settings, replicas)
+        return CanvasHarness(opened, settings, replicas=replicas, finished=finished)
+    return AutoregressiveHarness(opened, settings, replicas, finished)
 
 
 def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:

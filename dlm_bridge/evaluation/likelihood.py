@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.attention_mask import MaskDescriptor
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.losses import position_losses
@@ -97,8 +98,10 @@ def likelihood_bounds(
     seed: int = 0,
     batch_size: int = 8,
     replicas: Replicas = ALONE,
+    finished: FinishedParts | None = None,
 ) -> list[LikelihoodBound]:
-    """Bound of each answer from `samples` forward passes, `batch_size` rows at a time, on `replicas` together.
+    """Bound of each answer from `samples` forward passes, `batch_size` rows at a time, on `replicas` together, without
+    those that are `finished`.
 
     The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
     depends on neither order nor batch, and answers to one prompt are compared under the same noise. Raises
@@ -108,9 +111,15 @@ def likelihood_bounds(
     values = np.zeros((len(answers), samples))
     order = sorted(range(len(answers)), key=lambda number: -answers[number].length)
     turns = [(number, sample) for number in order for sample in range(samples) if answers[number].answer]
+    finished = finished or FinishedParts()
+    section, known = finished.section("bounds", [turns, [dataclasses.astuple(answer) for answer in answers]])
+    left = [turn for turn in range(len(turns)) if turn not in known]
+    for turn in known if replicas.leads else ():
+        values[turns[turn]] = known[turn]
     with replicas.named():
-        for start in replicas.share(range(0, len(turns), batch_size)):
-            part = turns[start : start + batch_size]
+        for start in replicas.share(range(0, len(left), batch_size)):
+            chosen = left[start : start + batch_size]
+            part = [turns[turn] for turn in chosen]
             rows = [answers[number] for number, _ in part]
             if estimator.objective.noise_process == "mask":
                 masks = [_sample_mask(estimator, answers[number], seed, sample, samples) for number, sample in part]
@@ -120,6 +129,7 @@ def likelihood_bounds(
                 found = _random_token_bounds(model, estimator.objective, rows, drawn, samples, seed)
             for (number, sample), value in zip(part, found, strict=True):
                 values[number, sample] = value
+            finished.add(section, dict(zip(chosen, map(float, found), strict=True)))
     values = np.sum(replicas.gather(values), axis=0)  # each value is one share's, and 0 in the others
     check_finite(values.sum(axis=1))
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))

@@ -176,7 +176,7 @@ def _config_differences(
     source: dict[str, Any], config: Any, original: OriginalResult, notes: list[str]
 ) -> list[Difference]:
     """Keys of config.json, and those that the original class adds, whose value is another here."""
-    plain = json.loads(json.dumps(config.to_dict()))
+    plain = json.loads(json.dumps(config.to_diff_dict()))
     rope = getattr(config, "rope_parameters", None) or {}
     differences, unread = [], []
     for key in sorted({*source, *original.class_keys} - NOT_COMPARED):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, likelihood_bounds
+from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.hub import check_text_file
 
@@ -64,8 +65,9 @@ def text_perplexity(
     seed: int = 0,
     batch_size: int = 8,
     replicas: Replicas = ALONE,
+    finished: FinishedParts | None = None,
 ) -> Perplexity:
-    """Perplexity of a text file, measured by `replicas` together.
+    """Perplexity of a text file, measured by `replicas` together, without the windows that are `finished`.
 
     The text is split into windows that begin with the last token of the window before; the first begins with the
     tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
@@ -89,10 +91,10 @@ def text_perplexity(
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
     with rows_named(lambda number: f"--perplexity {file}, window {number + 1}"):
         if diffusion:
-            found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas)
+            found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas, finished)
             total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
         else:
-            total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas)), 0.0
+            total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas, finished)), 0.0
     return Perplexity(
         exact=not diffusion,
         tokens=len(read),
@@ -106,19 +108,26 @@ def text_perplexity(
 
 @torch.no_grad()
 def exact_log_likelihoods(
-    model: Any, answers: Sequence[Answer], batch_size: int = 8, replicas: Replicas = ALONE
+    model: Any,
+    answers: Sequence[Answer],
+    batch_size: int = 8,
+    replicas: Replicas = ALONE,
+    finished: FinishedParts | None = None,
 ) -> list[float]:
-    """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together. Raises
-    NonFiniteError, whose rows are numbers of answers."""
+    """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together, without
+    those that are `finished`. Raises NonFiniteError, whose rows are numbers of answers."""
+    finished = finished or FinishedParts()
+    section, known = finished.section("likelihoods", [astuple(answer) for answer in answers])
+    left, found = [number for number in range(len(answers)) if number not in known], dict(known)
     with replicas.named():
-        found = {
-            start + place: value
-            for start in replicas.share(range(0, len(answers), batch_size))
-            for place, value in enumerate(_log_likelihoods(model, answers[start : start + batch_size]))
-        }
-    values = replicas.collect(found)
-    check_finite(values)
-    return values
+        for start in replicas.share(range(0, len(left), batch_size)):
+            chosen = left[start : start + batch_size]
+            values = dict(zip(chosen, _log_likelihoods(model, [answers[number] for number in chosen]), strict=True))
+            finished.add(section, values)
+            found |= values
+    collected = replicas.collect(found)
+    check_finite(collected)
+    return collected
 
 
 def _log_likelihoods(model: Any, rows: Sequence[Answer]) -> list[float]:

@@ -115,7 +115,8 @@ def generate(
     if inputs is not None and input_ids is not None:
         raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
-    settings = resolve_settings(model, generation_config, kwargs, prompt_width=tokens_BP.shape[1])
+    longest = None if attention_mask is None else int(attention_mask.sum(dim=1).max())
+    settings = resolve_settings(model, generation_config, kwargs, tokens_BP.shape[1], longest)
     if attention_mask is None:
         warn_of_padding(tokens_BP, settings.pad_token_id)
     limits, copies = settings.limits, settings.num_return_sequences

@@ -90,6 +90,8 @@ class AutoregressiveEngine:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises DlmBridgeError for a prompt that the model cannot continue."""
         own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
+        if request.gen_length is None:
+            own = generate_keywords(self._model, self._settings, len(request.prompt))
         check_prompt(self._model, request.prompt, own)
         self._waiting.append(request)
 
@@ -239,9 +241,10 @@ def sample(
 
     Raises DlmBridgeError, and NonFiniteError before a streamer without `fail` gets tokens of such a row.
     """
-    given = generate_keywords(model, settings)
+    prompts = rows_of(input_ids, mask)
+    given = generate_keywords(model, settings, max(map(len, prompts)))
     seed = given.pop("seed", None)
-    for prompt in rows_of(input_ids, mask):
+    for prompt in prompts:
         check_prompt(model, prompt, given)
     if own_seeds is not None:
         given["custom_generate"] = drawing_from(own_seeds)
@@ -303,8 +306,9 @@ def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     ]
 
 
-def generate_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of the model's `generate`, and `seed`. Raises DlmBridgeError for unknown ones."""
+def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
+    """The keyword arguments of the model's `generate`, and `seed`. A default number of new tokens is shortened to the
+    room that the model's context has behind the `longest` prompt. Raises DlmBridgeError for unknown ones."""
     given = set_values(settings)
     check_values(given)
     words = given.get("bad_words_ids")
@@ -321,8 +325,10 @@ def generate_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]
         if name not in known:
             raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
     stored = model.generation_config
-    if "max_new_tokens" not in given and "max_length" not in given and stored.max_new_tokens is None:
-        given["max_new_tokens"] = NEW_TOKENS
+    if "max_new_tokens" not in given and "max_length" not in given:
+        usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        given["max_new_tokens"] = usual if context is None else min(usual, max(context - longest, 1))
     if "temperature" in given:
         if given.get("do_sample") is False and given["temperature"]:
             raise DlmBridgeError(

@@ -43,6 +43,7 @@ from dlm_bridge.generation.canvas import to_device
 from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group
 from dlm_bridge.generation.samplers import Check, check_value
+from dlm_bridge.generation.settings import check_adapters
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds
 from dlm_bridge.objectives.noise import random_tokens
 
@@ -86,6 +87,7 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
 def gemma_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a call under transformers' names, checked, with the number of new tokens and the tokens that end
     a text. Raises DlmBridgeError for one that the sampler does not have or whose value is wrong."""
+    check_adapters(model)
     found: dict[str, Any] = {}
     for name, value in set_values(settings).items():
         own = OTHER_NAMES.get(name, name)

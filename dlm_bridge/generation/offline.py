@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def check_prompts(model: Any, prompts: Sequence[tuple[str, Sequence[int]]], sett
             check_row(limits.with_masks(ids), name, limits)
         return
     check = gemma.check_gemma_prompt if gemma.is_gemma(model) else autoregressive.check_prompt
-    given = call_keywords(model, settings)
+    given = call_keywords(model, settings, max(len(ids) for _, ids in prompts))
     for name, ids in prompts:
         try:
             check(model, ids, given)
@@ -103,17 +103,20 @@ def check_prompts(model: Any, prompts: Sequence[tuple[str, Sequence[int]]], sett
             raise DlmBridgeError(f"{name}: {error}") from None
 
 
-def call_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of transformers' `generate` of a model that it samples from, and `seed`."""
-    keywords = gemma.gemma_keywords if gemma.is_gemma(model) else autoregressive.generate_keywords
-    return keywords(model, settings)
+def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
+    """Keyword arguments of transformers' `generate` of a model that it samples from, and `seed`; `longest`: tokens of
+    the longest prompt."""
+    if gemma.is_gemma(model):
+        return gemma.gemma_keywords(model, settings)
+    return autoregressive.generate_keywords(model, settings, longest)
 
 
 def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
-    """`num_return_sequences`."""
+    """The number of texts that each prompt gets (`num_return_sequences`)."""
     if is_diffusion(model):
         return resolve_settings(model, None, settings, prompt_width=1).num_return_sequences
-    return call_keywords(model, settings).get("num_return_sequences", 1)
+    stored = None if gemma.is_gemma(model) else getattr(model.generation_config, "num_return_sequences", None)
+    return int(call_keywords(model, settings).get("num_return_sequences") or stored or 1)
 
 
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
@@ -137,6 +140,7 @@ class PromptSampler:
     Args:
         settings: keyword arguments of `generate`; `num_return_sequences` and `seed` may be among them.
         replicas: processes that each sample a share of the requests.
+        skip: names of requests that are not sampled.
         record: see `SamplingEngine`.
 
     Attributes:
@@ -154,6 +158,7 @@ class PromptSampler:
         replicas: Replicas = ALONE,
         *,
         record: bool = False,
+        skip: Container[int] = (),
     ) -> None:
         self.copies = copies_of(model, settings)
         rows = [prompt for prompt in prompts for _ in range(self.copies)]
@@ -168,7 +173,8 @@ class PromptSampler:
         self.engine = open_engine(
             model, tokenizer, own, max_rows=min(max_rows, len(rows)), max_length=length, record=record
         )
-        for number in replicas.share(sorted(range(len(rows)), key=lambda number: -len(rows[number]))):
+        wanted = sorted((n for n in range(len(rows)) if n not in skip), key=lambda number: -len(rows[number]))
+        for number in replicas.share(wanted):
             seed = None if seeds is None else seeds[number]
             self.engine.submit(Request(number, rows[number], seed=seed, stream=False))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError, one_line
@@ -25,34 +28,73 @@ SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
 # ---- Text and conversations.
 
 
-def encode_text(tokenizer: Any, text: str, infill: bool = False) -> list[int]:
+class PromptTooLongError(DlmBridgeError):
+    """A text that is longer than `max_chars`."""
+
+
+def encode_text(tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None) -> list[int]:
     """Token ids of a plain prompt; with `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them.
 
-    Raises DlmBridgeError for an empty span, and for a lone surrogate.
+    Raises DlmBridgeError for an empty span, for a lone surrogate, and before it encodes more than `max_chars`
+    characters.
     """
-    return _with_spans(tokenizer, text, infill, begins=True)
+    return _with_spans(tokenizer, text, infill, begins=True, max_chars=max_chars)
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], name: str, infill: bool = False) -> list[int]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    infill: bool = False,
+    max_chars: int | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
     `encode_text`. A content of text parts is joined.
 
     Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is not text, where the
-    template raises, or for a lone surrogate.
+    template raises, for a lone surrogate, or before it encodes more than `max_chars` characters.
     """
+    plain = [with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
+    text = render_chat(tokenizer, plain, name, template_args)
+    return _with_spans(tokenizer, text, infill, begins=False, max_chars=max_chars)
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    name: str,
+    template_args: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """A conversation as text by the tokenizer's chat template, which gets the `template_args`; without the generation
+    prompt the last message is left open. Raises DlmBridgeError, which calls the tokenizer `name`."""
     if tokenizer.chat_template is None:
         raise DlmBridgeError(
             f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
         )
-    plain = [_with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
     try:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **(template_args or {}),
+        )
     except Exception as error:  # a template may raise anything
         raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
-    return _with_spans(tokenizer, text, infill, begins=False)
+    return str(text)
 
 
-def _with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
+def check_template_args(template_args: Mapping[str, Any], name: str) -> None:
+    """Raise DlmBridgeError, which calls them `name`, for arguments of `apply_chat_template` itself, which are not
+    variables of a template."""
+    for key in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
+        if key in template_args and key not in ("tools", "documents", "kwargs"):
+            raise DlmBridgeError(f"{name}: {key} is not a variable of the chat template: leave it out")
+
+
+def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -60,12 +102,14 @@ def _with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dic
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = repr(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
             raise DlmBridgeError(
-                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is sampled"
+                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is supported"
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
-def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool) -> list[int]:
+def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool, max_chars: int | None) -> list[int]:
+    if max_chars is not None and len(text) > max_chars:
+        raise PromptTooLongError(f"a prompt of {len(text)} characters, above the limit of {max_chars}")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -92,58 +136,61 @@ class WrittenPrompt:
     """A text, or the messages of a conversation.
 
     Args:
+        template_args: variables of the chat template.
         row: the JSONL row that it comes from.
         where: its file and line.
     """
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     where: str = ""
 
     def encode(self, tokenizer: Any, name: str, infill: bool = False) -> list[int]:
         """The prompt's token ids; `name` is the tokenizer's in errors. Raises DlmBridgeError."""
         if self.text is None:
-            return encode_chat(tokenizer, self.messages, name, infill)
+            return encode_chat(tokenizer, self.messages, name, infill, template_args=self.template_args)
         return encode_text(tokenizer, self.text, infill)
 
 
-def as_message(text: str, system: str | None) -> WrittenPrompt:
+def as_message(text: str, system: str | None, template_args: Mapping[str, Any] | None = None) -> WrittenPrompt:
     """A text as a user message, after the system message."""
     first = [] if system is None else [{"role": "system", "content": system}]
-    return WrittenPrompt(messages=(*first, {"role": "user", "content": text}))
+    return WrittenPrompt(messages=(*first, {"role": "user", "content": text}), template_args=template_args or {})
 
 
-def read_prompts(name: str, key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
+def read_prompts(
+    name: str, key: str, chat: bool, system: str | None, template_args: Mapping[str, Any] | None = None
+) -> list[WrittenPrompt]:
     """The prompts of a JSONL file ("-": stdin): under `key` a text, with `chat` a user message, or under "messages" a
-    conversation. Empty lines are skipped.
+    conversation. The chat template gets the `template_args`. Empty lines are skipped.
 
     Raises DlmBridgeError for a file that cannot be read or is empty, and, with its line, for a row without a prompt.
     """
+    parse = partial(_prompt, key=key, chat=chat, system=system, template_args=template_args or {})
     if name == "-":
-        return _prompts("stdin", sys.stdin, key, chat, system)
+        return _prompts("stdin", sys.stdin, parse)
     check_text_file(Path(name), f"--jsonl {name}")
     try:
         with Path(name).open(encoding="utf-8") as lines:
-            return _prompts(name, lines, key, chat, system)
+            return _prompts(name, lines, parse)
     except OSError as error:
         raise DlmBridgeError(f"--jsonl {name}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise DlmBridgeError(f"--jsonl {name}: not a text in UTF-8") from None
 
 
-def _prompts(name: str, lines: Iterable[str], key: str, chat: bool, system: str | None) -> list[WrittenPrompt]:
-    prompts = [
-        _prompt(line, f"{name}, line {number}", key, chat, system)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+def _prompts(name: str, lines: Iterable[str], parse: Callable[[str, str], WrittenPrompt]) -> list[WrittenPrompt]:
+    prompts = [parse(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise DlmBridgeError(f"{name}: no prompts there")
     return prompts
 
 
-def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> WrittenPrompt:
+def _prompt(
+    line: str, where: str, key: str, chat: bool, system: str | None, template_args: Mapping[str, Any]
+) -> WrittenPrompt:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -155,14 +202,14 @@ def _prompt(line: str, where: str, key: str, chat: bool, system: str | None) -> 
         text = row[key]
         if not isinstance(text, str):
             raise DlmBridgeError(f"{where}: '{key}' must be a text, not {type(text).__name__}")
-        message = as_message(text, system) if chat else WrittenPrompt(text=text)
-        return WrittenPrompt(message.text, message.messages, {**row, "prompt": text}, where)
+        message = as_message(text, system, template_args) if chat else WrittenPrompt(text=text)
+        return replace(message, row={**row, "prompt": text}, where=where)
     messages = row.get("messages")
     if messages is None:
         raise DlmBridgeError(f"{where}: neither '{key}' nor 'messages' there")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise DlmBridgeError(f"{where}: 'messages' must be a list of objects with role and content")
-    return WrittenPrompt(messages=tuple(messages), row=row, where=where)
+    return WrittenPrompt(messages=tuple(messages), template_args=template_args, row=row, where=where)
 
 
 # ---- Token ids.

@@ -29,7 +29,7 @@ from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
 from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.prompts import PromptLimits
 from dlm_bridge.generation.runtime.runner import Execution
-from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Sampler
+from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Sampler, check_blocks
 from dlm_bridge.generation.stopping import check_stop_strings
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
@@ -45,6 +45,7 @@ KEYWORD, GIVEN, STORED, MODEL, FAMILY, SAMPLER = (
     "the family's default",
     "the sampler's default",
 )
+EXPLICIT = (KEYWORD, GIVEN)  # of the call itself; a value of another source that does not fit is shortened
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,14 @@ class _Source:
 
 
 def resolve_settings(
-    model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any], prompt_width: int
+    model: Any,
+    generation_config: GenerationConfig | None,
+    keywords: Mapping[str, Any],
+    prompt_width: int,
+    longest: int | None = None,
 ) -> GenerationSettings:
-    """The settings of one call of `generate`; `max_length` includes `prompt_width`.
+    """The settings of one call of `generate`; `max_length` includes `prompt_width`. A default that does not fit the
+    model's context behind the `longest` prompt (None: `prompt_width`), or other settings of the call, is shortened.
 
     Raises:
         DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
@@ -104,14 +110,15 @@ def resolve_settings(
     _refuse_unsupported(sources, temperature, kind)
     infill = bool(_find(sources, "infill", False)[0])
     inside = infill and kind.resizes
-    gen_length = _gen_length(sources, prompt_width, infill and not inside)
+    context = getattr(model.config, "max_position_embeddings", None)
+    room = None if context is None else max(context - (prompt_width if longest is None else longest), 1)
+    gen_length = _gen_length(sources, prompt_width, infill and not inside, room)
     given = {"gen_length": gen_length, "temperature": temperature}
     parameters = _sampler_parameters(model, family, kind, sources, given, prompt_width if infill else None)
 
     config = model.config
     needs_mask = kind.needs_mask or infill or parameters.get("p_uniform") is not None
     mask_token_id = _mask_token_id(model, family, sources, needs_mask)
-    context = getattr(config, "max_position_embeddings", None)
     eos = eos_token_ids(_find(sources, "eos_token_id", getattr(config, "eos_token_id", None))[0])
     named = [ids for source in sources if (ids := eos_token_ids(source.values.get("eos_token_id")))]
     pad_token_id, _ = _find(sources, "pad_token_id", getattr(config, "pad_token_id", None))
@@ -124,7 +131,7 @@ def resolve_settings(
     if output_history and not return_dict and where == KEYWORD:
         raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
     return GenerationSettings(
-        sampler=kind(**parameters),
+        sampler=kind(**parameters).fitted(_explicit(sources, kind)),
         limits=PromptLimits(mask_token_id, config.vocab_size, gen_length, context, infill, inside),
         span_lengths=_span_lengths(_find(sources, "span_lengths", None)[0], infill, family, kind),
         shift=family.shift,
@@ -155,6 +162,25 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
     return sorted(fits, key=lambda name: name != family.sampler["algorithm"])
 
 
+def check_adapters(model: Any) -> None:
+    """`refuse_prompt_learning` for a live model."""
+    # PEFT's own `generate` calls that of the base, whose method it has replaced by one of its own.
+    wrapper = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    for owner in (model, wrapper):
+        refuse_prompt_learning(getattr(owner, "active_peft_config", None), type(owner).__name__)
+
+
+def refuse_prompt_learning(adapter: Any, where: str) -> None:
+    """Raise DlmBridgeError, which begins with `where`, for a PEFT config of an adapter that adds tokens or keys to the
+    input (prompt tuning, P-tuning, prefix tuning): samplers and likelihoods see the model without them."""
+    if getattr(adapter, "is_prompt_learning", False):
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        raise DlmBridgeError(
+            f"{where}: an adapter of peft_type {kind} adds tokens or keys to the input, which sampling and evaluation "
+            "here would leave out: take an adapter of weights, such as LoRA"
+        )
+
+
 _SHIFT = {False: "unshifted", True: "shifted"}
 
 
@@ -162,6 +188,7 @@ def _family_of(model: Any) -> FamilySpec:
     family = getattr(model, "family", None)
     if not isinstance(family, FamilySpec) or family.kind != "diffusion":
         raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
+    check_adapters(model)
     return family
 
 
@@ -263,7 +290,7 @@ def _sampler_parameters(
 ) -> dict[str, Any]:
     """The parameters of the sampler, with those that are `given`; `infilled_width` is the width of prompts to fill."""
     parameters = {**{name: _parameter(sources, name, kind) for name in kind.parameters()}, **given}
-    block_name = kind.block_parameter()
+    block_name, explicit = kind.block_parameter(), _explicit(sources, kind)
     where = _find(sources, block_name, None)[1] if block_name else None
     shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
     if infilled_width is not None:
@@ -271,11 +298,21 @@ def _sampler_parameters(
         # The spec is that of one block, or of the whole canvas.
         whole = infilled_width + parameters["gen_length"] + 1
         parameters["gen_length"] = parameters[block_name] if block_name else whole
-    elif shortens and block_name and where in (MODEL, FAMILY, SAMPLER):
+    elif block_name and kind.whole_blocks and {block_name, "gen_length"} <= explicit:
+        check_blocks(parameters["gen_length"], parameters[block_name])
+    elif shortens and block_name and block_name not in explicit:
         parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
     if block_name and where in (KEYWORD, GIVEN, STORED):
         _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters[block_name])
     return parameters
+
+
+def _explicit(sources: list[_Source], kind: type[Sampler]) -> frozenset[str]:
+    """The sampler's parameters that the call gives."""
+    named = {name for source in sources if source.where in EXPLICIT for name in source.values}
+    if named & {"max_new_tokens", "max_length"}:
+        named.add("gen_length")
+    return frozenset(named & {*kind.parameters()})
 
 
 def _mask_token_id(model: Any, family: FamilySpec, sources: list[_Source], needed: bool) -> int | None:
@@ -296,7 +333,7 @@ def _set_fields(config: GenerationConfig) -> dict[str, Any]:
 
 def _constraints(sources: list[_Source]) -> dict[str, Any]:
     """The caller's constraints; a checkpoint's own are not read, see `_refuse_unsupported`."""
-    callers = [source for source in sources if source.where in (KEYWORD, GIVEN)]
+    callers = [source for source in sources if source.where in EXPLICIT]
     found = {name: _find(callers, name, None)[0] for name in CONSTRAINT_SETTINGS}
     return {name: value for name, value in found.items() if not _is_off(name, value)}
 
@@ -369,12 +406,13 @@ def _span_lengths(value: Any, infill: bool, family: FamilySpec, kind: type[Sampl
     return tuple(sorted({*lengths}))
 
 
-def _gen_length(sources: list[_Source], prompt_width: int, infill: bool) -> int:
+def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, room: int | None) -> int:
     if infill:
-        sources = [source for source in sources if source.where in (KEYWORD, GIVEN)]
+        sources = [source for source in sources if source.where in EXPLICIT]
     for source in sources:
         if "max_new_tokens" in source.values:
-            return source.values["max_new_tokens"]
+            length: int = source.values["max_new_tokens"]
+            return length if source.where in EXPLICIT or room is None else min(length, room)
         if "max_length" in source.values:
             length = source.values["max_length"]
             if length <= prompt_width:
@@ -423,7 +461,7 @@ def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[S
         foreign = name in SAMPLERS.parameters()
         if value is None or (not foreign and _is_off(name, value)) or (name in SAMPLING_ONLY and temperature == 0):
             continue
-        if name in CONSTRAINT_SETTINGS and where in (KEYWORD, GIVEN):
+        if name in CONSTRAINT_SETTINGS and where in EXPLICIT:
             continue
         if where == STORED and not foreign:
             if name in vars(GenerationConfig()):

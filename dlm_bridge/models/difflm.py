@@ -8,7 +8,7 @@ from __future__ import annotations
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.families import FamilySpec
 
-REQUIRED = {"attn_mask_type": "bidirectional", "use_sliding_window": False}
+REQUIRED = {"attn_mask_type": "bidirectional"}
 MAPPING = dense_mapping(
     {"num_key_value_heads": 32},
     frozenset({"qk_norm"}),

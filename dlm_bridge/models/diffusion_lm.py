@@ -9,6 +9,7 @@ that compute a next-token loss.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import sys
@@ -29,6 +30,7 @@ from transformers.utils.hub import cached_file
 
 from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import share_weights
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import diffusion_loss, weighted_loss
 from dlm_bridge.objectives.registry import family_objective, noise_process
@@ -169,6 +171,8 @@ class DiffusionLM:
             return self._diffusion_loss(input_ids, labels, generator, attention_mask, position_ids, **kwargs)
         if labels is None:
             check_call_without_labels(type(self).__name__, weighted=loss_weights is not None)
+        else:
+            check_label_smoothing(type(self).__name__)
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise DlmBridgeError("pass input_ids or inputs_embeds")
@@ -197,6 +201,9 @@ class DiffusionLM:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The family's attention mask and position ids. A 4-D mask overrides the family's attention pattern.
 
+        Position ids that begin again at 0 mark packed documents, which a block-causal model separates; another one
+        warns, since its tokens attend to all of the row.
+
         For a bidirectional or causal body transformers makes the mask itself, out of `config.is_causal`.
         """
         if attention_mask is not None and attention_mask.dim() not in (2, 4):
@@ -207,8 +214,11 @@ class DiffusionLM:
                 position_ids = position_ids_from_padding(attention_mask)  # blocks start at a row's first real token
             elif position_ids is None:
                 position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask)
+            documents = position_ids.eq(0).cumsum(dim=-1)
+            attention_mask = block_causal_mask(position_ids, self.config.block_size, attention_mask, documents)
             own = True
+        elif not own and position_ids is not None:
+            check_packing(type(self).__name__, position_ids, attention_mask)
         if self.family.attention_pattern == "causal" and attention_mask is None and position_ids is not None:
             # Without one transformers takes positions that do not count up for several packed sequences.
             attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
@@ -279,6 +289,7 @@ class DiffusionLM:
         super().save_pretrained(save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
             copy_remote_code(self.config, Path(save_directory))
+            share_weights(Path(save_directory))
 
 
 def attend(
@@ -341,8 +352,9 @@ def copy_remote_code(config: Any, folder: Path) -> None:
             logger.warning(f"auto_map names {file}, which is not at {config.name_or_path or 'the source'}: not saved")
         else:
             shutil.copyfile(source, folder / file)
-            imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
-            files += [name for name in imported if name not in files]
+            with contextlib.suppress(UnicodeDecodeError):  # no code, then
+                imported = sorted(f"{name.split('.')[0]}.py" for name in get_relative_imports(folder / file))
+                files += [name for name in imported if name not in files]
 
 
 # -- Trainers that take a diffusion model for a causal one and compute a next-token loss from its outputs. That of
@@ -400,6 +412,36 @@ def check_call_without_labels(name: str, weighted: bool) -> None:
     if getattr(caller.f_locals.get("self"), "compute_loss_func", None) is None:
         raise DlmBridgeError(_refusal(name))
     logger.warning_once(f"{needs_noise(name)}. Its batches have none, so compute_loss_func must be a diffusion loss")
+
+
+def check_label_smoothing(name: str) -> None:
+    """For a forward pass with the labels of a noised batch.
+
+    Raises:
+        DlmBridgeError: the trainer that calls smooths labels, which the loss of the masks would ignore.
+    """
+    caller = None if torch.compiler.is_compiling() else _caller(own=True)
+    if caller is None or not (_is_of(caller, TRL) or _is_of(caller, TRAINER)):
+        return
+    arguments = None
+    while caller is not None and not hasattr(arguments, "label_smoothing_factor"):  # TRL calls from a wrapper
+        arguments, caller = getattr(caller.f_locals.get("self"), "args", None), caller.f_back
+    if factor := getattr(arguments, "label_smoothing_factor", 0):
+        raise DlmBridgeError(
+            f"label_smoothing_factor {factor}: {name} is a diffusion model, whose loss smooths no labels: leave it out"
+        )
+
+
+def check_packing(name: str, position_ids: torch.Tensor, real: torch.Tensor | None) -> None:
+    """Warn once of rows whose `position_ids` mark packed documents, of a model that does not separate them."""
+    if torch.compiler.is_compiling() or ((caller := _caller(own=True)) is not None and _is_of(caller, "dlm_bridge")):
+        return  # which hands over documents with a mask of their own
+    starts = position_ids.eq(0) if real is None else position_ids.eq(0) & real.bool()
+    if bool((starts.sum(dim=-1) > 1).any()):
+        logger.warning_once(
+            f"{name}: position_ids that begin again at 0 do not separate packed documents, which attend to each "
+            "other: pass a 4-D attention_mask"
+        )
 
 
 def _refusal(name: str) -> str:

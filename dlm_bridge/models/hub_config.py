@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from dlm_bridge.models.decoder_mapping import require_values
+from dlm_bridge.models.decoder_mapping import NO_WINDOW, require_values
 from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.models.rope import rope_theta_form
 
 # Set on an instance while it is used; they belong to the class or the process, not to the checkpoint.
 RUNTIME_KEYS = ("is_causal", "name_or_path")
+STANDARD_NAMES = ("intermediate_size", "num_key_value_heads", "head_dim")
 
 
 class HubConfig(PreTrainedConfig):
@@ -27,6 +28,8 @@ class HubConfig(PreTrainedConfig):
     family: ClassVar[FamilySpec]
     is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
     required_values: ClassVar[dict[str, Any]] = {}  # of fields: the model class implements no other
+    slides: ClassVar[bool] = False  # the model class implements sliding windows
+    auto_map: ClassVar[dict[str, Any]] = {}  # libraries read it of any class that is not transformers' own
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -38,6 +41,9 @@ class HubConfig(PreTrainedConfig):
             config_class = find_family(config_dict, where=where).load("config_class")
             if config_class is not cls:
                 return config_class.from_dict(config_dict, **kwargs)
+        if any(own in config_dict for own in cls.attribute_map.values()):  # what `to_dict` adds is not the Hub's
+            views = {name for name in cls._view_names() if cls.attribute_map.get(name, "model_type") in config_dict}
+            config_dict = {key: value for key, value in config_dict.items() if key not in views}
         source = copy.deepcopy(config_dict)
         # The kernel that the original code was run with; which one runs here is the loader's choice.
         config_dict = {key: value for key, value in config_dict.items() if key != "attn_implementation"}
@@ -50,7 +56,8 @@ class HubConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.__dict__.get("head_dim", 0) is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        require_values({key: getattr(self, key) for key in self.required_values}, self.required_values)
+        required = self.required_values if self.slides else {**NO_WINDOW, **self.required_values}
+        require_values({key: getattr(self, key, None) for key in required}, required)
         super().__post_init__(**kwargs)
         _register_model_class(self.family)
 
@@ -59,7 +66,19 @@ class HubConfig(PreTrainedConfig):
         _register_model_class(self.family)
 
     def to_dict(self) -> dict[str, Any]:
-        """The Hub's keys and values."""
+        """The view that libraries take: the Hub's keys and values, the standard names of those that the Hub calls
+        otherwise (`hidden_size`, `num_attention_heads`, ...), and where the config was loaded from."""
+        views = {name: getattr(self, name, None) for name in self._view_names()}
+        return {"_name_or_path": self.name_or_path, **views, **self.to_diff_dict()}
+
+    @classmethod
+    def _view_names(cls) -> list[str]:
+        """Standard names that are no fields: other names of one, and what is computed of several."""
+        computed = [name for name in STANDARD_NAMES if isinstance(getattr(cls, name, None), property)]
+        return [*cls.attribute_map, *computed]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What goes to config.json: the Hub's keys and values."""
         now = self._plain()
         source, loaded = self.__dict__.get("_source"), self.__dict__.get("_loaded", {})
         if source is None:
@@ -72,10 +91,6 @@ class HubConfig(PreTrainedConfig):
             del changed["architectures"]  # two names of one class
         kept = {key: value for key, value in copy.deepcopy(source).items() if not key.startswith("_")}
         return kept | _with_hub_names(changed, source)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What goes to config.json: the same, since `to_dict` has no key that only transformers knows."""
-        return self.to_dict()
 
     def _plain(self) -> dict[str, Any]:
         """transformers' own view, without what is not of the checkpoint."""

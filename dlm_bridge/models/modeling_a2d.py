@@ -7,7 +7,6 @@ from __future__ import annotations
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dlm_bridge.models.a2d import LLAMA, QWEN2, QWEN3
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.hub_config import HubConfig
 
@@ -15,7 +14,6 @@ from dlm_bridge.models.hub_config import HubConfig
 class A2DQwen3Config(HubConfig, Qwen3Config):
     model_type = "a2d-qwen3"
     family = QWEN3
-    required_values = NO_WINDOW
 
     mask_token_id: int | None = QWEN3.mask_token_id
 
@@ -23,7 +21,6 @@ class A2DQwen3Config(HubConfig, Qwen3Config):
 class A2DQwen2Config(HubConfig, Qwen2Config):
     model_type = "a2d-qwen2"
     family = QWEN2
-    required_values = NO_WINDOW
 
     mask_token_id: int | None = QWEN2.mask_token_id
 

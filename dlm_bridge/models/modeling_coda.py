@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from dlm_bridge.models.coda import SPEC
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.hub_config import HubConfig
 
@@ -21,7 +20,7 @@ class CoDAConfig(HubConfig, Qwen3Config):
 
     model_type = "CoDA"
     family = SPEC
-    required_values: ClassVar[dict[str, Any]] = {**NO_WINDOW, "tie_word_embeddings": False, "attention_bias": False}
+    required_values: ClassVar[dict[str, Any]] = {"tie_word_embeddings": False, "attention_bias": False}
     default_theta = 1e6
 
     vocab_size: int = 151936

@@ -37,6 +37,7 @@ class DerivedConfig(HubConfig):
     """Base of the forms' configs, placed before the body's."""
 
     is_causal: ClassVar[bool] = False
+    slides: ClassVar[bool] = True
 
     mask_token_id: int | None = None
 

@@ -8,7 +8,6 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.dream import SPEC
 from dlm_bridge.models.hub_config import HubConfig
@@ -19,7 +18,6 @@ class DreamConfig(HubConfig, Qwen2Config):
 
     model_type = "Dream"
     family = SPEC
-    required_values = NO_WINDOW
 
     use_cache: bool = False
     mask_token_id: int | None = 151666

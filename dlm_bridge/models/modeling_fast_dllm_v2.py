@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.fast_dllm_v2 import SPEC
 from dlm_bridge.models.hub_config import HubConfig
@@ -19,7 +18,6 @@ class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's nam
 
     model_type = "Fast_dLLM_Qwen"
     family = SPEC
-    required_values = NO_WINDOW
     attribute_map: ClassVar[dict[str, str]] = {"block_size": "bd_size"}
 
     bd_size: int = 32

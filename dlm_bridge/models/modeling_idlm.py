@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.idlm import SPEC
@@ -20,7 +19,7 @@ class IDLMConfig(HubConfig, Qwen3Config):
 
     model_type = "sdar"
     family = SPEC
-    required_values: ClassVar[dict[str, Any]] = {**NO_WINDOW, "use_regular_causal": True}
+    required_values: ClassVar[dict[str, Any]] = {"use_regular_causal": True}
     is_causal = True
 
     use_cache: bool = False

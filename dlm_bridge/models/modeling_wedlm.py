@@ -13,7 +13,6 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_bridge.models.decoder_mapping import NO_WINDOW
 from dlm_bridge.models.diffusion_lm import DiffusionLM
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.wedlm import SPEC
@@ -25,7 +24,6 @@ class WeDLMConfig(HubConfig, Qwen3Config):
 
     model_type = "wedlm"
     family = SPEC
-    required_values = NO_WINDOW
     is_causal = True
 
     attention_bias: bool = True  # of queries, keys and values

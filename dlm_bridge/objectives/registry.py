@@ -85,6 +85,12 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     "block_editing": ObjectiveSpec(EditingBlockDiffusion),
     "block_complementary": ObjectiveSpec(ComplementaryBlockDiffusion),
     "nemotron": ObjectiveSpec(NemotronDiffusion),
+    "nemotron_bridge": ObjectiveSpec(
+        NemotronDiffusion, {"divisors": "predictions", "diffusion_weight": 0.3, "ar_weight": 1.0}
+    ),
+    "nemotron_sft": ObjectiveSpec(
+        NemotronDiffusion, {"divisors": "separate", "diffusion_weight": 0.3, "ar_weight": 1.0}
+    ),
     "wedlm": ObjectiveSpec(WeDLMDiffusion),
     "idlm": ObjectiveSpec(IDLMDiffusion),
     "canvas": ObjectiveSpec(CanvasDiffusion),

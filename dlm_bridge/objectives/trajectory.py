@@ -19,7 +19,7 @@ NOT_RECORDED = -1  # the commit step of a token that no trajectory committed: pr
 @dataclass(frozen=True)
 class TrajectoryDistillation(Objective):
     """Path distillation as dFactory documents it (inclusionAI/dFactory 92b6890, trainable_parallel_decoding.rst; there
-    is no code of it), and with `trajectory_block` the states and positions of d3LLM (hao-ai-lab/d3LLM e5bfcac,
+    is no code of it), and with `trajectory_block` the positions with a loss of d3LLM (hao-ai-lab/d3LLM e5bfcac,
     d3llm_llada_train.py).
 
     A trajectory of N steps, recorded by our sampler, has the commit step of each answer token. With t ~ U(0, 1) and
@@ -35,10 +35,11 @@ class TrajectoryDistillation(Objective):
     what the state has committed is masked, has a loss, and its masks are shown. A state that has committed nothing
     there has no complement and stays.
 
-    What differs from d3LLM: masks and tokens are both the trajectory's (its tokens are another model's answers); the
-    fraction of masks and the block size are not raised during training; the complement takes the place of a state at
-    random (there: a second forward pass of each step); no factor 1/4. Its entropy of right predictions is `certainty`,
-    here of complements, too.
+    What differs from d3LLM: a state is drawn, and the block follows from it (there: a block, whose left is shown and
+    whose right is masked, with the masks of the state at which a fraction of it would be masked); masks and tokens are
+    both the trajectory's (its tokens are another model's answers); the fraction of masks and the block size are not
+    raised during training; the complement takes the place of a state at random (there: a second forward pass of each
+    step); no factor 1/4. Its entropy of right predictions is `certainty`, here of complements, too.
     """
 
     trajectories: ClassVar[bool] = True

@@ -144,24 +144,33 @@ class ComplementaryBlockDiffusion(TwoStreamObjective):
 
 @dataclass(frozen=True)
 class NemotronDiffusion(TwoStreamObjective):
-    """Nemotron-Labs-Diffusion's objective (forward step of the public Megatron-Bridge).
+    """Nemotron-Labs-Diffusion's objective, in its three published forms.
 
     As block diffusion with one t a sequence, but the clean stream is causal token by token, and its logits[i] predict
-    token i + 1 as well. The loss is (alpha x CE/p of the masks + CE of the next tokens) / (masks + next tokens); alpha
-    is 0.3 in the report, and the published configs leave it open.
+    token i + 1 as well. With M masks, a = `diffusion_weight`, b = `ar_weight`, D the sum of CE/p over the masks and A
+    the sum of CE over the next tokens, the loss is by `divisors`
+
+    - "weighted", (a D + b A) / (M + b L), of L counted tokens, b L rounded down for each sequence: the model's own
+      modeling_nemotron_labs_diffusion.py, where a is 1 if `dlm_loss_weight` is null, as in the published configs;
+    - "predictions", (a D + b A) / (M + number of next tokens): the forward step of Megatron-Bridge's recipe, a = 0.3;
+    - "separate", a D / M + b A / L: NeMo Automodel's fine-tuning (HybridDiffusionLLMLoss), a = 0.3.
+
+    Terms: 0 the masks, 1 the next tokens.
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
     forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.5
+    terms: ClassVar[int] = 2
     clean_stream: ClassVar[StreamPattern] = "causal"
     weightings: ClassVar[tuple[Weighting, ...]] = ("level", "uniform")
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("predicted",)
 
     loss_normalisation: Normalisation = "predicted"
-    diffusion_weight: float = 0.3
+    diffusion_weight: float = 1.0
     ar_weight: float = 1.0
+    divisors: Literal["weighted", "predictions", "separate"] = "weighted"
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
@@ -173,17 +182,28 @@ class NemotronDiffusion(TwoStreamObjective):
         mask = (uniforms.token < p_BL) & clean.counted
         following = next_tokens(clean)
         keep = torch.cat([mask, following], dim=1)
+        is_clean = torch.cat([torch.zeros_like(mask), torch.ones_like(mask)], dim=1)[keep]
         weights_BL = self.diffusion_weight * self.position_weights(clean, p_BL, mask, clean.counted)[0]
         weights_BS = torch.cat([weights_BL, torch.full_like(p_BL, self.ar_weight)], dim=1)
         return NoisyBatch(
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
             **self.attention_inputs(clean),
             mask=keep,
-            counted=keep,
+            counted=torch.cat([mask, clean.counted.roll(-1, dims=1)], dim=1),  # `following`, and as many as L
             targets=torch.cat([clean.targets, shift_left(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
-            normaliser=total(keep),
+            terms=is_clean.long(),
+            normaliser=self._normaliser(clean, total(mask), total(following)),
         )
+
+    def _normaliser(self, clean: CleanBatch, masks: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """[2] what is added to the divisors of both terms."""
+        if self.divisors == "separate":
+            return torch.cat([masks, total(clean.counted)])
+        if self.divisors == "predictions":
+            return (masks + following).repeat(2)
+        counts = torch.zeros_like(clean.documents).scatter_add(1, clean.documents, clean.counted.long())
+        return (masks + total((self.ar_weight * counts.double()).floor())).repeat(2)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request
@@ -20,7 +19,11 @@ CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
 
 
 class Call:
-    """One request while its rows are sampled."""
+    """One request while its rows are sampled.
+
+    Args:
+        began: the loop's time at which the request came.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class Call:
         except QueueFullError:
             raise queue_full(self._metrics) from None
         except ClosedError:
-            raise _closed() from None
+            raise closed() from None
         self._metrics.prompt_tokens += self.answer.prompt_tokens
-        self._timer = self._loop.call_later(timeout_s, self._expire, timeout_s)
+        self._timer = self._loop.call_at(self._began + timeout_s, self._expire, timeout_s)
 
     async def events(self) -> AsyncIterator[tuple[int, RowEvent]]:
         """The rows' events, until every choice is finished. Raises RequestError for what went wrong."""
@@ -74,9 +77,9 @@ class Call:
                     raise self._failure(event.error, index)
                 if not (self._saw_token or isinstance(event, Ended)):
                     self._saw_token = True
-                    self._metrics.first_token(time.monotonic() - self._began)
+                    self._metrics.first_token(self._loop.time() - self._began)
                 yield index, event
-            self._metrics.answered(time.monotonic() - self._began)
+            self._metrics.answered(self._loop.time() - self._began)
         finally:
             self.close()
 
@@ -122,11 +125,9 @@ class Call:
 
     def _failure(self, error: Exception, index: int) -> RequestError:
         if isinstance(error, TimeoutError):
-            return RequestError(
-                f"the answer was not complete after {error.args[0]:g} s", 504, kind="timeout_error", code="timeout"
-            )
+            return timed_out(error.args[0])
         if isinstance(error, ClosedError):
-            return _closed()
+            return closed()
         if isinstance(error, NonFiniteError):  # not the request's fault, as far as one can tell
             choice = f"choice {index}: " if len(self.choices) > 1 else ""
             return RequestError(f"{choice}{error.reason}", 500, kind="server_error", code="non_finite_logits")
@@ -151,5 +152,11 @@ def queue_full(metrics: Metrics) -> RequestError:
     )
 
 
-def _closed() -> RequestError:
+def timed_out(timeout_s: float) -> RequestError:
+    return RequestError(
+        f"the answer was not complete after {timeout_s:g} s", 504, kind="timeout_error", code="timeout"
+    )
+
+
+def closed() -> RequestError:
     return RequestError("the server is being shut down", 503, kind="server_error", code="closed")

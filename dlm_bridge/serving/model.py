@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
@@ -15,13 +16,14 @@ from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import NEW_TOKENS, native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import check_prompts, encode_chat, encode_text
+from dlm_bridge.generation.texts import PromptTooLongError, check_prompts, encode_chat, encode_text
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Row, RowEvent
 
 CONVERSATION = "the conversation"  # its name in errors
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
 DEFAULT_LENGTH = 4096  # of prompt and new tokens: memory is planned for rows of this length
 LENGTHS = ("gen_length", "max_new_tokens", "max_length")  # settings that say how many new tokens
 
@@ -45,8 +47,8 @@ class ServedModel:
     def check(self) -> None:
         """Raise DlmBridgeError where the model cannot be sampled from, or with the defaults."""
         settings = dict(self.defaults)
-        if not self.loaded.diffusion:
-            settings.setdefault("gen_length", 1)
+        if not self.loaded.diffusion and _asked_length(settings, 0) is None:
+            settings["gen_length"] = 1
         check_prompts(self.loaded.model, [(self.name, [0])], settings, diffusion=self.loaded.diffusion)
 
     @property
@@ -58,6 +60,11 @@ class ServedModel:
             return self.max_length if context is None else min(self.max_length, context)
         return DEFAULT_LENGTH if context is None else min(context, DEFAULT_LENGTH)
 
+    @cached_property
+    def max_chars(self) -> int:
+        """Characters of a prompt, at most: those of `limit` tokens, each the longest of the vocabulary."""
+        return self.limit * max(map(len, self.loaded.tokenizer.get_vocab()))
+
     def continuous(self, settings: Mapping[str, Any]) -> bool:
         """Whether rows of these settings enter a batch while it runs, each with its own length and seed."""
         model = self.loaded.model
@@ -65,12 +72,8 @@ class ServedModel:
 
     def plan(self) -> BatchPlan:
         """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
-        loaded, settings = self.loaded, dict(self.defaults)
-        if loaded.diffusion:
-            new = resolve_settings(loaded.model, None, settings, prompt_width=1).limits.gen_length
-        else:
-            new = native_settings(loaded.model, settings)["max_new_tokens"]
-            settings["gen_length"] = new
+        loaded, new = self.loaded, self._new_tokens(self.defaults, 1)
+        settings = {name: value for name, value in self.defaults.items() if name not in LENGTHS} | {"gen_length": new}
         prompt = max(self.limit - new, 1)
         return plan_batch(loaded.model, [prompt], settings, diffusion=loaded.diffusion, more=True)
 
@@ -82,18 +85,21 @@ class ServedModel:
         """The rows of a request, checked; `listen` gives the listener of a choice. Raises RequestError."""
         try:
             return self._rows(request, listen)
+        except PromptTooLongError as error:
+            message = f"{error}, which are more than {self.limit} tokens"
+            raise RequestError(message, param="messages" if request.chat else "prompt", code=TOO_LONG) from error
         except DlmBridgeError as error:
             raise RequestError(str(error)) from error
 
     def _rows(self, request: TextRequest, listen: Callable[[int], Callable[[RowEvent], None]]) -> list[Row]:
         settings = {**self.defaults, **request.settings}
-        prompts = self._prompts(request)
-        names = [f"prompt[{number}]" for number in range(len(prompts))]
-        if len(prompts) == 1:
-            names = [CONVERSATION if request.chat else "the prompt"]
-        lengths = [self._settled(prompt, name, settings) for prompt, name in zip(prompts, names, strict=True)]
+        several = len(request.prompts) > 1
+        copies = []
+        for number, prompt in enumerate(self._prompts(request)):  # a prompt that is too long is the last to be encoded
+            name = f"prompt[{number}]" if several else CONVERSATION if request.chat else "the prompt"
+            own = self._settled(prompt, name, settings, "messages" if request.chat else "prompt")
+            copies += [(prompt, own)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
-        copies = [(prompt, own) for prompt, own in zip(prompts, lengths, strict=True) for _ in range(request.choices)]
         seeds = self._seeds(seed, [prompt for prompt, _ in copies])
         rows = []
         for index, ((prompt, own), row_seed) in enumerate(zip(copies, seeds, strict=True)):
@@ -106,33 +112,44 @@ class ServedModel:
             rows.append(Row(tuple(prompt), own, row_seed, group, listen(index)))
         return rows
 
-    def _prompts(self, request: TextRequest) -> list[list[int]]:
+    def _prompts(self, request: TextRequest) -> Iterator[list[int]]:
         tokenizer = self.loaded.tokenizer
         if request.chat:
-            return [encode_chat(tokenizer, request.messages, self.name)]
-        return [encode_text(tokenizer, one) if isinstance(one, str) else list(one) for one in request.prompts]
+            yield encode_chat(
+                tokenizer,
+                request.messages,
+                self.name,
+                max_chars=self.max_chars,
+                template_args=request.template_args,
+            )
+        for one in request.prompts:
+            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else list(one)
 
-    def _settled(self, prompt: list[int], name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a prompt's rows, with the number of new tokens as `gen_length`. Raises DlmBridgeError or
-        RequestError."""
-        model, diffusion = self.loaded.model, self.loaded.diffusion
-        given = {key: value for key, value in settings.items() if key not in LENGTHS}
-        limit = self.limit
-        new: Any
-        found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
-        if found is not None:
-            new = found.limits.gen_length
+    def _new_tokens(self, settings: Mapping[str, Any], prompt: int) -> Any:
+        """New tokens behind a prompt of this length: as many as the settings say, whatever that is, else the model's
+        own number, as far as there is room. Raises DlmBridgeError."""
+        model, asked = self.loaded.model, _asked_length(settings, prompt)
+        if asked is not None:
+            return asked
+        if self.loaded.diffusion:
+            usual = resolve_settings(model, None, settings, prompt_width=prompt).limits.gen_length
         else:
-            named = [settings[key] for key in ("gen_length", "max_new_tokens") if settings.get(key) is not None]
             usual = getattr(model.generation_config, "max_new_tokens", None) or NEW_TOKENS
-            new = named[0] if named else min(usual, max(limit - len(prompt), 1))  # as far as there is room
-        own = {**given, "gen_length": new}
+        return min(usual, max(self.limit - prompt, 1))
+
+    def _settled(self, prompt: list[int], name: str, settings: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """The settings of a prompt's rows, with the number of new tokens as `gen_length`. Raises DlmBridgeError or
+        RequestError, which names the request's `field`."""
+        model, diffusion = self.loaded.model, self.loaded.diffusion
+        found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
+        new, limit = self._new_tokens(settings, len(prompt)), self.limit
+        own = {key: value for key, value in settings.items() if key not in LENGTHS} | {"gen_length": new}
         if isinstance(new, int) and len(prompt) + new > limit:
             raise RequestError(
                 f"{name} has {len(prompt)} tokens; with {new} new ones (max_tokens) that is {len(prompt) + new}, "
                 f"above the limit of {limit}",
-                param="messages" if name == CONVERSATION else "prompt",
-                code="context_length_exceeded",
+                param=field,
+                code=TOO_LONG,
             )
         if found is not None:
             found.sampler.spec(SpecialTokens.of(found))
@@ -150,3 +167,12 @@ class ServedModel:
         if self.loaded.diffusion or (seed is not None and has_canvas(self.loaded.model)):
             return list(row_seeds(secrets.randbits(62) if seed is None else seed, prompts))
         return [None if seed is None else seed + number for number in range(len(prompts))]
+
+
+def _asked_length(settings: Mapping[str, Any], prompt: int) -> Any:
+    """The new tokens that the settings ask for behind a prompt of this length; None: they do not say."""
+    for name in ("gen_length", "max_new_tokens"):
+        if settings.get(name) is not None:
+            return settings[name]
+    longest = settings.get("max_length")
+    return longest - prompt if isinstance(longest, int) else longest

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.errors import shortened
+from dlm_bridge.errors import DlmBridgeError, shortened
+from dlm_bridge.generation.texts import check_template_args
 from dlm_bridge.serving.choices import Choice
 
 # Fields of OpenAI's that say nothing about the text.
@@ -24,7 +25,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((None, False), "the prompt is not repeated"),
     "frequency_penalty": ((None, 0), "use repetition_penalty"),
     "function_call": ((None, "none", "auto"), "functions are not called: leave it out"),
-    "functions": ((None, []), "functions are not called: leave it out"),
+    "functions": ((None, []), 'functions are not called: leave it out, or set function_call to "none"'),
     "logit_bias": ((None, {}), "use suppress_tokens"),
     "logprobs": (
         (None, False),
@@ -38,7 +39,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((None, {"type": "text"}), "the text's format cannot be forced: leave it out"),
     "suffix": ((None, ""), "dlm-bridge generate --infill fills in"),
     "tool_choice": ((None, "none", "auto"), "tools are not called: leave it out"),
-    "tools": ((None, []), "tools are not called: leave it out"),
+    "tools": ((None, []), 'tools are not called: leave it out, or set tool_choice to "none"'),
     "top_logprobs": ((None, 0), "leave it out"),
     "verbosity": ((None,), "leave it out"),
     "web_search_options": ((None,), "leave it out"),
@@ -58,6 +59,8 @@ NOT_OF_A_REQUEST = {
     "tokenizer": "--tokenizer is an option of the server",
 }
 MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_LENGTH = 4, 256  # strings, as OpenAI's; characters of each
+MAX_SETTINGS = 65_536  # characters of a request's settings of the sampler, as JSON
 
 
 class RequestError(Exception):
@@ -93,6 +96,7 @@ class TextRequest:
         chat: answer as a chat completion.
         prompts: texts or token ids; empty for a chat.
         messages: of a chat.
+        template_args: variables of the chat template (`chat_template_kwargs`).
         settings: of the sampler, without a seed.
         choices: texts for each prompt.
         include_usage: a stream ends with the usage.
@@ -101,6 +105,7 @@ class TextRequest:
     chat: bool
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    template_args: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     choices: int = 1
     seed: int | None = None
@@ -123,10 +128,14 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         raise RequestError("the body must be a JSON object")
     if chat is None:
         chat = "messages" in body
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if body.get(choice) == "none":  # none of them is to be called
+            body.pop(tools, None)
     _refuse(body)
-    own = {"messages"} if chat else {"prompt"}
+    own = {"messages", "chat_template_kwargs"} if chat else {"prompt"}
     own |= {
-        "generation_config", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "stream", "stream_options",
+        "generation_config", "ignore_eos", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "stream",
+        "stream_options",
     }  # fmt: skip
     settings = _generation_config(body.get("generation_config"))
     settings |= {name: value for name, value in body.items() if name not in {*own, *IGNORED, *REFUSED}}
@@ -134,6 +143,10 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         if name in NOT_OF_A_REQUEST:
             raise RequestError(f"{name}: {NOT_OF_A_REQUEST[name]}", param=name)
     settings = {name: value for name, value in settings.items() if value is not None or name == "eos_token_id"}
+    if settings.get("top_k") == -1:  # vLLM's way to say: of all tokens
+        settings["top_k"] = 0
+    if _flag(body, "ignore_eos"):
+        settings["eos_token_id"] = None
     length = _same(body, "max_tokens", "max_completion_tokens")
     if length is not None:
         settings.pop("max_new_tokens", None)
@@ -143,7 +156,15 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         strings = stop if isinstance(stop, list) else [stop]
         if not all(isinstance(string, str) and string for string in strings):
             raise RequestError("stop must be a string or a list of strings, none empty", param="stop")
+        if len(strings) > MAX_STOPS or max(map(len, strings)) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop must be at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters", param="stop"
+            )
         settings["stop_strings"] = [_text("stop", string) for string in strings]
+    sizes = {name: len(json.dumps(value)) for name, value in settings.items()}
+    if sum(sizes.values()) > MAX_SETTINGS:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise RequestError(f"{largest}: settings are limited to {MAX_SETTINGS} characters", param=largest)
     stored_seed = settings.pop("seed", None)  # of a generation_config
     seed = body.get("seed", stored_seed)
     stream = _flag(body, "stream")
@@ -156,6 +177,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         chat=chat,
         prompts=() if chat else _prompts(body.get("prompt")),
         messages=_messages(body.get("messages")) if chat else (),
+        template_args=_template_args(body.get("chat_template_kwargs")) if chat else {},
         settings=settings,
         choices=_whole("n", 1 if body.get("n") is None else body["n"], 1, MAX_CHOICES),
         seed=None if seed is None else _whole("seed", seed),
@@ -265,8 +287,10 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
     for number, message in enumerate(value):
         where = f"messages[{number}]"
         content = message.get("content")
+        if content is None and message.get("role") == "assistant":  # it called a tool
+            content = ""
         if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in content]
             if any(not isinstance(part, str) for part in parts):
                 raise RequestError(f"{where}.content has a part that is no text", param=where)
             content = "".join(map(str, parts))
@@ -274,6 +298,17 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
             raise RequestError(f"{where} must have a role and a content, both strings", param=where)
         found.append({**message, "content": _text(where, content)})
     return tuple(found)
+
+
+def _template_args(value: Any) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object", param=name)
+    try:
+        check_template_args(value or {}, name)
+    except DlmBridgeError as error:
+        raise RequestError(str(error), param=name) from None
+    return dict(value or {})
 
 
 def _text(name: str, text: str) -> str:

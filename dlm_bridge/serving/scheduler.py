@@ -135,6 +135,12 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def room(self) -> int:
+        """The number of rows that can be submitted: the queue's free places, and what the next batch takes at once."""
+        free = self.batch_size - len(self._running) if not self._waiting else 0
+        return self.queue_size + max(free, 0) - len(self._waiting)
+
+    @property
     def running(self) -> int:
         """The number of rows that are being sampled."""
         return len(self._running)
@@ -144,6 +150,11 @@ class Scheduler:
         """Whether rows are taken."""
         return self._thread.is_alive() and not self._closed
 
+    @property
+    def busy(self) -> bool:
+        """True if the thread still runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         self._thread.start()
 
@@ -152,9 +163,7 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise ClosedError
-            # What the next batch takes at once does not wait.
-            free = self.batch_size - len(self._running) if not self._waiting else 0
-            if len(self._waiting) + len(rows) > self.queue_size + max(free, 0):
+            if len(rows) > self.room:
                 raise QueueFullError
             self._waiting.extend(rows)
             self._changed.notify()

@@ -10,25 +10,26 @@ import asyncio
 import hmac
 import json
 import logging
-import signal
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.display.trace import TokenStrings
-from dlm_bridge.serving.calls import CLIENT_LEFT, Call, queue_full
+from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, timed_out
+from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import RequestError, parse_request
@@ -36,8 +37,10 @@ from dlm_bridge.serving.scheduler import Committed, Scheduler
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/metrics")  # need no API key
-GRACE_S = 3.0  # at the end, for what is being sent and for the forward pass that is running
+SAMPLER_S = 3.0  # at the end, for the forward pass that is running
+LINGER_S = 0.3  # at the end, for requests that are on their way, which get an error rather than a closed connection
 BODY_S = 60.0  # for a request's body to come
+READER = "read-requests"  # the thread's name
 COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
 
 
@@ -47,22 +50,21 @@ class Limits:
 
     Args:
         body_bytes: of a request.
-        timeout_s: from a request to the last token of its answer.
+        timeout_s: from a request's header to the last token of its answer.
         api_key: that requests must carry; None: none.
+        hosts: values of the header Host; "*" is any.
+        origins: of pages whose scripts a browser lets read the answers; "*" is any.
     """
 
     body_bytes: int
     timeout_s: float
     api_key: str | None = None
+    hosts: tuple[str, ...] = ("*",)
+    origins: tuple[str, ...] = ()
 
 
-class Server(uvicorn.Server):
-    """A server that ends at once with SIGINT or SIGTERM: what is unfinished gets an error.
-
-    Args:
-        sock: bound to the address; see `bind`.
-        when_ready: is called once requests are taken.
-    """
+class Server(HttpServer):
+    """The server of a model. At its end every request gets an answer, 503 if it is unfinished."""
 
     def __init__(
         self,
@@ -72,62 +74,53 @@ class Server(uvicorn.Server):
         sock: socket.socket,
         when_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler, self._sock, self._when_ready = scheduler, sock, when_ready
-        self.interrupted = False
-        app = build_app(served, scheduler, limits)
-        super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(GRACE_S))
-        )
+        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, limits)
+        requests = scheduler.batch_size + scheduler.queue_size
+        super().__init__(build_app(self._routes, limits), sock, when_ready, requests=requests)
 
     def serve_forever(self) -> None:
-        """AnswerBodies until a signal comes. Raises KeyboardInterrupt after SIGINT."""
         self._scheduler.start()
         try:
-            self.run(sockets=[self._sock])
+            super().serve_forever()
         finally:
-            self._scheduler.close(GRACE_S)
-        if self.interrupted:
-            raise KeyboardInterrupt
+            self._scheduler.close(SAMPLER_S)
+            self._routes.reader.shutdown(wait=False, cancel_futures=True)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.interrupted |= sig == signal.SIGINT
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._when_ready()
+    @property
+    def busy(self) -> bool:
+        """True if a thread still samples or reads a request: the end of the process would wait for it."""
+        return self._scheduler.busy or any(thread.name.startswith(READER) for thread in threading.enumerate())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._routes.close()
         self._scheduler.close()
+        await asyncio.sleep(LINGER_S)
         await super().shutdown(sockets)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise DlmBridgeError(f"--host {host} --port {port}: {error.strerror}: name another one") from error
-    return sock
-
-
-def build_app(served: ServedModel, scheduler: Scheduler, limits: Limits) -> FastAPI:
-    """The application; its routes are those of `_Routes`."""
+def build_app(routes: _Routes, limits: Limits) -> FastAPI:
+    """The application of these routes."""
     # No pages of FastAPI's own: they load scripts from elsewhere.
     app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
-    routes = _Routes(served, scheduler, limits)
     for path, chat in ((COMPLETIONS, False), (CHAT, True)):
         app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
     app.add_api_route(COMMITS, routes.answering(routes.commits), methods=["POST"])
-    app.add_api_route("/v1/models", routes.answering(routes.models), methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=["GET"])
+    read = ["GET", "HEAD"]
+    app.add_api_route("/v1/models", routes.answering(routes.models), methods=read)
+    app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=read)
     app.add_api_route("/load_model", routes.answering(routes.load_model), methods=["POST"])
-    app.add_api_route("/health", routes.answering(routes.health), methods=["GET"])
-    app.add_api_route("/metrics", routes.answering(routes.figures), methods=["GET"])
+    app.add_api_route("/health", routes.answering(routes.health), methods=read)
+    app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
     app.add_exception_handler(HTTPException, routes.refuse)
+    if limits.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.origins,
+            allow_methods=[*read, "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=limits.hosts, www_redirect=False)
     return app
 
 
@@ -135,8 +128,19 @@ class _Routes:
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
         self._served, self._scheduler, self._limits = served, scheduler, limits
         self._metrics = Metrics()
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        # Reads requests and encodes prompts, which takes time that the event loop does not have.
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
+        self._reading = 0  # texts of the requests that it has
+        self._arriving: set[asyncio.Timeout] = set()  # of requests that have no rows yet
+        self._closed = False
         self._created = int(time.time())
+
+    def close(self) -> None:
+        """Answer requests that have no rows yet, and all that come, with 503."""
+        self._closed = True
+        now = asyncio.get_running_loop().time()
+        for timeout in self._arriving:
+            timeout.reschedule(now)
 
     def answering(self, route: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """The route with errors in OpenAI's form, behind the API key."""
@@ -149,6 +153,8 @@ class _Routes:
                 response: Response = await route(request)
             except RequestError as error:
                 response = _error_response(error)
+            except asyncio.CancelledError:
+                response = _error_response(closed())
             except Exception:
                 logger.exception("a request failed")
                 response = _error_response(RequestError("the server failed: see its log", 500, kind="server_error"))
@@ -203,24 +209,52 @@ class _Routes:
         return _EventStream(call, self._commit_events(call))
 
     async def _start(self, request: Request, chat: bool | None, live: bool = False) -> Call:
-        began = time.monotonic()
-        raw = await self._body(request)
-        asked = parse_request(raw, chat)
-        # Before any prompt is read: tokenizing takes time.
-        if asked.texts > self._scheduler.queue_size:
-            raise RequestError(
-                f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
-                param="n",
-            )
-        if self._scheduler.waiting >= self._scheduler.queue_size:
-            raise queue_full(self._metrics)
+        """Read a request and queue its rows. Its time and its place in the queue count from its arrival."""
         loop = asyncio.get_running_loop()
-        call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
-        rows = await loop.run_in_executor(self._encoder, self._served.rows, asked, call.listener)
-        for row in rows:
-            row.live = live or asked.stream or bool(row.stop_strings)
-        call.submit(rows, self._limits.timeout_s)
+        began = loop.time()
+        async with self._arrival(began):
+            raw = await self._body(request)
+            with self._place(1):
+                asked = await loop.run_in_executor(self.reader, parse_request, raw, chat)
+            if asked.texts > self._scheduler.queue_size:
+                raise RequestError(
+                    f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
+                    param="n",
+                )
+            with self._place(asked.texts):
+                call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
+                rows = await loop.run_in_executor(self.reader, self._served.rows, asked, call.listener)
+            for row in rows:
+                row.live = live or asked.stream or bool(row.stop_strings)
+            call.submit(rows, self._limits.timeout_s)
         return call
+
+    @asynccontextmanager
+    async def _arrival(self, began: float) -> AsyncIterator[None]:
+        """Context of a request that has no rows yet. Raises RequestError at the request's timeout and at `close`."""
+        if self._closed:
+            raise closed()
+        timeout_s = self._limits.timeout_s
+        timeout = asyncio.timeout_at(began + timeout_s)
+        self._arriving.add(timeout)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            raise (closed() if self._closed else timed_out(timeout_s)) from None
+        finally:
+            self._arriving.discard(timeout)
+
+    @contextmanager
+    def _place(self, texts: int) -> Iterator[None]:
+        """Places in the queue while a request is read. Raises RequestError without room."""
+        if self._reading + texts > self._scheduler.room:
+            raise queue_full(self._metrics)
+        self._reading += texts
+        try:
+            yield
+        finally:
+            self._reading -= texts
 
     async def _body(self, request: Request) -> bytes:
         """The request's body. Raises RequestError for one that is too large, or no JSON by its header (a page of

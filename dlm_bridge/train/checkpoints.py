@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import textwrap
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,12 +22,28 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
+from dlm_bridge.convert.formats import dcp
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
+from dlm_bridge.convert.formats.unpickler import load_torch_file, restricted_loading
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
+from dlm_bridge.convert.streaming import FileWindow
 from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
 from dlm_bridge.hub import STEP_NAME, read_json
 
@@ -140,12 +157,65 @@ def gather_digests(folder: Path) -> None:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The trainer's state, with tensors on the CPU. Raises DlmBridgeError where the file is damaged."""
+    with damaged_state(folder / STATE, folder):
+        state = load_torch_file(folder / STATE)
+        if not isinstance(state, dict):
+            raise TypeError(f"a {type(state).__name__}")
+        return state
+
+
+@contextlib.contextmanager
+def damaged_state(file: Path, folder: Path) -> Iterator[None]:
+    """Raise whatever the state in `file`, of the checkpoint `folder`, raises as it is loaded as a DlmBridgeError."""
     try:
-        return torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, CheckpointException) as error:
         raise DlmBridgeError(
-            f"{folder / STATE}: damaged ({library_cause(error)}): remove {folder} to resume from before it"
+            f"{file}: damaged ({load_failure(error)}): remove {folder} to resume from before it"
         ) from error
+
+
+def load_failure(error: BaseException) -> str:
+    """The error as one line; of those that torch gathered from all ranks, with their tracebacks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
+
+
+class RestrictedReader(FileSystemReader):
+    """torch's reader of a distributed checkpoint, without its pickles: `.metadata` is read by the restricted reader,
+    and the items go through `restricted_loading`. Raises DlmBridgeError where `.metadata` is damaged, hostile or not
+    consistent with the files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = self._read()  # at once, since torch logs what is raised when it asks
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+    def _read(self) -> Metadata:
+        contents = dcp.read_metadata(Path(self.path))
+        state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
+        places = {MetadataIndex(name): place for name, place in contents.objects.items()}
+        for name, tensor in contents.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
+            properties = TensorProperties(getattr(torch, tensor.dtype_name))
+            state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            places |= {MetadataIndex(name, torch.Size(each.offsets)): each.place for each in tensor.chunks}
+        storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
+        return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def _slice_file(self, file: Any, place: Any) -> Any:
+        window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot be searched from its end
+        window.name = file.name
+        return window
+
+    @restricted_loading()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, planner)
 
 
 def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,15 +34,20 @@ class DiffusionCollator:
         SFTTrainer(model=model, args=args, data_collator=collator, compute_loss_func=trl_loss, ...).train()
 
     A sample has `input_ids`, and optionally `labels` (-100 where a token is never masked: the prompt),
-    `completion_mask` or `assistant_masks` (zero there) and `attention_mask`. The batch has `labels` and `loss_weights`
-    as DiffusionLM.forward describes them, so that Trainer's own count of labels over a step's micro-batches normalises
-    the loss: gradient accumulation and the number of processes do not change it. (WeDLM's loss is a sum of two means,
+    `completion_mask` or `assistant_masks` (zero there), `attention_mask`, and of packed documents `position_ids`,
+    which begin again at 0, or TRL's `seq_lengths`: each document is noised and attended as if it stood alone. The
+    batch has `labels` and `loss_weights` as DiffusionLM.forward describes them, so that Trainer's own count of labels
+    over a step's micro-batches normalises the loss: gradient accumulation and the number of processes do not change
+    it. (The losses of WeDLM and of `nemotron_sft` are sums of two means,
     loss_normalisation "sequences" a mean over rows, and DreamOn counts a row's deletions as one token, which Trainer
     cannot count: each micro-batch is normalised alone there.)
 
     The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
     own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
     that a run repeats; a resumed one draws new noise. A `generator` (only without workers) takes precedence.
+
+    In a Trainer's evaluation noise is keyed by (seed, the sample's tokens and labels), so that every evaluation draws
+    the same and losses can be compared. Set `evaluation` for a loader of your own, and where workers are not forked.
     """
 
     objective: Objective
@@ -48,6 +56,7 @@ class DiffusionCollator:
     generator: torch.Generator | None = None
     pad_to_multiple_of: int = 1
     for_trl: bool = False
+    evaluation: bool = False
     _batches: int = field(default=0, init=False)
 
     @classmethod
@@ -81,8 +90,12 @@ class DiffusionCollator:
             input_ids[row, :count] = tokens[row]
             labels[row, :count] = _labels(sample, tokens[row])
             real[row, :count] = _column(sample, "attention_mask", count).bool() if "attention_mask" in sample else True
-        noisy = self.objective.noise(input_ids, self._uniforms(samples, length), labels, None if real.all() else real)
-        return self._batch(noisy)
+        uniforms, documents = self._uniforms(samples, length, labels), _documents(samples, input_ids)
+        if documents is not None and self.objective.resizes:
+            raise DlmBridgeError(
+                f"{type(self.objective).__name__} moves tokens: a row holds one text, leave packing out"
+            )
+        return self._batch(self.objective.noise(input_ids, uniforms, labels, None if real.all() else real, documents))
 
     def _batch(self, noisy: NoisyBatch) -> dict[str, torch.Tensor]:
         if noisy.rows is not None:
@@ -109,8 +122,9 @@ class DiffusionCollator:
             batch["targets"] = labels.clone()
         return batch
 
-    def _uniforms(self, samples: Sequence[Mapping[str, Any]], length: int) -> Uniforms:
-        if self.generator is not None:
+    def _uniforms(self, samples: Sequence[Mapping[str, Any]], length: int, labels: torch.Tensor) -> Uniforms:
+        evaluates = self.evaluation or _evaluates()
+        if self.generator is not None and not evaluates:
             if get_worker_info() is not None:
                 raise DlmBridgeError(
                     "a generator would give every worker of the data loader the same noise: use seed, or no workers"
@@ -118,6 +132,9 @@ class DiffusionCollator:
             return Uniforms.drawn(self.generator, len(samples), length, spans=self.objective.resizes)
         if all(SAMPLE_INDEX in sample for sample in samples):
             return Uniforms.keyed(self.seed, 0, [int(sample[SAMPLE_INDEX]) for sample in samples], length)
+        if evaluates:
+            keys = [_digest(sample, row) for sample, row in zip(samples, labels, strict=True)]
+            return Uniforms.keyed(self.seed, 0, keys, length, Purpose.EVAL_NOISE)
         worker = get_worker_info()
         workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
         stream = int(os.environ.get("RANK", "0")) * workers + number
@@ -141,12 +158,41 @@ def trl_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch
     return loss * (labels.ne(IGNORE_INDEX).sum() / num_items_in_batch)
 
 
+def _evaluates() -> bool:
+    """True inside the evaluation of a Trainer, also in a worker that it has forked."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "evaluation_loop":
+        frame = frame.f_back
+    return frame is not None and hasattr(frame.f_locals.get("self"), "data_collator")
+
+
+def _digest(sample: Mapping[str, Any], labels: torch.Tensor) -> int:
+    """64 bits of a sample's tokens and labels, without the padding of its batch."""
+    tokens = torch.as_tensor(sample["input_ids"]).long()
+    row = torch.cat([tokens, labels[: len(tokens)]]).contiguous()
+    return int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
+
+
 def _labels(sample: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     labels = _column(sample, "labels", len(tokens)) if "labels" in sample else tokens
     for name in ANSWER_MASKS:
         if name in sample:
             labels = torch.where(_column(sample, name, len(tokens)).bool(), labels, IGNORE_INDEX)
     return labels
+
+
+def _documents(samples: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) -> torch.Tensor | None:
+    """[B, L] numbers of the documents that are packed into rows; None where every row is one."""
+    documents = torch.zeros_like(input_ids)
+    for row, sample in enumerate(samples):
+        count = len(sample["input_ids"])
+        if "position_ids" in sample:
+            documents[row, :count] = _column(sample, "position_ids", count).eq(0).cumsum(0)
+        elif "seq_lengths" in sample:
+            lengths = torch.as_tensor(sample["seq_lengths"])
+            numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)
+            documents[row, :count] = _column({"seq_lengths": numbers}, "seq_lengths", count)
+    return documents if bool((documents > 1).any()) else None
 
 
 def _column(sample: Mapping[str, Any], name: str, count: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
 from dlm_bridge.models.families import FamilySpec, class_names, families, family_by_name, find_family
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data.chat_template import set_chat_template
 from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 
 logger = logging.getLogger(__name__)
@@ -296,10 +297,15 @@ def model_family(model: Any) -> FamilySpec | None:
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of `--tokenizer`, else the model's own. Raises DlmBridgeError."""
+    """The tokenizer of `--tokenizer`, else the model's own, with the template of `--chat-template`. Raises
+    DlmBridgeError."""
     if config.model.tokenizer:
-        return open_tokenizer(config.model.tokenizer, "--tokenizer")
-    return open_tokenizer(config.model.path, "--model", ": name one with --tokenizer")
+        tokenizer = open_tokenizer(config.model.tokenizer, "--tokenizer")
+    else:
+        tokenizer = open_tokenizer(config.model.path, "--model", ": name one with --tokenizer")
+    if config.model.chat_template is not None:
+        set_chat_template(tokenizer, config.model.chat_template)
+    return tokenizer
 
 
 def open_tokenizer(place: str, flag: str, remedy: str = "") -> Any:
@@ -435,6 +441,9 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
     with torch.device("meta"), reading(f"--model {config.model.path}: its config makes no model"):
         model_class, hub_config = _megatron_class_and_config(config, bridge)
         model = model_class(hub_config)
+    if (folder := bridge.checkpoint.hub.folder) is not None:
+        with opening(folder, f"--model {config.model.path}: does not load"):
+            read_generation_config(model, folder)
     return MegatronSource(bridge, model)
 
 

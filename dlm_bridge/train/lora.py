@@ -14,6 +14,7 @@ import xxhash
 from torch import nn
 
 from dlm_bridge.convert.card import CARD, base_family, folder_card
+from dlm_bridge.convert.formats.unpickler import restricted_loading
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
@@ -139,7 +140,9 @@ def add_adapter(
                 if MAGNITUDE in name:
                     weight.is_new = True  # the norms of stand-ins
         if folder is not None and not on_meta:
-            result: Any = set_peft_model_state_dict(peft, load_peft_weights(str(folder), device="cpu"))
+            with restricted_loading():
+                loaded = load_peft_weights(str(folder), device="cpu")
+            result: Any = set_peft_model_state_dict(peft, loaded)
             left = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
             if left:
                 raise ValueError(f"{left[0]} is not in both")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.convert.atomic import append_line, atomic_file, disk_errors
 from dlm_bridge.errors import printable
 from dlm_bridge.hub import check_plain_file
 
+logger = logging.getLogger(__name__)
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
 PEAK_FLOPS = (
     ("B300", 2.5e15),
@@ -125,13 +126,6 @@ class MetricsFile:
         self._file.close()
 
 
-def append_line(file: io.FileIO, line: str) -> None:
-    """Append a line with one write, so that a reader sees complete lines. Raises OSError where not all of it fits."""
-    data = f"{line}\n".encode()
-    while data:
-        data = data[file.write(data) or 0 :]
-
-
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a file of rows anew. Raises DlmBridgeError where the disk refuses."""
     with atomic_file(path, overwrite=True) as file:
@@ -141,20 +135,25 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file, up to the first that is damaged; a last line that a killed run left torn is
-    excluded."""
+    """The complete rows of a metrics file. A last line that a killed run left torn is excluded, as is a damaged one,
+    which is logged."""
     if not path.exists():
         return []
     check_plain_file(path)
-    rows = []
-    for line in path.read_text("utf-8", "replace").split("\n")[:-1]:  # what follows the last newline is torn or empty
+    rows, damaged = [], []
+    lines = path.read_text("utf-8", "replace").split("\n")[:-1]  # what follows the last newline is torn or empty
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            break
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            break
-        rows.append(row)
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        else:
+            damaged.append(number)
+    if damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        logger.warning(f"{path}: line {damaged[0]}{more} is damaged and left out")
     return rows
 
 

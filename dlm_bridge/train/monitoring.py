@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import disk_errors
+from dlm_bridge.convert.atomic import append_line, disk_errors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.autoregressive import random_state_preserved
 from dlm_bridge.generation.offline import write_texts
@@ -27,7 +27,6 @@ from dlm_bridge.train.metrics import (
     MetricsFile,
     StepMetrics,
     TrainingProgress,
-    append_line,
     read_rows,
     write_rows,
 )

@@ -2,9 +2,10 @@
 
 All are pure functions of the step, so that a resume needs no state and continues them, whatever the number of
 micro-batches and processes. Every learning rate warms up linearly to `--lr`. Schedules that decay end at `--min-lr`
-with the last step; `wsd` (warm-up, stable, decay) keeps the rate until its last steps, so that a run can be prolonged
-from a checkpoint before them. The formulas are those of megatron-core's `OptimizerParamScheduler`, and of its ramp-up
-of the batch size. Mask annealing and the block schedule adapt the attention of an autoregressive model.
+with the last step, or with `--lr-decay-steps`; `wsd` (warm-up, stable, decay) keeps the rate until its last steps, so
+that a run can be prolonged from a checkpoint before them. The formulas are those of megatron-core's
+`OptimizerParamScheduler`, and of its ramp-up of the batch size. Mask annealing and the block schedule adapt the
+attention of an autoregressive model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.registry import find_objective, objectives
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.config.sections import ScheduleOptions
 from dlm_bridge.train.data.loader import BatchSampler
 
@@ -36,6 +38,22 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if schedule.name == "inverse-square-root":
         return max(schedule.min_lr, peak * math.sqrt(max(1, schedule.warmup_steps) / step))
     return schedule.min_lr + (peak - schedule.min_lr) * _remaining(schedule, step)
+
+
+def learning_rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str | None:
+    """What is said of a resume after `step` whose options change the learning rate that the run's own, `before`, give
+    the next step; None where they do not."""
+    was, will_be = learning_rate(before, step + 1), learning_rate(now, step + 1)
+    if math.isclose(was, will_be, rel_tol=1e-6):
+        return None
+    flags, options = (before.as_flags(), now.as_flags()), options_of(type(now))
+    rated = [key for key, option in options.items() if option.section == "schedule" or key == "lr"]
+    changed = ", ".join(
+        f"{options[key].flag} {flags[1][key]} (was {flags[0][key]})" for key in rated if flags[0][key] != flags[1][key]
+    )
+    end = before.schedule.decay_end
+    remedy = f": --lr-decay-steps {end} keeps the run's decay" if end != now.schedule.decay_end else ""
+    return f"the learning rate of step {step + 1} jumps from {was:.3g} to {will_be:.3g} by {changed}{remedy}"
 
 
 def batch_sampler(config: TrainConfig) -> BatchSampler:
@@ -145,14 +163,14 @@ def _remaining(schedule: ScheduleOptions, step: int) -> float:
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "wsd":
-        begin = max(schedule.warmup_steps, schedule.steps - decay_steps(schedule))
-        return decay(schedule.wsd_decay_style, _progress(step, begin, schedule.steps))
-    return decay(schedule.name, _progress(step, schedule.warmup_steps, schedule.steps))
+        begin = max(schedule.warmup_steps, schedule.decay_end - decay_steps(schedule))
+        return decay(schedule.wsd_decay_style, _progress(step, begin, schedule.decay_end))
+    return decay(schedule.name, _progress(step, schedule.warmup_steps, schedule.decay_end))
 
 
 def decay_steps(schedule: ScheduleOptions) -> int:
     """The last steps of a wsd schedule, in which it decays."""
-    return schedule.wsd_decay_steps or max(1, schedule.steps // 10)
+    return schedule.wsd_decay_steps or max(1, schedule.decay_end // 10)
 
 
 def decay(style: str, progress: float) -> float:
@@ -167,7 +185,7 @@ def decay(style: str, progress: float) -> float:
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    return min(1.0, max(0, step - begin) / (end - begin))
+    return 1.0 if step >= end else max(0, step - begin) / (end - begin)
 
 
 def _uniform(seed: int, step: int, samples: Sequence[int], length: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.generation.gemma import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.registry import (
@@ -42,20 +43,21 @@ from dlm_bridge.train.checkpoints import (
     remove_old_checkpoints,
 )
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.data.blocks import Blocks, Samples, split
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
     EosPadding,
-    check_sources,
     load_conversation_blocks,
 )
 from dlm_bridge.train.data.documents import Source, check_tokenizer
 from dlm_bridge.train.data.indexed import TokenLimits
+from dlm_bridge.train.data.messages import check_sources
 from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog
-from dlm_bridge.train.schedule import check_adaptation, scheduled_block_size
+from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
@@ -88,7 +90,17 @@ def start_run(
     finished = point.folder if point.step >= steps else None
     if finished is not None and main:
         console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
+    elif point.folder is not None and main and (jump := _learning_rate_jump(config, output, point.step)):
+        console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
     return RunStart(output, point.step, point.folder, finished)
+
+
+def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | None:
+    try:
+        before = type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
+    except DlmBridgeError:  # of an earlier version, or lost
+        return None
+    return learning_rate_jump(before, config, step)
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
@@ -332,6 +344,8 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
     except DlmBridgeError:
         if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
+    if tokenizer is not None:
+        align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
 
@@ -341,11 +355,25 @@ def load_conversations(
 ) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
+    tokenizer, settings = conversation_settings(config, model, mask_token)
+
+    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
+        sources = cast(Sequence[Source], part)  # as `check_sources` has found
+        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
+
+    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
+    return train, valid, tokenizer
+
+
+def conversation_settings(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Any, ConversationSettings]:
+    """The tokenizer and the settings of the rows of a configuration from `with_family_defaults`. Raises
+    DlmBridgeError."""
     tokenizer = load_tokenizer(config)
     kind = find_objective(str(config.objective.name)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
-    settings = ConversationSettings(
+    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+    return tokenizer, ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
         packing=config.data.packing,
@@ -358,13 +386,6 @@ def load_conversations(
         vocabulary_size=vocabulary_size,
         image_token_ids=image_token_ids(model.config),
     )
-
-    def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
-        sources = cast(Sequence[Source], part)  # as `check_sources` has found
-        return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
-
-    train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
-    return train, valid, tokenizer
 
 
 def _largest_block(config: TrainConfig, model: Any) -> int:

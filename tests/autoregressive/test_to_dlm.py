@@ -174,6 +174,26 @@ def test_tokens_are_reused(tmp_path: Path) -> None:
         convert_to_dlm(own, tmp_path / "dlm3", "<other>")
 
 
+@pytest.mark.parametrize(
+    ("declared", "generation", "config_ends", "generation_ends"),
+    [(None, None, 258, None), (7, 7, [7, 258], [7, 258]), (258, [9], 258, [9, 258])],
+)
+def test_the_end_that_its_tokenizer_trains_ends_its_texts(
+    tmp_path: Path, declared: Any, generation: Any, config_ends: Any, generation_ends: Any
+) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "eos_token_id": declared, "pad_token_id": None}))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "top_k": 3}))
+    convert_to_dlm(source, tmp_path / "dlm")
+    written = json.loads((tmp_path / "dlm/config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"]) == (config_ends, 259)
+    if generation is not None:
+        assert json.loads((tmp_path / "dlm/generation_config.json").read_text())["eos_token_id"] == generation_ends
+
+
 def test_a_redundant_tied_head_stays_a_copy(tmp_path: Path) -> None:
     from tests.checkpoints import write_hub_folder
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dlm_bridge import hub
 from dlm_bridge.cli.app import main
 from dlm_bridge.convert.to_dlm import TARGETS
 from dlm_bridge.models.families import UNSUPPORTED, families
@@ -57,29 +58,31 @@ def test_an_unreadable_file_is_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_library_s_log_is_short_and_cannot_drive_the_terminal(
+def test_a_log_message_cannot_drive_the_terminal_and_ours_is_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = logging.getLogRecordFactory()
     try:
         assert run(monkeypatch, "--version") == 0
-        logging.getLogger("library").warning("must be an integer, got %s\x1b[31m", 100_000 * "x")
+        for name in ("library", "dlm_bridge_of_others", "dlm_bridge.hub"):
+            logging.getLogger(name).warning("must be an integer, got %s\x1b[31m", 100_000 * "x")
     finally:
         logging.setLogRecordFactory(made)
-    (said,) = caplog.messages
-    assert said.startswith("must be an integer, got x")
-    assert len(said) < 2000
-    assert "\x1b" not in said
+    *of_libraries, ours = caplog.messages
+    assert of_libraries == ["must be an integer, got " + 100_000 * "x" + "\\x1b[31m"] * 2
+    assert ours.startswith("must be an integer, got x")
+    assert len(ours) < 2000
+    assert "\x1b" not in ours
 
 
-def test_a_warning_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_cannot_drive_the_terminal_and_ours_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "--version"])
-    with pytest.raises(SystemExit):
-        main()
-    shown = warnings.formatwarning("a name: \x1b[31m", UserWarning, "file.py", 1)
-    assert "a name: \\x1b[31m" in shown
+    assert run(monkeypatch, "--version") == 0
+    shown = warnings.formatwarning(f"a name: {5000 * 'x'}\x1b[31m", UserWarning, "file.py", 1)
+    assert f"a name: {5000 * 'x'}\\x1b[31m" in shown
     assert shown.endswith("\n")
+    ours = warnings.formatwarning(5000 * "x", UserWarning, hub.__file__, 1)
+    assert len(ours) < 2000
 
 
 def test_no_words_is_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

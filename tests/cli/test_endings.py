@@ -196,6 +196,23 @@ def test_a_job_reports_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     del store
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_command_that_succeeds_destroys_its_process_groups(code: int) -> None:
+    """One that fails may leave others waiting, and torchrun ends them."""
+    script = (
+        "import sys, atexit, torch.distributed as dist\n"
+        "from dlm_bridge.cli import __main__, app\n"
+        "def main():\n"
+        "    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        f"    raise SystemExit({code})\n"
+        "app.main = main\n"
+        "atexit.register(lambda: print('initialized', dist.is_initialized()))\n"
+        "__main__.run()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (code, f"initialized {code == 2}\n"), found.stderr
+
+
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_one_line(tmp_path: Path) -> None:
     launcher = _torchrun("pretrain", "--model", "/nowhere", "--data", "mock", "--output", str(tmp_path / "out"))

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.cli import generate_run
+from dlm_bridge.cli.app import main
 from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
@@ -73,11 +76,38 @@ def test_an_autoregressive_model_goes_to_transformers_own_generate(cli: Cli, qwe
     assert len({tuple(sample["token_ids"]) for sample in two["samples"]}) == 2
 
 
+@pytest.mark.parametrize(("name", "context"), [("llada", 256), ("qwen3", 128)])
+def test_a_default_length_is_shortened_to_the_context(
+    cli: Cli, name: str, context: int, request: pytest.FixtureRequest
+) -> None:
+    folder, prompt = request.getfixturevalue(name), "a" * (context - 20)
+    words = (folder, "--prompt", prompt, "--set", "eos_token_id=null")
+    assert len(cli.report(*words)["samples"][0]["token_ids"]) == 20
+    code, _, err = cli(*words, "--gen-length", 128)
+    assert code == 2
+    assert str(context) in err
+
+
 def test_a_chat_goes_through_the_template(cli: Cli, qwen3: Path) -> None:
     words = ["--prompt", "hi", "--gen-length", 8, "--temperature", 0]
     report = cli.report(qwen3, "--chat", "--system", "be kind", *words)
     plain = cli.report(qwen3, "--prompt", "system: be kind\nuser: hi\nassistant: ", *words[2:])
     assert report["samples"] == plain["samples"]
+
+
+def test_the_chat_template_gets_its_variables(cli: Cli, qwen3: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer.chat_template = "{{ mood }}{{ 1 if loud is true else 0 }}: {{ messages[-1].content }}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    sampled = ["--gen-length", 6, "--temperature", 0, "--tokenizer", tmp_path / "tokenizer"]
+    given = ["--chat-template-args", "loud=true", "--chat-template-args", "mood=glad"]
+    expected = cli.report(qwen3, "--prompt", "glad1: hi", *sampled)["samples"]
+    assert cli.report(qwen3, "--chat", "--prompt", "hi", *given, *sampled)["samples"] == expected
+    rows = [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, out, err = cli(qwen3, "--jsonl", tmp_path / "in.jsonl", "--chat", *given, *sampled)
+    assert code == 0, err
+    assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [expected[0]["token_ids"]] * 2
 
 
 def test_a_megatron_checkpoint_is_sampled_as_its_hub_model(cli: Cli, llada: Path, tmp_path: Path) -> None:
@@ -339,7 +369,81 @@ def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path
         assert f"--batch-size {size}" in err
 
 
-def test_a_sampling_that_fails_leaves_no_output(
+@pytest.mark.parametrize("name", ["llada", "qwen3"])
+def test_an_interrupted_file_of_prompts_is_resumed(
+    cli: Cli, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Finished rows, in the order in which they ended, stay in OUT.partial; the output has the input's order."""
+    folder = request.getfixturevalue(name)
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    partial = tmp_path / "out.jsonl.partial"
+    texts = ["one", "the longest of these", "one", "a longer one"]
+    rows = [{"prompt": text, "id": number, "_partial": "the user's"} for number, text in enumerate(texts)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    words = ["--jsonl", source, "--batch-size", 1, "--gen-length", 8, "--temperature", 1, "--seed", 3]
+    words += ["--set", "num_return_sequences=2", "--set", "eos_token_id=None"]
+    uninterrupted = cli.report(folder, *words, "--output", whole)
+    words += ["--output", target]
+    sampled: list[Any] = []
+
+    def interrupt(call: Any, after: int) -> Any:
+        def rows_of(*args: Any, **kwargs: Any) -> Any:
+            for row in call(*args, **kwargs):
+                if len(sampled) == after:
+                    raise KeyboardInterrupt
+                sampled.append(row)
+                yield row
+
+        return rows_of
+
+    with monkeypatch.context() as patch:
+        sampler = {"llada": "_rows_of_a_continuous_batch", "qwen3": "_rows_of_batches"}[name]
+        patch.setattr(generate_run, sampler, interrupt(getattr(generate_run, sampler), 3))
+        code, _, err = cli(folder, *words)
+        assert (code, err.count("\n")) == (130, 1), err
+        assert str(partial) in err
+        assert "--resume" in err
+        assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "whole.jsonl", partial.name}
+        finished = [json.loads(line) for line in partial.read_text().splitlines()]
+        expected = [json.loads(line) for line in whole.read_text().splitlines()]
+        for (index, facts), row in zip(sampled, finished, strict=True):
+            assert {**row, "_partial": None} == {**expected[index], "_partial": None}
+            assert row["token_ids"] == list(facts["token_ids"])
+        # Nothing is lost by who forgets --resume, and nothing of another call is taken.
+        for more in ([], ["--resume", "--seed", 4], ["--resume", "--gen-length", 4], ["--resume", "--dtype", "bf16"]):
+            before = partial.read_text()
+            code, _, err = cli(folder, *words, *more)
+            assert (code, err.count("\n")) == (2, 1), err
+            assert str(partial) in err
+            assert partial.read_text() == before
+        # A line that was cut off, as by a full disk, is sampled again.
+        partial.write_text(partial.read_text()[:-20])
+        sampled.clear()
+        patch.undo()
+        patch.setattr(generate_run, sampler, interrupt(getattr(generate_run, sampler), 100))
+        report = cli.report(folder, *words, "--resume")
+    assert target.read_text() == whole.read_text()
+    assert not partial.exists()
+    indices = [index for index, _ in sampled]
+    assert len(indices) == len(set(indices)) == 6
+    assert (report["tokens"], report["prompts"]) == (uninterrupted["tokens"], uninterrupted["prompts"])
+    assert report["forwards"] < uninterrupted["forwards"]
+
+
+def test_who_does_not_resume_begins_anew(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    source, target, partial = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.partial"))
+    source.write_text(json.dumps({"prompt": "one"}))
+    words = [llada, "--jsonl", source, "--output", target, "--gen-length", 8]
+    assert cli(*words, "--resume")[0] == 0  # there is nothing yet
+    written = target.read_text()
+    for name in (partial, tmp_path / "out.jsonl.partial.3"):
+        name.write_text("{}\n")
+    assert cli(*words, "--overwrite")[0] == 0
+    assert target.read_text() == written
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_sampling_that_fails_leaves_what_is_finished(
     cli: Cli, llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -357,7 +461,35 @@ def test_a_sampling_that_fails_leaves_no_output(
     code, _, err = cli(llada, "--jsonl", source, "--output", target, "--batch-size", 1, "--gen-length", 8)
     assert (code, len(calls)) == (2, 2)
     assert "the second row fails" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.partial"}
+
+
+def test_a_full_stdout_is_one_line(
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    words = ["generate", str(llada), "--jsonl", str(tmp_path / "in.jsonl"), "--gen-length", "4"]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["dlm-bridge", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert exit_.value.code == 2
+        _one_line_of_a_full_stdout(capsys.readouterr().err)
+
+
+def test_a_stdout_that_is_full_at_the_end_is_one_line() -> None:
+    """Where Python would write what is left when it ends."""
+    command = [sys.executable, "-m", "dlm_bridge.cli", "--version"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 2
+    _one_line_of_a_full_stdout(found.stderr)
+
+
+def _one_line_of_a_full_stdout(err: str) -> None:
+    assert err.count("\n") == 1, err
+    assert "No space left on device" in err
 
 
 # ------------------------------------------------------------------------------------------------- bad input
@@ -370,8 +502,12 @@ def test_a_sampling_that_fails_leaves_no_output(
         (["--prompt", "x", "--jsonl", "f"], "--prompt is of one prompt, --jsonl of many"),
         (["--jsonl", "f", "--show"], "--show is of one prompt"),
         (["--jsonl", "f", "--json"], "--json with --jsonl sums up what --output FILE has"),
+        (["--jsonl", "f", "--resume"], "--resume continues the rows of a file: give --jsonl and --output"),
         (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
         (["--prompt", "x", "--system", "y"], "--system is a message of a chat"),
+        (["--prompt", "x", "--chat-template-args", "a=1"], "--chat-template-args is of a chat: give --chat"),
+        (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args a: a variable of the templ"),
+        (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args: tokenize is not a"),
         (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
         (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number"),
         (["--prompt", "x", "--set", "remaskng=random"], "did you mean remasking?"),

@@ -117,6 +117,10 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> To
             f"measured {name}": (models[name], "--perplexity", root / "text.txt", *MEASURED)
             for name in ("llada", "qwen3")
         },
+        **{
+            name: (models["llada"], *shared, "--seed", 5, "--output", root / "resumed.jsonl", *more)
+            for name, more in ((tp_worker.INTERRUPTED, ()), ("forgotten", ()), ("resumed", ("--resume", "--json")))
+        },
         tp_worker.FAILING: (models["llada"], *shared, "--seed", 5, "--output", root / "failed.jsonl"),
     }
     return run_together(root, models, commands, 2)
@@ -274,13 +278,30 @@ def measured(
 
 
 @pytest.mark.slow
+def test_an_interrupted_file_of_prompts_is_resumed(two: Together) -> None:
+    """Each process has kept what it had done: the output is that of an uninterrupted command."""
+    for number, said in enumerate(two.said[tp_worker.INTERRUPTED]):
+        assert (said.code, said.err.count("\n")) == (130, 1)
+        assert "resumed.jsonl.partial holds" in said.err, number
+    for said in two.said["forgotten"]:
+        assert said.code == 2
+        assert "resumed.jsonl.partial holds" in said.err
+    first, second = two.said["resumed"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (two.root / "resumed.jsonl").read_text() == (two.root / "llada.jsonl").read_text()
+    whole, resumed = (json.loads(two.said[name][0].out) for name in ("shared llada", "resumed"))
+    assert resumed["tokens"] == whole["tokens"]
+    assert not list(two.root.glob("resumed.jsonl.partial*"))
+
+
+@pytest.mark.slow
 def test_a_process_that_fails_ends_all_by_its_name(two: Together) -> None:
-    """Nothing is written."""
+    """The others' rows stay."""
     first, second = two.said[tp_worker.FAILING]
     assert (first.code, second.code) == (2, 2)
     assert second.err == "dlm-bridge: rank 1: a row of this share cannot be sampled\n"
     assert first.err.startswith("dlm-bridge: rank 1 has ended before its rows were done")
-    assert not list(two.root.glob("*failed*"))
+    assert [path.name for path in two.root.glob("*failed*")] == ["failed.jsonl.partial"]
 
 
 @pytest.mark.slow

@@ -18,13 +18,13 @@ from dlm_bridge.evaluation.likelihood import Answer, is_greedy
 from dlm_bridge.generation import canvases
 from dlm_bridge.generation.batch_rows import Failed
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
-from dlm_bridge.generation.display.web_page import PageModel
 from dlm_bridge.generation.texts import write_texts
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
 from dlm_bridge.serving.scheduler import Ended, Failed, Scheduler
+from dlm_bridge.serving.web_page import PageModel
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts
 from dlm_bridge.train.rl.rows import Problem

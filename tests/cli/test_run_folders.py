@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
@@ -90,6 +91,31 @@ def test_models_are_loaded_from_runs(runs: dict[str, Path], caplog: pytest.LogCa
         assert loaded.family == "llada"
     assert isinstance(load_model(runs["adapter"]).model, PeftModel)
     taken(runs["adapter"], "step-0000004", caplog)
+
+
+def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which need not be what its Megatron checkpoint was converted from."""
+    from peft import PeftModel
+
+    peft, run = runs["adapter"] / "checkpoints/step-0000004", tmp_path / "run"
+    assert run_cli(capsys, "import", DATA / "sdar", tmp_path / "base")[0] == 0
+    code, _, err = run_cli(capsys, "adapter", "import", peft, run / "checkpoints", "--base", tmp_path / "base")
+    assert code == 0, err
+    (run / "config.yaml").write_text(f"task: pretrain\nmodel: {{path: {tmp_path / 'base'}}}\n")
+    wanted = load_model(runs["adapter"]).model.state_dict()
+    loaded = load_model(run).model
+    assert isinstance(loaded, PeftModel)
+    assert loaded.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+    (run / "config.yaml").unlink()  # of an adapter that was converted
+    assert isinstance(load_model(run / "checkpoints").model, PeftModel)
+    assert run_cli(capsys, "adapter", "export", run / "checkpoints", tmp_path / "merged", "--merge")[0] == 0
+    (run / "config.yaml").write_text("model: {path: ./gone}\n")
+    with pytest.raises(DlmBridgeError, match="gone: no such folder"):
+        load_model(run)
+    assert isinstance(load_model(run, like=str(DATA / "sdar")).model, PeftModel)
 
 
 def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:

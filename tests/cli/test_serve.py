@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,12 +35,16 @@ WAIT_S = 300
 
 
 @contextmanager
-def serving(folder: Path, *words: str, key: str | None = "secret") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a server that listens, and its address."""
-    command = [sys.executable, "-m", "dlm_bridge.cli", "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+def serving(
+    folder: Path, *words: str, key: str | None = "secret", code: str = "", descriptors: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server that listens, and its address. `code` takes the place of dlm_bridge.cli."""
+    begin = ["-c", code] if code else ["-m", "dlm_bridge.cli"]
+    command = [sys.executable, *begin, "serve", str(folder), "--port", "0", "--device", "cpu", *words]
+    limit = ["prlimit", f"--nofile={descriptors}"] if descriptors else []
     environment = {**os.environ, **({} if key is None else {"DLM_BRIDGE_API_KEY": key})}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+        limit + command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
     )
     try:
         assert process.stdout is not None
@@ -62,7 +68,7 @@ def test_a_signal_ends_the_server_and_what_it_samples(llada: Path, number: int, 
         out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == code
     assert "Traceback" not in out + err
-    assert ("interrupted" in err) == (number == signal.SIGINT)
+    assert err.count("interrupted") == (number == signal.SIGINT)
     with pytest.raises(openai.APIError, match="shut down"):
         list(stream)
 
@@ -128,11 +134,96 @@ def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pyte
             "block_length": [str(llada), "--set", "block_length=0"],
             "--batch-size": [str(llada), "--batch-size", "many"],
             "nowhere": ["--host", "nowhere.invalid", str(llada)],
+            "--api-key": [str(llada), "--api-key", " secret"],
+            "--allowed-host": [str(llada), "--allowed-host", "http://a.example"],
+            "--cors-origin": [str(llada), "--cors-origin", "a.example"],
         }
         for named, words in cases.items():
             assert refusal(*words) == 2, named
             (line,) = capsys.readouterr().err.splitlines()
             assert named in line
+
+
+def test_an_empty_key_is_no_open_door(
+    llada: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DLM_BRIDGE_API_KEY", "")
+    assert refusal(str(llada), "--port", "0") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "DLM_BRIDGE_API_KEY" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "warned", "reached"),
+    [
+        ([], False, {"127.0.0.1": 200, "localhost:80": 200, "evil.example": 400}),
+        (
+            ["--host", "localhost", "--allowed-host", "a.example"],
+            False,
+            {"localhost": 200, "a.example": 200, "b": 400},
+        ),
+        (["--host", "0.0.0.0"], True, {"a.example": 200}),
+        (["--host", "0.0.0.0", "--api-key", "secret"], False, {"a.example": 200}),
+        (["--host", "0.0.0.0", "--allowed-host", "a.example"], True, {"a.example": 200, "127.0.0.1": 400}),
+    ],
+)
+def test_who_may_reach_the_server(
+    llada: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    warned: bool,
+    reached: dict[str, int],
+) -> None:
+    codes: dict[str, int] = {}
+
+    def serve_forever(server: Server) -> None:
+        client = TestClient(server.config.app)
+        codes.update({host: client.get("/metrics", headers={"Host": host}).status_code for host in reached})
+
+    monkeypatch.setattr(Server, "serve_forever", serve_forever)
+    assert refusal(str(llada), "--port", "0", *words) == 0
+    assert codes == reached
+    first = capsys.readouterr().err.partition("\n")[0]
+    assert ("warning" in first and "0.0.0.0" in first) == warned
+
+
+@pytest.mark.slow
+def test_a_full_table_of_descriptors_is_one_line(llada: Path) -> None:
+    with serving(llada, key=None, descriptors=160) as (process, address), contextlib.ExitStack() as stack:
+        port = int(address.removesuffix("/v1").rpartition(":")[2])
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(b"GET /health HTTP/1.1\r\n")
+        client = openai.OpenAI(base_url=address, api_key="none", timeout=WAIT_S)
+        assert client.completions.create(model="", prompt="the", max_tokens=8).choices
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert "Traceback" not in out + err
+    assert len(err.splitlines()) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_process_waits_for_no_thread(llada: Path, number: int) -> None:
+    """Neither for a prompt that is encoded nor for a forward pass."""
+    stuck = (
+        "import time; from dlm_bridge.serving import batches, model;"
+        "model.ServedModel.rows = batches.SampledRows.run = lambda *_: time.sleep(600);"
+        "from dlm_bridge.cli.__main__ import run; run()"
+    )
+    with serving(llada, key=None, code=stuck) as (process, address), socket.socket() as client:
+        client.connect(("127.0.0.1", int(address.removesuffix("/v1").rpartition(":")[2])))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b'Content-Length: 15\r\n\r\n{"prompt": "a"}')
+        time.sleep(1)
+        began = time.monotonic()
+        process.send_signal(number)
+        assert b" 503 " in client.recv(64)
+        out, err = process.communicate(timeout=WAIT_S)
+    assert time.monotonic() - began < 10
+    assert process.returncode == (0 if number == signal.SIGTERM else 130)
+    assert "Traceback" not in out + err
 
 
 def test_a_folder_s_name_is_printable(
@@ -143,7 +234,7 @@ def test_a_folder_s_name_is_printable(
 
     def serve_forever(server: Server) -> None:
         server._when_ready()
-        models.append(TestClient(server.config.app).get("/v1/models").json()["data"][0]["id"])
+        models.append(TestClient(server.config.app, "http://localhost").get("/v1/models").json()["data"][0]["id"])
 
     monkeypatch.setattr(Server, "serve_forever", serve_forever)
     assert refusal(str(folder), "--port", "0") == 0

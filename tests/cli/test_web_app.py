@@ -10,7 +10,9 @@ import socket
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,15 @@ import pytest
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.generation import SAMPLERS
-from dlm_bridge.generation.display import web_page
-from dlm_bridge.generation.display.web_page import CHAT, CONTINUE, FILL, PageModel, serve_page
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import load_model
+
+pytest.importorskip("gradio")
+
+from fastapi.testclient import TestClient
+
+from dlm_bridge.serving.connections import HttpServer, bind
+from dlm_bridge.serving.web_page import CHAT, CONTINUE, FILL, PageModel, page_app
 
 MASK = "\u2591"
 
@@ -38,6 +45,11 @@ def page_model(request: pytest.FixtureRequest) -> Iterator[PageModel]:
 def text_of(shown: str) -> str:
     """The text of the denoising, as a browser shows it."""
     return html.unescape(re.sub(r"<[^>]*>", "", shown.split('<div class="denoising-status">')[0]))
+
+
+def whole(text: str) -> str:
+    """Bytes that are no character are replaced token by token in the page, together in a text."""
+    return re.sub("\ufffd+", "\ufffd", text)
 
 
 def written(page_model: PageModel, prompt: str, **settings: Any) -> str:
@@ -63,11 +75,7 @@ def test_a_text_appears_token_by_token_with_its_probabilities(page_model: PageMo
     evil = "<script>alert(1)</script> & "
     frames = list(page_model.sample(CONTINUE, evil, "llada", {**shown, "logits_eos_inf": False, "cache": ""}))
     assert not any("<script" in frame for frame in frames)
-    # Bytes that are no character are replaced token by token in the page, together in a text.
-    page, text = (
-        re.sub("\ufffd+", "\ufffd", one) for one in (text_of(frames[-1]), written(page_model, evil, **settings))
-    )
-    assert page.startswith(text)
+    assert whole(text_of(frames[-1])).startswith(whole(written(page_model, evil, **settings)))
     assert len(re.findall(r'title="[01]\.\d{3}"', frames[-1])) == 16
     assert "16 forwards" in frames[-1]
     masks = [text_of(frame).count(MASK) for frame in frames]
@@ -138,18 +146,81 @@ def test_generation_ends_where_nobody_reads_it(page_model: PageModel) -> None:
     assert 8 < len(passes) < 128  # the next call follows the last forward pass of the first one
 
 
+@pytest.mark.parametrize("page_model", ["qwen3"], indirect=True)
+def test_a_chat_has_turns(page_model: PageModel) -> None:
+    shown, turns, asked = {"gen_length": "8", "temperature": "0"}, list[dict[str, str]](), ""
+    for message in ("hi", "and you?"):
+        *_, last = page_model.sample(CHAT, message, "", shown, turns)
+        asked += f"user: {message}\nassistant: "
+        assert whole(text_of(last)) == whole(written(page_model, asked, gen_length=8, temperature=0))
+        asked += turns[-1]["content"] + "\n"
+    assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
+    *_, refused = page_model.sample(CHAT, "again", "", {"gen_length": "0"}, turns)
+    assert 'role="alert"' in refused
+    stopped = page_model.sample(CHAT, "again", "", shown, turns)
+    next(stopped)
+    stopped.close()
+    assert len(turns) == 4
+
+
+def test_the_page_takes_no_files_and_no_other_hosts(page_model: PageModel) -> None:
+    client = TestClient(page_app(page_model), "http://127.0.0.1")
+    assert client.get("/config").status_code == 200
+    for path in ("upload", "component_server", "process_recording", "stream/1"):
+        files = {"files": ("a.txt", b"text")}
+        answer = client.post(f"/gradio_api/{path}", files=files)
+        assert answer.status_code == 404
+        assert "content-security-policy" in answer.headers
+    assert client.get("/config", headers={"Host": "evil.example"}).status_code == 400
+
+
+def test_the_page_starts_on_a_slow_machine(page_model: PageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradio's own start-up checks, which ask the page within three seconds, are not made."""
+    monkeypatch.setattr("gradio.networking.url_ok", lambda _: pytest.fail("the page is asked"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with serving(page_model) as home, urllib.request.build_opener(urllib.request.ProxyHandler({})).open(home) as page:
+        assert b"gradio" in page.read()
+
+
+@contextmanager
+def serving(page_model: PageModel) -> Iterator[str]:
+    """The page's address."""
+    sock, ready = bind("127.0.0.1", 0), threading.Event()
+    server = HttpServer(page_app(page_model), sock, ready.set, grace_s=0, lifespan="on")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def test_a_folder_s_name_is_printable(
     llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, names = tmp_path / "it\x1b[31m", []
     shutil.copytree(llada, folder)
-    monkeypatch.setattr(web_page, "serve_page", lambda page_model, port: names.append(page_model.name))
-    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "app", str(folder)])
+
+    def serve_forever(server: HttpServer) -> None:
+        server._when_ready()
+        names.append(TestClient(server.config.app, "http://localhost").get("/config").json()["title"])
+
+    monkeypatch.setattr(HttpServer, "serve_forever", serve_forever)
+    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "app", str(folder), "--port", free_port()])
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 0
     assert names[0].endswith(r"it\x1b[31m")
-    assert names[0] in capsys.readouterr().out
+    assert names[0].removeprefix("dlm-bridge: ") in capsys.readouterr().out
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,46 +243,65 @@ def test_in_a_browser(page_model: PageModel, tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     passes: list[float] = []
     slow_down(page_model, passes, 0.1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = serve_page(page_model, port, block=False)
-    home = f"http://127.0.0.1:{port}"
     asked: list[str] = []
-    try:
-        with playwright.sync_playwright() as runner:
-            browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            tab = browser.new_page()
-            tab.set_default_timeout(60_000)
-            tab.on("request", lambda request: asked.append(request.url))
-            answer = tab.goto(home)
-            assert "default-src 'self'" in answer.headers["content-security-policy"]
-            tab.fill("#prompt textarea", "the <b>cat")
-            tab.fill("#sampler-llada #setting-gen_length textarea", "8")
-            tab.get_by_role("button", name="Generate").click()
-            tab.wait_for_selector("text=8 forwards")
-            assert tab.inner_text("#shown .denoising").startswith("the <b>cat")
-            tab.fill("#sampler-llada #setting-gen_length textarea", "0")
-            tab.get_by_role("button", name="Generate").click()
-            tab.wait_for_selector("#shown [role=alert]")
-            assert "gen_length" in tab.inner_text("#shown [role=alert]")
-            tab.get_by_label("Sampler").click()
-            tab.get_by_role("option", name="mdlm").click()
-            tab.fill("#sampler-mdlm #setting-gen_length textarea", "6")
-            tab.get_by_role("button", name="Generate").click()
-            tab.wait_for_selector("text=6 tokens")
-            tab.fill("#sampler-mdlm #setting-gen_length textarea", "200")
-            tab.fill("#sampler-mdlm #setting-steps textarea", "200")
-            count = len(passes)
-            tab.get_by_role("button", name="Generate").click()
-            tab.wait_for_selector("text=tokens committed")
-            tab.close()
-            deadline = time.monotonic() + 60
-            while page_model.running and time.monotonic() < deadline:
-                threading.Event().wait(0.2)
-            assert not page_model.running
-            assert len(passes) - count < 200
-            browser.close()
-    finally:
-        server.close()
+    with serving(page_model) as home, playwright.sync_playwright() as runner:
+        browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page()
+        tab.set_default_timeout(60_000)
+        tab.on("request", lambda request: asked.append(request.url))
+        answer = tab.goto(home)
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        tab.fill("#prompt textarea", "the <b>cat")
+        tab.fill("#sampler-llada #setting-gen_length textarea", "8")
+        tab.get_by_role("button", name="Generate").click()
+        tab.wait_for_selector("text=8 forwards")
+        assert tab.inner_text("#shown .denoising").startswith("the <b>cat")
+        tab.fill("#sampler-llada #setting-gen_length textarea", "0")
+        tab.get_by_role("button", name="Generate").click()
+        tab.wait_for_selector("#shown [role=alert]")
+        assert "gen_length" in tab.inner_text("#shown [role=alert]")
+        tab.get_by_label("Sampler").click()
+        tab.get_by_role("option", name="mdlm").click()
+        tab.fill("#sampler-mdlm #setting-gen_length textarea", "6")
+        tab.get_by_role("button", name="Generate").click()
+        tab.wait_for_selector("text=6 tokens")
+        tab.fill("#sampler-mdlm #setting-gen_length textarea", "200")
+        tab.fill("#sampler-mdlm #setting-steps textarea", "200")
+        count = len(passes)
+        tab.get_by_role("button", name="Generate").click()
+        tab.wait_for_selector("text=tokens committed")
+        tab.close()
+        deadline = time.monotonic() + 60
+        while page_model.running and time.monotonic() < deadline:
+            threading.Event().wait(0.2)
+        assert not page_model.running
+        assert len(passes) - count < 200
+        browser.close()
     assert all(url.startswith((home, "data:", "blob:")) for url in asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_model", ["qwen3"], indirect=True)
+def test_a_chat_in_a_browser(page_model: PageModel) -> None:
+    """Messages go on from those before; a new chat forgets them."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with serving(page_model) as home, playwright.sync_playwright() as runner:
+        browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page()
+        tab.set_default_timeout(60_000)
+        tab.goto(home)
+        tab.fill("#setting-gen_length textarea", "8")
+        for message in ("hello there", "and now", "a fresh start"):
+            if message == "a fresh start":
+                tab.get_by_role("button", name="New chat").click()
+                tab.wait_for_selector("#shown .denoising", state="detached")
+            tab.fill("#prompt textarea", message)
+            tab.get_by_role("button", name="Generate").click()
+            tab.wait_for_function("document.querySelector('#prompt textarea').value === ''")
+            shown = tab.inner_text("#shown .denoising")
+            assert f"user: {message}" in shown
+            assert ("user: hello there" in shown) == (message != "a fresh start")
+        browser.close()

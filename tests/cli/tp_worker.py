@@ -1,8 +1,9 @@
 """One of two processes that run `dlm-bridge generate` and `eval` together, as torchrun starts them.
 
 Usage: tp_worker.py FOLDER, where FOLDER/commands.json has the words of each command by its name. Writes of each the
-exit code, stdout, stderr and the tokens that this process drew. A command named FAILING is the last one: the second
-process fails in its share of the rows and ends.
+exit code, stdout, stderr and the tokens that this process drew. A command named INTERRUPTED gets Ctrl-C in every
+process after a row. A command named FAILING is the last one: the second process fails in its share of the rows and
+ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dlm_bridge.cli.app import main as command_line
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.texts import GeneratedTexts, write_texts
 
-FAILING = "failing"
+FAILING, INTERRUPTED = "failing", "interrupted"
 
 
 def run(words: list[str]) -> list[Any]:
@@ -44,6 +45,16 @@ def run(words: list[str]) -> list[Any]:
     raise AssertionError(f"{words} never ended")
 
 
+def one_and_an_interrupt(rows: Any) -> Any:
+    """A sampler's rows, of which the first one ends before Ctrl-C."""
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        yield next(rows(*args, **kwargs))
+        raise KeyboardInterrupt
+
+    return found
+
+
 def fail(batch: Any) -> Any:
     raise DlmBridgeError("a row of this share cannot be sampled")
 
@@ -58,7 +69,11 @@ def main() -> None:
         torch.manual_seed(rank)  # no process draws what the other does by chance
         if name == FAILING and rank == 1:
             generate_run.ended_rows = fail
+        sampler = generate_run._rows_of_a_continuous_batch
+        if name == INTERRUPTED:
+            generate_run._rows_of_a_continuous_batch = one_and_an_interrupt(sampler)
         report[name] = json.dumps(run(words))
+        generate_run._rows_of_a_continuous_batch = sampler
         (root / f"report_{rank}.json").write_text(json.dumps(report))
         if name == FAILING:
             return

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main
@@ -265,3 +267,13 @@ def test_permissions_are_the_usual_ones(tmp_path: Path) -> None:
         (folder / "file").write_text("x")
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_weights_have_the_mode_of_their_neighbours(tmp_path: Path) -> None:
+    """safetensors creates files that only their owner can read."""
+    with atomic_output(tmp_path / "out", []) as folder:
+        (folder / "inner").mkdir()
+        for place in (folder, folder / "inner"):
+            save_file({"a": torch.zeros(1)}, place / "model.safetensors")
+            (place / "file").touch()
+    assert len({file.stat().st_mode for file in (tmp_path / "out").rglob("*") if file.is_file()}) == 1

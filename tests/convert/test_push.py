@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.card import folder_card, front_matter
+from dlm_bridge.convert.manifest import is_intact, renamed_source
 from dlm_bridge.convert.push import push, without_tokens
 from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.hub import public_name
 from dlm_bridge.models.families import FamilySpec, families
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
@@ -131,7 +133,8 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
         ".netrc",
     }
     assert hub.files.keys() == expected
-    assert all(hub.files[name] == (folder / name).read_bytes() for name in expected - {"README.md"})
+    changed = {"README.md", "dlm_bridge.json"}
+    assert all(hub.files[name] == (folder / name).read_bytes() for name in expected - changed)
     card = hub.files["README.md"].decode()
     assert "library_name: transformers" in card
     assert "- diffusion-language-model" in card
@@ -141,6 +144,54 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
     assert "left out: optimizer.pt" in out
     assert (folder / "README.md").read_bytes() == exported  # the source is never touched
     assert TOKEN not in out + err + card
+
+
+def test_no_local_path_goes_up(hub: Hub, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((folder / "dlm_bridge.json").read_text())
+    assert manifest["source"]["name"] == str(tmp_path / "source")
+    code, out, err = run_cli(capsys, "push", folder, "me/model")
+    assert code == 0, err
+    assert "dlm_bridge.json: names its source source" in out
+    assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
+    for name, content in hub.files.items():
+        (tmp_path / "downloaded" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "downloaded" / name).write_bytes(content)
+    found = json.loads((tmp_path / "downloaded/dlm_bridge.json").read_text())
+    assert found == {**manifest, "source": {**manifest["source"], "name": "source"}, "digest": found["digest"]}
+    assert is_intact(tmp_path / "downloaded")
+    assert verify_manifest(tmp_path / "downloaded").equal
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Base"),
+        (
+            "/home/me/hub/models--GSAI-ML--LLaDA-8B-Base/snapshots/0f2787f2/",
+            "GSAI-ML/LLaDA-8B-Base",
+        ),
+        ("/home/me/LLaDA", "LLaDA"),
+        ("runs/LLaDA", "LLaDA"),  # a folder here, though it could be a Hub id
+    ],
+)
+def test_names_of_sources(
+    name: str, public: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/LLaDA").mkdir(parents=True)
+    assert public_name(name) == public
+    path = folder / "dlm_bridge.json"
+    manifest = json.loads(path.read_text())
+    # One that was changed by hand is not made intact.
+    path.write_text(json.dumps({**manifest, "source": {**manifest["source"], "name": name}}, indent=1) + "\n")
+    assert not is_intact(folder)
+    path.write_bytes(renamed_source(folder, public))
+    assert not is_intact(folder)
+    assert json.loads(path.read_text())["source"]["name"] == public
+    is_id = "/" in public
+    assert (
+        f"base_model: {public}" in (push(folder, "me/model", overwrite_card=True, dry_run=True).card_text or "")
+    ) == is_id
 
 
 def test_export_writes_a_card_where_the_source_has_none(folder: Path, tmp_path: Path) -> None:
@@ -239,8 +290,12 @@ def test_an_adapter_folder(hub: Hub, folder: Path, tmp_path: Path, base: str, di
     if base == "a local folder":
         config["base_model_name_or_path"] = str(folder)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "base.json").write_text(json.dumps({"base": config["base_model_name_or_path"], "fingerprint": "x"}))
     push(adapter, "me/lora")
-    assert hub.files.keys() == {"adapter_model.safetensors", "adapter_config.json", "README.md"}
+    assert hub.files.keys() == {"adapter_model.safetensors", "adapter_config.json", "base.json", "README.md"}
+    public = folder.name if base == "a local folder" else base
+    assert json.loads(hub.files["adapter_config.json"]) == {**config, "base_model_name_or_path": public}
+    assert json.loads(hub.files["base.json"]) == {"base": public, "fingerprint": "x"}
     card = hub.files["README.md"].decode()
     assert "library_name: peft" in card
     assert (f"base_model: {base}" in card) == (base != "a local folder")

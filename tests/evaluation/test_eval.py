@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from dlm_bridge.evaluation import harness
 from dlm_bridge.evaluation.harness import FOLDER, LOCAL, local_task
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
+from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
@@ -93,7 +95,7 @@ def run(folders: dict[str, Path], tmp_path: Path) -> Eval:
     def _run(model: str, **options: Any) -> dict[str, Any]:
         output = tmp_path / f"results-{model}"
         given = {"mc_samples": 4, "max_length": 128, "device": "cpu", "overwrite": True, **options}
-        evaluate(str(folders[model]), output=output, **given)
+        evaluate(str(folders[model]), **{"output": output, **given})
         facts: dict[str, Any] = json.loads((output / "results.json").read_text())
         if (output / "samples.jsonl").exists():
             facts["samples"] = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
@@ -228,6 +230,108 @@ def test_a_text_begins_once(opened: dict[str, LoadedModel]) -> None:
     assert first not in plain[1:]
     assert model.tok_encode("<bos>What is 7?") == plain
     assert model.tok_encode("What is 7?", add_special_tokens=False) == plain[1:]
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}{{ mark }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("model", ["llada", "llama"])
+def test_the_chat_that_a_task_is_asked_in(
+    run: Eval, folders: dict[str, Path], opened: dict[str, LoadedModel], tmp_path: Path, model: str
+) -> None:
+    tokenizer = copy.deepcopy(opened[model].tokenizer)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "set_": ["gen_length=4"], "system": "Be brief."}
+    options["tokenizer"] = str(tmp_path / "tokenizer")
+
+    def asked(**more: Any) -> tuple[str, dict[str, Any]]:
+        facts = run(model, **options, **more)
+        return facts["samples"][0]["arguments"][0][0], facts["settings"]
+
+    chat = {"chat": True, "chat_template_args": ["mark=!"]}
+    plain, _ = asked()
+    turns, settings = asked(**chat)
+    single, _ = asked(**chat, fewshot_as_multiturn=False)
+    assert plain.startswith("Be brief.")
+    assert turns.startswith("<system!>Be brief.<user!>")
+    assert (turns.count("<user!>"), turns.count("<assistant!>"), single.count("<user!>")) == (2, 1, 1)
+    assert "<assistant!>" not in single
+    assert (settings["system"], settings["fewshot_as_multiturn"]) == ("Be brief.", True)
+    assert settings["chat_template_args"] == {"mark": "!"}
+    # A system message that the template refuses is not dropped.
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(DlmBridgeError, match="no system"):
+        asked(**chat)
+
+
+def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    task = tmp_path / "own.yaml"
+    task.write_text(json.dumps({**local_task("sums"), "task": "own", "unsafe_code": True}))
+    options = {"tasks": [str(task)], "limit": 1, "set_": ["gen_length=4"]}
+    with pytest.raises(DlmBridgeError, match=r"--tasks own: .*--confirm-run-unsafe-code"):
+        run("llada", **options)
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
+    assert "own" in run("llada", **options, confirm_run_unsafe_code=True)["tasks"]
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"  # for the metric code_eval
+
+
+@pytest.mark.parametrize("model", ["llada", "llama"])
+def test_an_interrupted_evaluation_is_resumed(
+    run: Eval, folders: dict[str, Path], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed twice, and all comes out as without the interrupt."""
+    monkeypatch.setattr(harness, "TOGETHER", 1)
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = {"tasks": ["orders", "sums"], "limit": 2, "set_": ["gen_length=4"], "batch_size": "2"}
+    options |= {"perplexity": tmp_path / "text.txt", "window": 50, "mc_samples": 3, "max_length": 128, "device": "cpu"}
+    written: list[str] = []
+    add = FinishedParts.add
+
+    def interrupt(after: int) -> None:
+        def adds(parts: FinishedParts, section: str, values: Any) -> None:
+            add(parts, section, values)
+            written.append(section)
+            if len(written) == after:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(FinishedParts, "add", adds)
+
+    interrupt(-1)
+    whole = run(model, **options)
+    total = len(written)
+    assert len(set(written)) == 3
+    options |= {"overwrite": False, "output": tmp_path / "out"}
+    folder, seen = str(folders[model]), list[str]()
+    while len(seen) < total - 1:  # interrupted again and again
+        written.clear()
+        interrupt(min(3, total - 1 - len(seen)))
+        with pytest.raises(KeyboardInterrupt, match=r"results\.json\.partial holds .* --resume"):
+            evaluate(folder, resume=bool(seen), **options)
+        assert list((tmp_path / "out").iterdir()) == [tmp_path / "out/results.json.partial"]
+        seen += written
+    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial holds finished rows .*--overwrite discards"):
+        evaluate(folder, **options)
+    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial is of another call"):
+        evaluate(folder, resume=True, **{**options, "seed": 1})
+    written.clear()
+    interrupt(-1)
+    evaluate(folder, resume=True, **options)
+    assert len(seen) + len(written) == total
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "samples.jsonl"}
+    resumed = json.loads((tmp_path / "out/results.json").read_text())
+    for task, entry in whole["tasks"].items():
+        assert resumed["tasks"][task]["metrics"] == pytest.approx(entry["metrics"], rel=1e-5, nan_ok=True)
+    assert resumed["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
+    rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    assert [row["filtered_resps"] for row in rows if row["task"] == "sums"] == [
+        row["filtered_resps"] for row in whole["samples"] if row["task"] == "sums"
+    ]
 
 
 def test_autoregressive_model_is_exact(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
@@ -365,7 +469,7 @@ def test_settings_stored_with_an_autoregressive_model_that_generate_refuses_are_
 
 
 def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise TypeError("a mistake")
 
     monkeypatch.setattr(harness, "batch_of_rows", fail)
@@ -377,8 +481,11 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
     ("options", "message"),
     [
         ({}, "nothing to measure: give --tasks T"),
+        ({"tasks": ["sums"], "resume": True, "output": None}, "--resume continues what --output has"),
         ({"tasks": ["order"]}, "--tasks order: unknown; here are orders, sums"),
         ({"tasks": ["missing.yaml"]}, "--tasks missing.yaml: no such file"),
+        ({"tasks": ["sums"], "fewshot_as_multiturn": True}, "--fewshot-as-multiturn is of a chat: give --chat"),
+        ({"tasks": ["sums"], "chat_template_args": ["a=1"]}, "--chat-template-args is of a chat: give --chat"),
         ({"tasks": ["orders"], "chat": True}, "--chat: the tokenizer has no chat template"),
         ({"tasks": ["sums"], "set_": ["stepz=4"]}, "stepz"),
         ({"tasks": ["sums"], "set_": ["gen_length=128"]}, "leave no room for a prompt in 128"),

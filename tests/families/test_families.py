@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import filecmp
 import fnmatch
 import json
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from dlm_bridge import Bridge, DlmBridgeError
 from dlm_bridge.generation import SAMPLERS
+from dlm_bridge.models import diffusion_lm
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
 from dlm_bridge.train.lora import linear_layers
 from tests.families.case import FamilyCase, all_cases, config_of, layouts
@@ -234,6 +236,24 @@ def test_four_dimensional_masks_are_the_callers_topology(
             torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_position_ids_that_begin_again_are_documents_of_their_own_or_warn(
+    model: Any, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = ids.shape[1] // 2
+    positions = torch.cat([torch.arange(half), torch.arange(ids.shape[1] - half)])[None]
+    diffusion_lm.logger.warning_once.cache_clear()
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions).logits
+        separates = model.family.attention_pattern == "block_causal"
+        assert any("packed documents" in record.message for record in caplog.records) != separates
+        if separates:
+            torch.testing.assert_close(packed[:, half:], model(ids[:, half:]).logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(packed[:, :half], model(ids[:, :half]).logits, atol=1e-4, rtol=1e-4)
+        caplog.clear()
+        model(ids, position_ids=torch.arange(ids.shape[1])[None])
+    assert not caplog.records
+
+
 def test_logits_to_keep(model: Any, ids: torch.Tensor) -> None:
     kept = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3
     with torch.no_grad():
@@ -256,6 +276,28 @@ def test_saving_gives_back_names_keys_and_bits(case: FamilyCase, tmp_path: Path,
         for file in source.glob("*.py"):
             if any(file.stem in reference for reference in case.config.get("auto_map", {}).values()):
                 assert filecmp.cmp(file, saved / file.name, shallow=False)
+
+
+def test_libraries_find_the_standard_names(case: FamilyCase, folder: Path, model: Any) -> None:
+    """In `to_dict`, which is not the published form; nothing of it is saved, not even by way of a copy."""
+    view = model.config.to_dict()
+    assert view["_name_or_path"] == str(folder)
+    for name in (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    ):  # fmt: skip
+        assert view[name] == getattr(model.config, name), name
+    assert view.items() >= model.config.to_diff_dict().items()
+    assert model.config.auto_map == case.config.get("auto_map", {}) == view.get("auto_map", {})
+    assert type(model.config).from_dict(view).to_diff_dict() == model.config.to_diff_dict()
+
+
+def test_windows_that_a_body_would_ignore_are_refused(case: FamilyCase) -> None:
+    config_class = case.spec.load("config_class")
+    if not any(field.name == "use_sliding_window" for field in dataclasses.fields(config_class)):
+        pytest.skip("its body has no such setting")
+    windowed = {**case.config, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    with pytest.raises(DlmBridgeError, match="use_sliding_window = True"):
+        config_class.from_dict(windowed)
 
 
 def test_saving_keeps_keys_that_nobody_knows_and_real_changes(case: FamilyCase, tmp_path: Path) -> None:

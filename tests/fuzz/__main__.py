@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="file of the next seed and the counts")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of inputs, separated by commas")
     parser.add_argument("--commands", default="", help="commands, such as serve,eval; all by default")
+    parser.add_argument(
+        "--hostile", choices=("quick", "all"), help="in place of random damage: a hostile pickle at every place"
+    )
     parser.add_argument("--show", action="store_true", help="print every case, not only faults")
     parser.add_argument("--keep", type=Path, help="folder of the sound inputs, kept for the next run")
     options = parser.parse_args()
@@ -53,8 +56,7 @@ def main() -> None:
     root = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
         fuzzer = Fuzzer(root, tuple(options.kinds.split(",")), tuple(filter(None, options.commands.split(","))))
-        while state["cases"] < options.cases:
-            case = fuzzer.run(state["next"])
+        for case in _cases(fuzzer, options, state):
             state["next"] += 1
             state["cases"] += 1
             state["codes"] = Counter(state["codes"]) + Counter([str(case.outcome.code)])
@@ -71,6 +73,13 @@ def main() -> None:
     requests = f"requests: {_counts('answered with', state['answers'])}; " if state["answers"] else ""
     print(f"{state['cases']} cases: {_counts('ended with', state['codes'])}; {requests}{len(state['faults'])} faults")
     sys.exit(bool(state["faults"]))
+
+
+def _cases(fuzzer: Fuzzer, options: argparse.Namespace, state: dict[str, Any]) -> Iterator[Case]:
+    for kind in fuzzer.kinds if options.hostile else ():
+        yield from fuzzer.hostile_cases(kind, options.hostile == "quick")
+    while not options.hostile and state["cases"] < options.cases:
+        yield fuzzer.run(state["next"])
 
 
 def _import() -> None:

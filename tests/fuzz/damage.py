@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.fuzz.hostile import put_any
+
 Damage = Callable[[Path, Random], str]
 HOSTILE = ("\x1b[31mred\x1b[0m", "\ud800", "a\nb", "x" * 100_000, "\x00", "../../etc/passwd", "\u202e", "", "é" * 300)
 NUMBERS = (-1, 0, 1, 3, 2**31, 2**63, 2**64, 10**40, 0.5, -0.0, 1e308)
@@ -24,6 +26,8 @@ TEMPLATES = (
 def damage(folder: Path, random: Random, weights: str) -> list[str]:
     """Damage one to three files in `folder`, of which `weights` is the pattern of the weight files. Returns a
     description of each damage, `KIND PATH: DETAIL`."""
+    if random.random() < 0.1:
+        return [f"hostile pickle: {put_any(folder, random)}"]
     return [_damage(folder, random, weights) for _ in range(random.choice((1, 1, 1, 2, 3)))]
 
 

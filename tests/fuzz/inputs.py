@@ -90,6 +90,7 @@ OF_A_HUB_FOLDER = (
 )
 VRPO = ("rl", "--method", "vrpo", "--data", "{pairs}", *SHORT)
 REWARD = ("--reward", "{reward}:short", "--gen-length", "8", "--group-size", "2")
+TRACED = ("--method", "tracerl", "--value-model", "--trace-steps", "1", "--sharding", "fsdp")
 GRPO = ("rl", "--method", "diffu-grpo", "--data", "{prompts}", *SHORT, *REWARD)
 
 
@@ -173,6 +174,51 @@ def _run(engine: str) -> Callable[[Path, Path, Run], None]:
     return build
 
 
+def _pickled_adapter(root: Path, target: Path, _: Run) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(root / "adapter", target)
+    torch.save(load_file(target / "adapter_model.safetensors"), target / "adapter_model.bin")
+    (target / "adapter_model.safetensors").unlink()
+
+
+def _sharded_run(root: Path, target: Path, run: Run) -> None:
+    """A run whose optimizer's state is torch's distributed checkpoint."""
+    source = ("--model", str(root / "diffusion"), "--data", str(root / "text.txt"), "--sharding", "fsdp")
+    run(("pretrain", *source, "--output", str(target), *TWO_STEPS))
+
+
+def _rl_run(root: Path, target: Path, run: Run) -> None:
+    source = ("--model", str(root / "diffusion"), "--data", str(root / "prompts.jsonl"))
+    reward = (f"{root / 'reward.py'}:short", *REWARD[2:])
+    run(("rl", *TRACED, *source, "--reward", *reward, "--output", str(target), *TWO_STEPS))
+
+
+def _local_run(root: Path, target: Path, run: Run) -> None:
+    """A run that ended between two checkpoints, with a local one that is newer than the last."""
+    source = ("--model", str(root / "diffusion"), "--data", str(root / "text.txt"), "--output", str(target))
+    local = ("--engine", "megatron", "--local-folder", str(target / "local"), "--local-interval", "2")
+    run(("pretrain", *source, *local, "--steps", "3", *BATCH, "--save-steps", "1", "--eval-interval", "0"))
+    shutil.rmtree(target / "checkpoints" / "iter_0000003")
+    (target / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+def _dcp(root: Path, target: Path, _: Run) -> None:
+    """What torch's own writer saves of a Hub model: weights, and values as objects."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    state = {"model": load_file(root / "llama" / "model.safetensors"), "iteration": 3, "words": ["a"]}
+    dcp.save(state, checkpoint_id=target, no_dist=True)
+
+
+def _saved(root: Path, target: Path, _: Run) -> None:
+    import datasets
+
+    datasets.Dataset.from_json(str(root / "rows.jsonl"), cache_dir=str(root / "home")).save_to_disk(target)
+
+
 def _data(root: Path, target: Path, run: Run) -> None:
     """One folder with a file of every format."""
     import pyarrow
@@ -185,6 +231,31 @@ def _data(root: Path, target: Path, run: Run) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target / "rows.parquet")
     data, tokenizer, output = str(root / "text.txt"), str(root / "diffusion"), str(target / "pair")
     run(("preprocess", data, "--tokenizer", tokenizer, "--output", output, "--workers", "1"))
+
+
+def _conversations(root: Path, target: Path, _: Run) -> None:
+    """Chats with tools in every container, and chat templates: one that marks answers, one that only says where they
+    begin, one that always ends with a header, and one that takes arguments as text."""
+    from tests.train.test_answers import write_containers
+
+    target.mkdir()
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}]
+    called = [said[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    rows = [{"messages": said}, {"messages": [*called, said[1]]}, {"messages": [*said, *said]}]
+    write_containers(target, rows * 4)
+    body = "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ eos_token }}"
+    loop = "{% for m in messages %}{{ m.role }}:"
+    prompt = "{% if add_generation_prompt %}assistant:{% endif %}"
+    text = "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    templates = {
+        "marked": loop + "{% generation %}" + body + "{% endgeneration %}{% endfor %}",
+        "plain": loop + body + "{% endfor %}" + prompt,
+        "appended": loop + body + "{% endfor %}{{ 'assistant:' }}",
+        "text": loop + "{{ m.content }}" + text + "\n{% endfor %}" + prompt,
+    }
+    for name, template in templates.items():
+        (target / f"{name}.jinja").write_text(template)
 
 
 def _requests(root: Path, target: Path, _: Run) -> None:
@@ -207,11 +278,15 @@ def _tasks(root: Path, target: Path, __: Run) -> None:
         (target / f"{name}.yaml").write_text(json.dumps(config, indent=1))  # JSON is YAML
 
 
-def _resume(engine: str) -> tuple[str, ...]:
+def _resume(engine: str, *more: str) -> tuple[str, ...]:
     source = ("--model", "{diffusion}", "--data", "{text}")
-    return ("pretrain", "--engine", engine, *source, "--resume", "--output", "{it}", "--steps", "3", *BATCH)
+    return ("pretrain", "--engine", engine, *source, "--resume", "--output", "{it}", "--steps", "3", *BATCH, *more)
 
 
+CONTAINERS = (
+    "rows.jsonl", "rows.jsonl.gz", "rows.jsonl.zst", "rows.csv", "rows.parquet", "json.parquet", "saved", "saved_json",
+)  # fmt: skip
+PREVIEWED = ("--preview", "4", "--json", "--seq-length", "64", "--chat-template")
 UPCYCLE = ("upcycle", "{it}", "{out}", "--experts", "2")
 KINDS: dict[str, Kind] = {
     "diffusion": Kind(
@@ -297,6 +372,85 @@ KINDS: dict[str, Kind] = {
         "*.distcp",
         ("diffusion",),
     ),
+    "pickled_adapter": Kind(
+        _pickled_adapter,
+        (
+            GENERATE,
+            SERVE,
+            ("push", "{it}", "me/model", "--dry-run"),
+            ("adapter", "import", "{it}", "{out}", "--base", "{llama_dlm}"),
+            ("adapter", "export", "{it}", "{out}", "--base", "{llama_dlm}", "--merge"),
+            ("sft", "--model", "{llama_dlm}", "--adapter", "{it}", "--data", "{chats}", *SHORT),
+            ("inspect", "{it}"),
+        ),
+        "*.bin",
+        ("adapter", "llama_dlm"),
+    ),
+    "run_sharded": Kind(
+        _sharded_run,
+        (
+            _resume("accelerate", "--sharding", "fsdp"),
+            _resume("accelerate"),
+            (*_resume("accelerate"), "--dry-run"),
+            GENERATE,
+            ("verify", "{it}"),
+            ("inspect", "{it}"),
+        ),
+        "*.distcp",
+        ("diffusion",),
+    ),
+    "run_rl": Kind(
+        _rl_run,
+        (
+            (
+                "rl",
+                *TRACED,
+                *REWARD,
+                "--model",
+                "{diffusion}",
+                "--data",
+                "{prompts}",
+                "--resume",
+                "--output",
+                "{it}",
+                "--steps",
+                "3",
+                *BATCH,
+            ),
+            GENERATE,
+            ("verify", "{it}"),
+        ),
+        "*.distcp",
+        ("diffusion",),
+    ),
+    "run_local": Kind(
+        _local_run,
+        (_resume("megatron", "--local-folder", "{it}/local", "--local-interval", "2"), GENERATE),
+        "state.pt",
+        ("diffusion",),
+    ),
+    "dcp": Kind(
+        _dcp,
+        (
+            ("export", "{it}", "{out}", "--like", "{llama}"),
+            ("reshard", "{it}", "{out}", "--tp", "2", "--like", "{llama}"),
+            ("inspect", "{it}"),
+            ("verify", "{it}", "{llama}"),
+        ),
+        "*.distcp",
+        ("llama",),
+    ),
+    "saved": Kind(
+        _saved,
+        (
+            ("pretrain", "--model", "{diffusion}", "--data", "{it}", *SHORT),
+            ("sft", "--model", "{diffusion}", "--data", "{it}", *SHORT),
+            ("preprocess", "{it}", "--tokenizer", "{diffusion}", "--output", "{out}", "--workers", "1"),
+            ("eval", "{diffusion}", "--perplexity", "{it}", *PERPLEXITY[4:]),
+        ),
+        "*.arrow",
+        ("diffusion",),
+    ),
     "data": Kind(
         _data,
         (
@@ -315,6 +469,16 @@ KINDS: dict[str, Kind] = {
         "pair.*",
         ("diffusion",),
     ),
+    "conversations": Kind(
+        _conversations,
+        tuple(
+            ("sft", "--model", "{diffusion}", "--data", f"{{it}}/{rows}", *options, f"{{it}}/{template}.jinja")
+            for rows in CONTAINERS
+            for template in ("marked", "plain", "appended", "text")
+            for options in (PREVIEWED, (*SHORT, "--truncate", "--chat-template"))
+        ),
+        needs=("diffusion",),
+    ),
     "damaged_requests": Kind(
         _requests,
         tuple(("serve", model, *SERVE[2:]) for model in ("{diffusion}", "{llama}")),
@@ -331,6 +495,20 @@ KINDS: dict[str, Kind] = {
         "*.yaml",
         ("diffusion", "llama"),
     ),
+}
+# The command that reads every pickle of a folder that has any.
+RESTORES = {
+    "pickled": "import",
+    "pickled_adapter": "generate",
+    "torch_dist": "export",
+    "legacy": "export",
+    "run_accelerate": "pretrain",
+    "run_sharded": "pretrain",
+    "run_rl": "rl",
+    "run_megatron": "pretrain",
+    "run_local": "pretrain",
+    "dcp": "export",
+    "saved": "pretrain",
 }
 
 MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": [{"type": "text", "text": "is"}]}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import resource
@@ -12,14 +13,16 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from random import Random
 from typing import NoReturn
 
+from tests.fuzz import hostile
 from tests.fuzz.damage import damage, is_plain
-from tests.fuzz.inputs import KINDS, write_data
+from tests.fuzz.inputs import KINDS, RESTORES, write_data
 
 # Commands that run until they are interrupted, and the exit codes that they end with.
 ENDS = {"serve": (2, 130), "app": (2, 130)}
@@ -79,12 +82,37 @@ class Fuzzer:
         random = Random(seed)
         kind = random.choice(self.kinds)
         words = random.choice(self._commands[kind])
+        folder = self._copy(kind, _folder_name(random))
+        done = [one for _ in range(KINDS[kind].rounds) for one in damage(folder, random, KINDS[kind].weights)]
+        return self._judge(seed, kind, words, folder, done)
+
+    def hostile_cases(self, kind: str, quick: bool) -> Iterator[Case]:
+        """Hostile pickles at each place of a kind of folder: where pickles are, code and a bomb under every command;
+        in place of a whole file, code under one command. `quick`: only where pickles are, in the newest file of each
+        name, under the command of `RESTORES`."""
+        places = list(hostile.places(self._root / kind))
+        commands, bombs = self._commands[kind], itertools.cycle(hostile.BOMBS)
+        if quick:
+            newest = {(Path(place.file).name, place.what): place for place in places if place.what != hostile.WHOLE}
+            places, commands = list(newest.values()), [words for words in commands if words[0] == RESTORES[kind]][:1]
+        for number, place in enumerate(places):
+            whole = place.what == hostile.WHOLE
+            for words in [commands[number % len(commands)]] if whole else commands:
+                for name in [hostile.CODE] if whole else [hostile.CODE, next(bombs)]:
+                    folder = self._copy(kind, "it")
+                    hostile.put(folder, place, name)
+                    yield self._judge(number, kind, words, folder, [f"hostile {place.file}: {name}, {place.what}"])
+
+    def _copy(self, kind: str, name: str) -> Path:
+        """A copy of the sound input of a kind, alone in its folder."""
         place = self._root / "case"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        folder = place / _folder_name(random)
-        shutil.copytree(self._root / kind, folder, symlinks=True)
-        done = [one for _ in range(KINDS[kind].rounds) for one in damage(folder, random, KINDS[kind].weights)]
+        shutil.copytree(self._root / kind, place / name, symlinks=True)
+        return place / name
+
+    def _judge(self, seed: int, kind: str, words: tuple[str, ...], folder: Path, done: list[str]) -> Case:
+        place = folder.parent
         places = {
             "it": str(folder), "out": str(place / "out"), "text": str(self._root / "text.txt"),
             "reward": str(self._root / "reward.py"), "port": str(_free_port()),
@@ -95,6 +123,8 @@ class Fuzzer:
         requests = folder if kind == "damaged_requests" else self._root / "requests"
         case = Case(seed, kind, filled, done, self._execute(filled, requests))
         case.faults = faults(case, words)
+        if (place / hostile.MARKER).exists():
+            case.faults.append("code of the input ran")
         return case
 
     def _must_run(self, words: tuple[str, ...]) -> None:
@@ -184,7 +214,8 @@ def faults(case: Case, words: tuple[str, ...]) -> list[str]:
     if words[0] != "generate" and (match := _CONTROL.search(outcome.stdout)):  # whose stdout is the model's text
         found.append(f"control character {match[0]!r} on stdout")
     lines = [line for line in outcome.stderr.splitlines() if line and not _PROGRESS.search(line)]
-    if outcome.code == 2 and (len(lines) > LINES or max(map(len, lines), default=0) > LENGTH):
+    longest = max((len(line) for line in lines if line.startswith("dlm-bridge: ")), default=0)  # not of libraries
+    if outcome.code == 2 and (len(lines) > LINES or longest > LENGTH):
         found.append(f"{len(lines)} lines, {len(outcome.stderr)} characters on stderr")
     if outcome.code == 2 and not lines:
         found.append("exit code 2 without a word")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import typer.main
 
 from dlm_bridge.cli.app import app
 from tests import launcher
-from tests.fuzz.inputs import KINDS
+from tests.fuzz import hostile
+from tests.fuzz.inputs import KINDS, RESTORES
 from tests.fuzz.runner import Case, Outcome, faults
 
 QUICK = "diffusion,llama,pickled,torch_dist"  # sound ones are made in no time
@@ -45,6 +50,38 @@ def test_damaged_requests_are_answered(tmp_path: Path) -> None:
     state = fuzz(tmp_path, 2, "--kinds", "damaged_requests")
     assert state["codes"] == {"130": 2}
     assert set(state["answers"]) == {"200", "400"}
+
+
+@pytest.mark.parametrize("what", ["archive", "metadata", "bytes", hostile.WHOLE])
+def test_the_hostile_code_runs_where_a_reader_lets_it(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "it"
+    dcp.save({"weight": torch.ones(2), "steps": 3}, checkpoint_id=folder, no_dist=True)
+    torch.save({"steps": 3}, folder / "state.pt")
+    file = hostile.METADATA if what in ("metadata", "bytes") else "state.pt"
+    hostile.put(folder, hostile.Place(file, what), hostile.CODE)
+    if file == "state.pt":
+        with contextlib.suppress(RuntimeError):  # no archive, but it has run
+            torch.load(folder / file, weights_only=False)
+    else:
+        dcp.load({"weight": torch.zeros(2), "steps": 0}, checkpoint_id=folder, no_dist=True)
+    assert (tmp_path / hostile.MARKER).is_dir()
+
+
+def walk_hostile(folder: Path, kinds: Iterable[str], how: str) -> dict[str, Any]:
+    return fuzz(folder, 0, "--kinds", ",".join(kinds), "--hostile", how)
+
+
+def test_hostile_pickles_of_runs_and_checkpoints_never_run(tmp_path: Path) -> None:
+    state = walk_hostile(tmp_path, ("pickled", "torch_dist", "run_sharded", "run_megatron"), "quick")
+    assert state["cases"] >= 24
+    assert state["codes"]["2"] >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RESTORES)
+def test_hostile_pickles_never_run(tmp_path: Path, kind: str) -> None:
+    """At every place of a folder, under all commands."""
+    assert walk_hostile(tmp_path, (kind,), "all")["cases"] >= 10
 
 
 @pytest.mark.slow

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
+from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.loading import load_model
+from tests.checkpoints import write_tokenizer
 from tests.generation import published
 from tests.generation.conftest import EOS, MASK, load, prompts
 from tests.generation.scripted import Scripted
@@ -149,6 +152,24 @@ def test_a_peft_model_samples_with_its_adapter(folder: Path) -> None:
     with model.disable_adapter():
         assert torch.equal(model.generate(input_ids=prompts(2, 5), **arguments), plain)
     assert torch.equal(model.merge_and_unload().generate(prompts(2, 5), **arguments), tuned)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_adapters_that_change_the_input_are_refused(folder: Path, tmp_path: Path, kind: Any) -> None:
+    """In every way to `generate`, and in loading: without their tokens the texts would be the base model's."""
+    write_tokenizer(folder, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    model = get_peft_model(load(folder), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    ids = prompts(1, 4)
+    for sample in (
+        lambda: model.generate(input_ids=ids, gen_length=4),
+        lambda: generate(model, ids, gen_length=4),
+        lambda: ContinuousBatch(model, {"gen_length": 4}, max_rows=1),
+    ):
+        with pytest.raises(DlmBridgeError, match=f"peft_type {model.active_peft_config.peft_type.value}"):
+            sample()
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(DlmBridgeError, match=f"{tmp_path / 'adapter'}: an adapter of peft_type"):
+        load_model(tmp_path / "adapter", dtype="keep")
 
 
 def test_a_dispatched_model_samples(model: Any, folder: Path, tmp_path: Path) -> None:

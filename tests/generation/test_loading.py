@@ -14,9 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge import loading as loading_module
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.native import end_tokens
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.registration import register_model_names
 from dlm_bridge.train import loading
-from tests.checkpoints import write_tokenizer
+from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.checkpoints import write_llada, write_tokenizer
 from tests.families import coda, stable_diffcoder
 
 REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
@@ -84,3 +87,52 @@ def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: 
 )
 def test_full_precision_on_a_gpu_is_said(dtype: torch.dtype, device: str, said: bool) -> None:
     assert ("--dtype bf16" in (loading_module.precision_note("run-sft", dtype, device) or "")) == said
+
+
+@pytest.mark.parametrize("diffusion", [True, False], ids=["diffusion", "autoregressive"])
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (None, None, (258,)),  # a text would never end
+        (7, None, (7, 258)),  # what training appends, and what the checkpoint declares
+        (258, None, (258,)),
+        ([7, 8], None, (7, 8, 258)),
+        (7, 9, (9, 258)),
+        (7, [258, 9], (258, 9)),
+        (7, [], ()),  # stopping is off
+    ],
+)
+def test_texts_end_at_the_tokenizers_end_too(
+    tmp_path: Path, diffusion: bool, config: Any, generation: Any, ends: tuple[int, ...]
+) -> None:
+    folder = tmp_path / "hub"
+    sizes = {"vocab_size": 264, "eos_token_id": config}
+    if diffusion:
+        write_llada(folder, embedding_size=264, mask_token_id=260, **sizes)
+    else:
+        AUTOREGRESSIVE[0].write(folder, **sizes)
+    stored = folder / "generation_config.json"
+    stored.unlink(missing_ok=True)
+    if generation is not None:
+        stored.write_text(json.dumps({"eos_token_id": generation}))
+    # Ids 258 and 259; a token behind the vocabulary is none that the model can write.
+    write_tokenizer(folder, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"})
+    model = loading_module.load_model(str(folder), dtype="keep").model
+    asked = {"gen_length": 4}
+    found = resolve_settings(model, None, asked, 2).eos_token_ids if diffusion else end_tokens(model, asked)
+    assert found == ends
+    model.save_pretrained(tmp_path / "saved")
+    saved = loading.load_hub_model(str(tmp_path / "saved"))
+    assert (resolve_settings(saved, None, asked, 2).eos_token_ids if diffusion else end_tokens(saved, asked)) == ends
+    assert saved.config.pad_token_id == 259
+
+
+def test_a_tokenizers_end_outside_the_vocabulary_or_another_mask_is_not_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_llada(tmp_path / "hub", vocab_size=258, embedding_size=258, mask_token_id=257, eos_token_id=None)
+    write_tokenizer(folder, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<x>", "mask_token": "<m>"})
+    model = loading_module.load_model(str(folder), dtype="keep").model
+    assert resolve_settings(model, None, {"gen_length": 4}, 2).eos_token_ids == ()
+    assert model.config.mask_token_id == 257
+    assert any("mask token" in record.message for record in caplog.records)

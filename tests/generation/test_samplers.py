@@ -242,7 +242,11 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
         ),
         ("fast_dllm_v2", {"small_block_size": 3}, "block_size 4 is not a multiple of small_block_size 3"),
         ("fast_dllm_v2", {"use_block_cache": True}, "'use_block_cache' .* cache='dual'"),
-        ("nemotron", {"gen_length": 10}, "gen_length 10 is not a multiple of block_length 4: use gen_length 8 or 12"),
+        (
+            "nemotron",
+            {"gen_length": 10, "block_length": 4},
+            "gen_length 10 is not a multiple of block_length 4: use gen_length 8 or 12",
+        ),
         ("dream-origin", {"alg_temp": 0.5}, "alg 'origin' ranks no positions: leave alg_temp out"),
         ("dream-entropy", {"threshold": 0.5}, "threshold belongs to alg 'confidence_threshold'"),
         ("dream-origin", {"alg": "confidence_threshold", "steps": 5}, "gen_length 12 is not a multiple of steps 5"),
@@ -251,7 +255,6 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
             {"eos_token_id": 99},
             "the rnd1 sampler puts token 99 at the text's end, outside the vocabulary of 48",
         ),
-        ("rnd1", {"gen_length": 1, "eos_token_id": 3}, "RND1 keeps the last new token for the end of the text"),
     ],
 )
 def test_what_a_sampler_cannot_do_is_refused(name: str, arguments: dict[str, Any], message: str) -> None:

@@ -102,7 +102,7 @@ def test_transformers_own_words(model: Any) -> None:
     ("keywords", "message"),
     [
         ({"gen_length": 100, "block_length": 32}, "use gen_length 96 or 128, or block_length 25"),
-        ({"gen_length": 200}, "gen_length 200 is not a multiple of block_length 128: use gen_length 128 or 256"),
+        ({"gen_length": 200, "block_length": 128}, "gen_length 200 .* block_length 128: use gen_length 128 or 256"),
         ({"gen_length": 96, "block_length": 32, "steps": 100}, r"the 3 blocks .*: use steps 99 or 102"),
         ({"gen_length": 96, "block_length": 32, "steps": 2}, "use steps 3 or more"),
         ({"gen_length": 32, "max_new_tokens": 64}, "gen_length 32 and max_new_tokens 64 are the same setting"),
@@ -244,7 +244,7 @@ def test_refused_sources(model: Any) -> None:
         ),
         ({"inputs": torch.ones(1, 2).long(), "attention_mask": torch.tensor([[1, 2]])}, "other values than 0 and 1"),
         (
-            {"inputs": torch.ones(1, 200).long()},
+            {"inputs": torch.ones(1, 200).long(), "gen_length": 128},
             "a prompt of 200 tokens and gen_length 128 make 328, beyond the model's context of 256: use gen_length 56",
         ),
         ({"inputs": torch.ones(1, 256).long()}, "shorten the prompt by at least 1"),
@@ -261,6 +261,18 @@ def test_padding_does_not_count_towards_the_context(model: Any) -> None:
     mask[:, -4:] = 1
     assert model.generate(ids, attention_mask=mask, gen_length=8, eos_token_id=None).shape == (1, 308)
     assert model.generate(torch.ones(1, 248).long(), gen_length=8, eos_token_id=None).shape == (1, 256)
+    assert model.generate(ids, attention_mask=mask, eos_token_id=None).shape == (1, 300 + 128)
+
+
+def test_defaults_that_do_not_fit_are_shortened(model: Any) -> None:
+    """To the context, and to what the call says; what the call itself says is refused where it does not fit."""
+    assert model.generate(torch.ones(1, 200).long(), eos_token_id=None).shape == (1, 256)
+    assert settings(model, gen_length=200).sampler.block_length == 128
+    assert model.generate(torch.ones(1, 4).long(), gen_length=131, eos_token_id=None).shape == (1, 135)
+    stored = with_stored(model, gen_length=256, block_length=32, steps=256, threshold=0.9)
+    assert settings(stored, gen_length=90, threshold=None).sampler.steps == 255
+    assert settings(stored, factor=1.0).sampler.threshold is None
+    assert settings(stored, block_length=48).sampler.gen_length == 252
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"gen_length": 9, "max_new_tokens": 2}, {"remasking": "x"}])

@@ -285,6 +285,7 @@ def test_saving_gives_back_names_keys_and_bits(tmp_path: Path, dtype: torch.dtyp
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert config_of(tmp_path / "saved") == config_of(source)
+    assert len({file.stat().st_mode for file in (tmp_path / "saved").iterdir()}) == 1
     for file in ("configuration_llada.py", "modeling_llada.py"):
         assert (tmp_path / "saved" / file).read_bytes() == (source / file).read_bytes()
 

@@ -21,9 +21,10 @@ pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 from dlm_bridge.serving.batches import row_sampler  # noqa: E402
+from dlm_bridge.serving.connections import bind  # noqa: E402
 from dlm_bridge.serving.model import ServedModel  # noqa: E402
 from dlm_bridge.serving.scheduler import Scheduler  # noqa: E402
-from dlm_bridge.serving.server import Limits, Server, bind  # noqa: E402
+from dlm_bridge.serving.server import Limits, Server  # noqa: E402
 
 PATIENCE_S = 300  # of a client and of a wait, on the slowest machine
 
@@ -35,6 +36,7 @@ class Running:
     address: str
     served: ServedModel
     scheduler: Scheduler
+    process: Server
 
     def client(self, key: str = "none") -> Any:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, timeout=PATIENCE_S, max_retries=0)
@@ -70,19 +72,19 @@ def running(
     queue_size: int = 64,
     body_bytes: int = 100_000,
     timeout_s: float = PATIENCE_S,
-    api_key: str | None = None,
+    **limits: Any,
 ) -> Iterator[Running]:
     """A server of the model until the end of the context."""
     served = ServedModel(loaded, "tiny", defaults or {}, max_length)
     served.check()
     scheduler = Scheduler(row_sampler(served), batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)
-    server = Server(served, scheduler, Limits(body_bytes, timeout_s, api_key), sock)
+    server = Server(served, scheduler, Limits(body_bytes, timeout_s, **limits), sock)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive(), "the server's start")
-        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", served, scheduler)
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", served, scheduler, server)
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)

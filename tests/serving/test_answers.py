@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from dlm_bridge.loading import LoadedModel, load_model
+from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.protocol import parse_request
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
 PROMPT = "the cat "
@@ -44,6 +50,16 @@ def test_a_completion_is_what_generate_writes(server: Running, given: dict[str, 
     assert answer.model == "tiny"
     assert answer.usage.prompt_tokens == len(server.served.loaded.tokenizer(PROMPT)["input_ids"])
     assert (answer.usage.completion_tokens, answer.usage.total_tokens - answer.usage.prompt_tokens) == (16, 16)
+
+
+def test_the_chat_template_gets_its_variables(diffusion: LoadedModel) -> None:
+    tokenizer = copy.deepcopy(diffusion.tokenizer)
+    tokenizer.chat_template = "{{ 1 if loud is true else 0 }}: {{ messages[-1].content }}"
+    served = ServedModel(replace(diffusion, tokenizer=tokenizer), "tiny", {})
+    for args, text in (({"loud": True}, "1: hi"), ({}, "0: hi"), (None, "0: hi")):
+        body = {"messages": CHAT, "chat_template_kwargs": args, "max_tokens": 4}
+        (row,) = served.rows(parse_request(json.dumps(body).encode(), chat=True), lambda _: lambda _: None)
+        assert list(row.prompt) == tokenizer(text)["input_ids"]
 
 
 def test_pieces_of_a_stream_are_the_whole_text(server: Running) -> None:
@@ -220,6 +236,46 @@ def test_defaults_of_the_server_are_those_of_requests_that_do_not_say(diffusion:
         answer = server.client().completions.create(model="any", prompt=PROMPT)
         assert answer.choices[0].text == text[: text.index(text[-1])]
         assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("context", "limit", "stored"), [(128, None, {}), (256, 100, {}), (130, None, {"gen_length": 300})]
+)
+def test_defaults_are_shortened_to_the_room(
+    llada: Path, tmp_path: Path, context: int, limit: int | None, stored: dict[str, int]
+) -> None:
+    """The sampler's 128 new tokens, or those of generation_config.json, do not fit; what a request names must."""
+    folder = tmp_path / "short"
+    shutil.copytree(llada, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_sequence_length": context}))
+    (folder / "generation_config.json").write_text(json.dumps({"algorithm": "llada", **stored}))
+    room = min(context, limit or context)
+    with running(load_model(folder), max_length=limit) as server:
+        assert server.served.plan().rows > 0
+        for length in (2, 90):
+            body = {"prompt": [5] * length, "eos_token_id": None}
+            answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
+            assert answer.json()["usage"]["total_tokens"] == room
+        refused = httpx.post(f"{server.address}/v1/completions", json={**body, "max_tokens": room})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("length", [1, 100, 131])
+def test_a_length_need_not_be_whole_default_blocks(server: Running, length: int) -> None:
+    extra = {"eos_token_id": None}
+    answer = server.client().completions.create(model="", prompt=PROMPT, max_tokens=length, extra_body=extra)
+    assert answer.usage.completion_tokens == length
+    assert answer.choices[0].text == server.alone(PROMPT, gen_length=length, **extra)
+
+
+def test_the_server_s_lengths_of_an_autoregressive_model(qwen3: Path) -> None:
+    for defaults, new in (({"max_new_tokens": 5}, 5), ({"max_length": 12}, 9), ({}, 125)):
+        with running(load_model(qwen3), defaults=defaults) as server:
+            assert server.served.plan().rows > 0
+            body = {"prompt": [5, 6, 7], "ignore_eos": True}
+            answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=PATIENCE_S)
+            assert answer.json()["usage"]["completion_tokens"] == new
 
 
 def test_models_health_and_metrics(diffusion: LoadedModel) -> None:

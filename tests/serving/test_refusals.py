@@ -73,6 +73,12 @@ def held(loaded: LoadedModel) -> Iterator[threading.Event]:
         ({**PROMPT, "n": 10**9}, "n "),
         ({**PROMPT, "seed": "x"}, "seed"),
         ({**PROMPT, "stop": [""]}, "stop"),
+        ({**PROMPT, "stop": list("abcde")}, "stop"),
+        ({**PROMPT, "stop": "a" * 257}, "stop"),
+        ({**PROMPT, "stop": ["a" * 90_000]}, "stop"),
+        ({**PROMPT, "bad_words_ids": [[5, 6]] * 10_000}, "bad_words_ids"),
+        ({**PROMPT, "ignore_eos": "yes"}, "ignore_eos"),
+        ({**PROMPT, "top_k": -2}, "top_k"),
         ({**PROMPT, "stream": "yes"}, "stream"),
         ({**PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
         ({**PROMPT, "temperature": "hot"}, "temperature"),
@@ -103,9 +109,13 @@ def test_what_is_wrong_with_a_completion_is_named(server: Running, body: Any, na
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0]"),
         ({"messages": [{"role": "\ud800", "content": "hi"}]}, "message holds a lone surrogate"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({**CHAT, "tools": [{"type": "function"}], "tool_choice": "auto"}, "tool"),
+        ({**CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs: chat_template "),
         ({**CHAT, "top_logprobs": 3}, "top_logprobs"),
         ({**CHAT, "logprobs": True}, "logprobs"),
         ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
@@ -120,12 +130,38 @@ def test_what_is_wrong_with_a_chat_is_named(server: Running, body: dict[str, Any
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
     body = {**PROMPT, "user": "me", "logprobs": None, "echo": False, "presence_penalty": 0.0, "best_of": 1, "stop": []}
     assert post(server, body).status_code == 200
-    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 8}
-    texts = [
-        post(server, body, "chat/completions").json()["choices"][0]["message"]["content"]
-        for body in (parts, {**CHAT, "max_tokens": 8, "tools": []})
-    ]
-    assert texts[0] == texts[1]
+    tools = {"tools": [{"type": "function"}], "tool_choice": "none"}
+    for nothing in (
+        {"tools": []},
+        tools,
+        {"functions": [{}], "function_call": "none"},
+        {"presence_penalty": 0, "frequency_penalty": 0},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+    ):
+        assert chat_text(server, **nothing) == chat_text(server)
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+    empty = {"role": "assistant", "content": ""}
+    texts = [chat_text(server, messages=[*CHAT["messages"], one, *CHAT["messages"]]) for one in (called, empty)]
+    assert texts[0] == texts[1] != chat_text(server)
+
+
+def chat_text(server: Running, **body: Any) -> str:
+    answer = post(server, {**CHAT, "max_tokens": 8, **body}, "chat/completions")
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_other_servers_words_are_understood(server: Running, diffusion: LoadedModel) -> None:
+    hot = {**PROMPT, "temperature": 1, "seed": 2}
+    with running(diffusion, defaults={"top_k": 1}) as greedy:
+        texts = [post(greedy, {**hot, **more}).json()["choices"][0]["text"] for more in ({}, {"top_k": -1})]
+        assert texts[0] != texts[1] == post(server, hot).json()["choices"][0]["text"]
+    ids = diffusion.tokenizer(PROMPT["prompt"], return_tensors="pt")["input_ids"]
+    tokens = diffusion.model.generate(ids, gen_length=16, eos_token_id=None)[0, ids.shape[1] :].tolist()
+    with running(diffusion, defaults={"eos_token_id": tokens[4], "pad_token_id": 1}) as ending:
+        lengths = [
+            post(ending, {**PROMPT, "ignore_eos": flag}).json()["usage"]["completion_tokens"] for flag in (False, True)
+        ]
+    assert lengths[0] < lengths[1] == 16
 
 
 def test_an_unknown_setting_gets_the_samplers_own_list(server: Running) -> None:

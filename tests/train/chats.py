@@ -37,8 +37,14 @@ def chatty(tokenizer: Any, template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def said(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def calling(arguments: Any, **changed: Any) -> dict[str, Any]:
+    """An answer that only calls a tool."""
+    call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]} | changed
 
 
 def conversation(number: int) -> dict[str, Any]:

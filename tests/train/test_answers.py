@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import itertools
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,10 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.data import conversations
 from dlm_bridge.train.data.conversations import (
     ConversationSettings,
-    DataRow,
-    check_sources,
     encode_conversations,
     load_conversation_blocks,
 )
+from dlm_bridge.train.data.messages import DataRow, check_sources, read_data_rows
 from dlm_bridge.train.data.sources import find_data
 from tests.train.chats import MARKED, chatty, conversation, write_rows
 
@@ -121,6 +123,86 @@ def test_every_source_gives_the_same_rows(chat: Any, file: Path, tmp_path: Path)
         assert torch.equal(rows.labels, expected.labels)
 
 
+def _calling(number: int, arguments: Any, **message: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call], **message}
+    return {"messages": [{"role": "user", "content": f"def f{number}"}, answer]}
+
+
+# Each has keys that others lack, which Arrow gives to all of them.
+CALLS = [
+    _calling(0, {"place": "x"}),
+    _calling(1, {"address": {"street": "y"}}, weight=1),
+    _calling(2, {"address": {"street": "y", "house": 2}}, thought="x + 1"),
+    {"messages": [*ROWS[1]["messages"], {"role": "user", "content": "x"}, {"role": "assistant", "content": None}]},
+    {**ROWS[0], "tools": [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]},
+]
+WRITING_CALLS = (
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}"
+    "{% endif %}{{ m.thought }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+
+
+def write_containers(folder: Path, rows: list[dict[str, Any]]) -> list[Path]:
+    """The same rows in every container."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (folder / "rows.jsonl").write_bytes(lines)
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "rows.jsonl.zst").write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    datasets.Dataset.from_list(rows).with_format("numpy").save_to_disk(folder / "saved")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    json_type = datasets.Features({name: datasets.Json() for name in names})
+    as_json = datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows], features=json_type)
+    as_json.to_parquet(folder / "json.parquet")
+    as_json.save_to_disk(folder / "saved_json")
+    with (folder / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows({name: json.dumps(value) for name, value in row.items()} for row in rows)
+    return sorted(folder.iterdir())
+
+
+def test_a_row_is_the_same_in_every_container(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    chat = chatty(tokenizer, WRITING_CALLS)
+    expected = list(encode_conversations([DataRow(row, "") for row in CALLS], chat))
+    assert "null" not in "".join(chat.decode(example.input_ids) for example in expected)
+    places = write_containers(tmp_path, CALLS)
+    assert len(places) == 8
+    for place in places:
+        (part,) = find_data([str(place)]).parts
+        check_sources(part)
+        found = list(encode_conversations(list(read_data_rows(part[0])), chat))  # type: ignore[arg-type]
+        assert [one.input_ids for one in found] == [one.input_ids for one in expected], place
+        assert [one.answer for one in found] == [one.answer for one in expected], place
+
+
+def test_a_damaged_container_is_named(tmp_path: Path) -> None:
+    whole = b'{"prompt": "a", "completion": "b"}\n' * 5000
+    for name, data, message in (
+        ("a.jsonl.gz", gzip.compress(whole)[:50], "a.jsonl.gz: cannot be read: .*[Tt]runcated"),
+        ("b.jsonl.zst", b"garbage", "b.jsonl.zst: cannot be read: "),
+        ("c.csv", b"prompt,completion\na,b,c\n", "c.csv, line 2: not as many cells as"),
+        ("d.csv", b"prompt,completion\na\n", "d.csv, line 2: not as many cells as"),
+        ("e.csv", b'prompt,completion\n"a,b\n', "e.csv, line .: not CSV in UTF-8"),
+        ("f.csv", b"prompt,completion\n\xff,b\n", "f.csv, line .: not CSV in UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DlmBridgeError, match=message):
+            list(read_data_rows(tmp_path / name))
+    datasets.Dataset.from_list(CALLS[:1], features=datasets.Features({"messages": datasets.Json()})).save_to_disk(
+        tmp_path / "saved"
+    )
+    (stored,) = (tmp_path / "saved").glob("*.arrow")
+    stored.write_bytes(stored.read_bytes().replace(b'"role"', b'"role:'))
+    with pytest.raises(DlmBridgeError, match=r"saved: not a whole dataset"):
+        list(read_data_rows(find_data([str(tmp_path / "saved")]).parts[0][0]))  # type: ignore[arg-type]
+    rows = b'prompt,completion\n"a, ""b""\nc",007\n'
+    (tmp_path / "g.csv").write_bytes(rows)
+    (row,) = read_data_rows(tmp_path / "g.csv")
+    assert row.fields == {"prompt": 'a, "b"\nc', "completion": "007"}
+
+
 def test_a_file_that_cannot_be_read_is_an_error_of_the_file(chat: Any) -> None:
     memory = Path("/proc/self/mem")  # opens, and has nothing at its start to read
     if not memory.exists():
@@ -204,5 +286,5 @@ def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
         load_conversation_blocks([damaged_parquet(tmp_path / "damaged.parquet")], chat, settings)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):
-        with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet or a dataset"):
+        with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet, CSV or a dataset"):
             check_sources([source])

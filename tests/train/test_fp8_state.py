@@ -44,7 +44,7 @@ def in_bytes(value: Any) -> torch.Tensor:
 def restored(state: torch.Tensor, gemms: int = 1) -> Scaled:
     """What a module has after loading it as a resume does."""
     module = Scaled(gemms)
-    with loaded_state.weights_only_loading():
+    with loaded_state.rewritten_extra_states():
         module.set_extra_state(loaded_state.rewrite_extra_states({KEY: state}, None)[KEY])
     return module
 

@@ -83,6 +83,7 @@ def test_an_adapter_is_trained_saved_merged_and_carried_over(
     settings = json.loads((_checkpoint(output, 6) / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8, "LORA")
     assert settings["base_model_name_or_path"] == str(base)
+    assert len({file.stat().st_mode for file in output.rglob("*") if file.is_file()}) == 1  # none is private
     card = (_checkpoint(output, 6) / "README.md").read_text()
     assert "import dlm_bridge" in card
     assert "More Information Needed" not in card  # as in PEFT's own

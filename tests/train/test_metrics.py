@@ -54,6 +54,24 @@ def test_reopening_drops_later_rows_and_a_torn_one(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in read_rows(path)] == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 9.0)]
 
 
+@pytest.mark.parametrize("damaged", ['{"step": 2, "lo', "\\ufffd\\x00", "[2]", '{"step": true}', ""])
+def test_reopening_keeps_the_rows_behind_a_damaged_one(
+    tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(f"{line}\n" for line in (_row(1).to_json(), damaged, *map(StepMetrics.to_json, [_row(3), _row(4)])))
+    )
+    metrics = MetricsFile(path, 3)
+    metrics.append(_row(4, loss=9.0))
+    metrics.close()
+    (message,) = caplog.messages
+    assert f"{path}: line 2" in message
+    assert [(row["step"], row["loss"]) for row in map(json.loads, path.read_text().splitlines())] == [
+        (1, 2.0), (3, 2.0), (4, 9.0)
+    ]  # fmt: skip
+
+
 def test_reopening_keeps_any_text(tmp_path: Path) -> None:
     """Also half of a surrogate pair, which JSON can name and UTF-8 cannot hold."""
     path = tmp_path / "metrics.jsonl"

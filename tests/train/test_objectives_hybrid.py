@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.two_streams import WeDLMDiffusion
+from dlm_bridge.train.collator import DiffusionCollator
 from tests.families import nemotron_labs_diffusion, wedlm
 
 MASK = 99
@@ -35,28 +38,64 @@ def _next_token_costs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def test_nemotrons_loss_is_diffusion_over_a_causal_prefix_plus_autoregression(
-    tmp_path: Path, ids: torch.Tensor
+@pytest.mark.parametrize("weights", [(None, 1.0), (0.5, 0.7)], ids=["published", "own-weights"])
+@pytest.mark.parametrize("prompt", [0, 5], ids=["rows", "prompts"])
+def test_nemotrons_three_published_losses(
+    tmp_path: Path, ids: torch.Tensor, weights: tuple[float | None, float], prompt: int
 ) -> None:
+    """Diffusion over a causal prefix plus autoregression, of one noise and one set of logits, with the weights and the
+    divisors of the modeling file, of Megatron-Bridge's recipe and of NeMo Automodel's fine-tuning."""
     model = _model(nemotron_labs_diffusion, tmp_path)
+    model.config.dlm_loss_weight, model.config.ar_loss_weight = weights
     labels = ids.clone()
-    labels[0, :5] = IGNORE_INDEX
-    loss = model(ids, labels=labels, generator=torch.Generator().manual_seed(4)).loss
+    labels[0, :prompt] = IGNORE_INDEX
     drawn = Uniforms.drawn(torch.Generator().manual_seed(4), 3, LENGTH)
     p = ((1 - 1e-3) * drawn.level + 1e-3)[:, None]
     masked = (drawn.token < p) & (labels != IGNORE_INDEX)
-    cost = 0.0
+    denoised = 0.0
     for start in range(0, LENGTH, BLOCK):
         block = slice(start, min(start + BLOCK, LENGTH))
         seen = torch.cat([ids[:, :start], torch.where(masked, MASK, ids)[:, block]], dim=1)
         mask = causal_mask(torch.ones_like(seen), draft_start=start)
         logits = model(seen, attention_mask=mask).logits[:, block]
         costs = -logits.log_softmax(-1).gather(-1, ids[:, block, None])[..., 0]
-        cost += 0.3 * (costs * masked[:, block] / p).sum().item()
+        denoised += (costs * masked[:, block] / p).sum().item()
     autoregressive = _next_token_costs(model(ids, attention_mask=causal_mask(torch.ones_like(ids))).logits, ids)
     following = labels[:, 1:] != IGNORE_INDEX
-    cost += autoregressive[following].sum().item()
-    assert loss.item() == pytest.approx(cost / (masked.sum() + following.sum()).item(), rel=1e-5)
+    predicted = autoregressive[following].sum().item()
+    masks, lengths = masked.sum().item(), (labels != IGNORE_INDEX).sum(1).tolist()
+    dlm, ar = weights
+    file = (1.0 if dlm is None else dlm) * denoised + ar * predicted
+    expected = {
+        "nemotron": file / (masks + sum(int(ar * length) for length in lengths)),
+        "nemotron_bridge": (0.3 * denoised + predicted) / (masks + following.sum().item()),
+        "nemotron_sft": 0.3 * denoised / masks + predicted / sum(lengths),
+    }
+    for name, value in expected.items():
+        objective = family_objective(model, name)
+        noisy = objective.noise(ids, drawn, labels)
+        loss = mean_loss(objective.loss_sum(noisy.logits(model), noisy), noisy)
+        assert loss.item() == pytest.approx(value, rel=1e-5), name
+    own = model(ids, labels=labels, generator=torch.Generator().manual_seed(4)).loss
+    assert own.item() == pytest.approx(expected["nemotron"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["nemotron", "nemotron_bridge", "nemotron_sft"])
+def test_trainers_divide_nemotrons_loss_by_its_own_divisor(tmp_path: Path, ids: torch.Tensor, name: str) -> None:
+    """The collator's labels are as many as the divisor of the modeling file's loss: a Trainer that divides by their
+    number over all micro-batches of a step computes it. Of another form a micro-batch has its own divisors."""
+    model = _model(nemotron_labs_diffusion, tmp_path)
+    collator = DiffusionCollator.of(model, name)
+    rows = [{"input_ids": row.tolist(), "sample_index": number} for number, row in enumerate(ids)]
+    batch = collator(rows)
+    noisy = collator.objective.noise(ids, Uniforms.keyed(0, 0, range(3), LENGTH))
+    expected = mean_loss(collator.objective.loss_sum(noisy.logits(model), noisy), noisy)
+    assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    if name == "nemotron":
+        parts = [collator([row]) for row in rows]
+        count = sum(part["labels"].ne(IGNORE_INDEX).sum() for part in parts)
+        summed = sum(model(**part, num_items_in_batch=count).loss.item() for part in parts)
+        assert summed == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_wedlms_loss_is_the_reordered_blocks_plus_autoregression(tmp_path: Path, ids: torch.Tensor) -> None:

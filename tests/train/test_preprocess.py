@@ -30,7 +30,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data import documents
 from dlm_bridge.train.data import preprocess as module
 from dlm_bridge.train.data.documents import find_files, pack
-from dlm_bridge.train.data.indexed import check_fingerprint, fingerprint_file, open_indexed
+from dlm_bridge.train.data.indexed import IndexedWriter, check_fingerprint, fingerprint_file, open_indexed
 from dlm_bridge.train.data.preprocess import preprocess
 from tests.train.conftest import Run
 
@@ -87,6 +87,69 @@ def test_processes_and_pieces_change_nothing(tmp_path: Path, tokenizer: Any, mon
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"three{suffix}").read_bytes()
     assert len(_read(tmp_path / "three")) == 161
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_run_resumes(
+    tmp_path: Path, tokenizer: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its last checkpoint, in the middle of a document."""
+    monkeypatch.setattr(module, "CHUNK", 200)
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", 3)
+    monkeypatch.setattr(documents, "PART_CHARACTERS", 90)
+    (tmp_path / "long.txt").write_text("x = 1\n" * 500)
+    inputs = [_jsonl(tmp_path / "a.jsonl", copies=5), str(tmp_path / "long.txt"), _jsonl(tmp_path / "b.jsonl")]
+    whole = preprocess(inputs, tmp_path / "whole", tokenizer, append_eod=True)
+    added: list[int] = []
+    add = IndexedWriter.add
+
+    def interrupted(writer: IndexedWriter, *args: Any) -> None:
+        if len(added) == 8:
+            raise KeyboardInterrupt
+        added.append(writer.parts)
+        add(writer, *args)
+
+    monkeypatch.setattr(IndexedWriter, "add", interrupted)
+    before = set(tmp_path.iterdir())
+    for _ in range(2):
+        added.clear()
+        with pytest.raises(KeyboardInterrupt, match="--resume"):
+            preprocess(inputs, tmp_path / "out", tokenizer, True, workers=workers, resume=True)
+        assert not {path.name for path in set(tmp_path.iterdir()) - before if not path.name.startswith(".")}
+        # Other options do not go on from it, and leave it as it is.
+        with pytest.raises(DlmBridgeError, match="of other inputs or options"):
+            preprocess(inputs, tmp_path / "out", tokenizer, False, resume=True)
+    monkeypatch.setattr(IndexedWriter, "add", lambda writer, *args: (added.append(writer.parts), add(writer, *args)))
+    added.clear()
+    report = preprocess(inputs, tmp_path / "out", tokenizer, True, workers=workers, resume=True)
+    assert added[0] == 12  # six of the eight of each interrupted run
+    assert (report.documents, report.tokens) == (whole.documents, whole.tokens)
+    for suffix in (".bin", ".idx", ".tokenizer.json"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_an_interrupted_run_left_is_not_taken_without_being_asked(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 200)
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", 1)
+    source = _jsonl(tmp_path / "a.jsonl", copies=5)
+    add = IndexedWriter.add
+
+    def interrupted(writer: IndexedWriter, *args: Any) -> None:
+        if writer.parts == 2:
+            raise KeyboardInterrupt
+        add(writer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess([source], tmp_path / "out", tokenizer)
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith(".")]) == 3
+    preprocess([source], tmp_path / "out", tokenizer)
+    assert _read(tmp_path / "out") == _encode(tokenizer, False) * 5
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_training_on_the_pair_needs_no_tokenizer(tmp_path: Path, tokenizer: Any, corpus: Path, run: Run) -> None:

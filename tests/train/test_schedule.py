@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from rich.console import Console
 
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.data.indexed import TokenLimits
 from dlm_bridge.train.data.sources import ReaderSettings, find_run_data
-from dlm_bridge.train.schedule import batch_sampler, learning_rate
+from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
 from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
 
@@ -44,6 +46,23 @@ def test_wsd_decays_in_a_tenth_of_the_steps_by_default() -> None:
     assert found[STEPS - 4] < 1.0
 
 
+@pytest.mark.parametrize("style", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("end", [20, 60])
+def test_a_decay_with_an_end_of_its_own_is_megatron_cores(style: str, end: int) -> None:
+    options = {"lr_schedule": style, "lr_decay_steps": end}
+    if style == "wsd":
+        options["wsd_decay_steps"] = DECAY
+    assert rates(options) == pytest.approx(reference("WSD" if style == "wsd" else style, end=end), abs=1e-9)
+    assert (rates(options)[-1] == pytest.approx(0.1)) == (end == 20)
+
+
+def test_a_run_that_only_warmed_up_ends_at_its_least() -> None:
+    before = config(steps=WARMUP, warmup_steps=WARMUP, lr=1.0, min_lr=0.1)
+    assert learning_rate(before, WARMUP + 1) == pytest.approx(0.1)
+    assert "jumps from 0.1 to " in str(learning_rate_jump(before, before.replace(steps=STEPS), WARMUP))
+    assert learning_rate_jump(before, before, WARMUP) is None
+
+
 def rates(options: dict[str, Any]) -> list[float]:
     """The learning rates of all steps."""
     flags = {"model": "m", "data": ["d"], "output": "o", "steps": STEPS, "warmup_steps": WARMUP}
@@ -51,7 +70,7 @@ def rates(options: dict[str, Any]) -> list[float]:
     return [learning_rate(config, step) for step in range(1, STEPS + 1)]
 
 
-def reference(style: str, wsd_style: str = "exponential") -> list[float]:
+def reference(style: str, wsd_style: str = "exponential", end: int = STEPS) -> list[float]:
     """The same by megatron-core."""
     scheduler = OptimizerParamScheduler(
         SimpleNamespace(param_groups=[]),
@@ -59,7 +78,7 @@ def reference(style: str, wsd_style: str = "exponential") -> list[float]:
         max_lr=1.0,
         min_lr=0.1,
         lr_warmup_steps=WARMUP,
-        lr_decay_steps=STEPS,
+        lr_decay_steps=end,
         lr_decay_style=style,
         start_wd=0.0,
         end_wd=0.0,
@@ -120,6 +139,8 @@ def config(**flags: Any) -> TrainConfig:
         ({"wsd_decay_steps": 5}, "--wsd-decay-steps"),
         ({"wsd_decay_style": "linear"}, "--wsd-decay-style"),
         ({"lr_schedule": "wsd", "wsd_decay_steps": 50, "steps": 40}, "--wsd-decay-steps"),
+        ({"lr_decay_steps": 5, "warmup_steps": 5}, "--lr-decay-steps"),
+        ({"lr_schedule": "wsd", "wsd_decay_steps": 30, "lr_decay_steps": 20}, "--wsd-decay-steps"),
         ({"valid_data": ["v"], "split": "90,10,0"}, "--split"),
     ],
 )
@@ -127,6 +148,30 @@ def test_bad_values_name_the_flag(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError) as raised:
         config(**flags)
     assert raised.value.flag == named
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "megatron"])
+def test_a_longer_run_says_that_its_learning_rate_jumps(
+    engine: str, tmp_path: Path, run: Run, on_megatron: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with `--lr-decay-steps` neither jumps nor says so."""
+    said: list[str] = []
+    train = run if engine == "accelerate" else on_megatron
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Console, "print", lambda console, *words, **_: said.extend(map(str, words)))
+        options: dict[str, Any] = {"min_lr": 1e-4, "eval_interval": 0, "save_interval": 4}
+        first = train(tmp_path / "run", steps=4, **options)
+        shutil.copytree(tmp_path / "run", tmp_path / "kept")
+        longer = train(tmp_path / "run", resume=True, steps=8, **options)
+        jumps = [line for line in said if "learning rate of step 5" in line]
+        assert len(jumps) == 1
+        assert "--steps 8 (was 4)" in jumps[0]
+        assert "--lr-decay-steps 4" in jumps[0]
+        said.clear()
+        kept = train(tmp_path / "kept", resume=True, steps=8, lr_decay_steps=4, **options)
+        assert not [line for line in said if "learning rate" in line]
+    assert longer[4]["lr"] > 2 * first[3]["lr"] == pytest.approx(2e-4)
+    assert [row["lr"] for row in kept[4:]] == pytest.approx([1e-4] * 4)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

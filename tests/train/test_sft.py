@@ -13,8 +13,10 @@ import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from dlm_bridge import Bridge
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import OBJECTIVES
@@ -185,7 +187,7 @@ def test_answers_are_learnt(tmp_path: Path, run: Run, options: dict[str, Any]) -
         ({"noise_range": "0.3"}, "--noise-range"),
         ({"document_attention": True}, "--document-attention"),
         ({"task": "pretrain", "packing": True}, "--packing"),
-        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet or a dataset"),
+        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet, CSV or a dataset"),
         ({"seq_length": 8}, "chats.jsonl, line 1: "),
         ({"tokenizer": None}, "has no chat template, which"),
     ],
@@ -223,7 +225,8 @@ def test_the_command(
 
     code, error = said("sft", *words, "--data", str(bad))
     assert code == 2
-    assert f"{bad}, line 2: no 'messages', or 'prompt' and 'completion' (it has 'text')" in error
+    assert f"{bad}, line 2: no 'messages', 'prompt' and 'completion', " in error
+    assert "(it has 'text')" in error
     assert said("sft", *words, "--data", options["data"][0], "--resume")[0] == 0
     resolved = _resolved(tmp_path / "run")
     assert (resolved["task"], resolved["lr"], resolved["length_variation"]) == ("sft", 2.5e-5, 0.0)
@@ -240,3 +243,26 @@ def test_what_families_were_tuned_with_fits_them() -> None:
         assert family.sft.keys() <= {"eos_padding", "loss_normalisation", "train_on_prompt"}
         assert family.sft.get("loss_normalisation") in (None, *kind.normalisations)
     assert family_by_name("llada").sft == {"eos_padding": "row", "loss_normalisation": "sequences"}
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "megatron"])
+@pytest.mark.parametrize("declared", [None, 5])
+def test_checkpoints_end_where_training_ended_answers(
+    tmp_path: Path, run: Run, on_megatron: Run, options: dict[str, Any], engine: str, declared: int | None
+) -> None:
+    """The tokenizer's end token, which is trained, is one of those that a checkpoint's texts end at."""
+    folder = Path(options["model"])
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": declared}))
+    if declared is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [declared], "temperature": 0.5}))
+    train = run if engine == "accelerate" else on_megatron
+    train(tmp_path / "run", steps=1, lr=0.0, **options)
+    checkpoints = tmp_path / "run/checkpoints"
+    saved = checkpoints / ("step-0000001" if engine == "accelerate" else "hf")
+    if engine == "megatron":
+        Bridge.from_megatron(checkpoints).to_hf(tmp_path / "exported")
+        saved = tmp_path / "exported"
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    expected = (0,) if declared is None else (declared, 0)
+    assert resolve_settings(model, None, {"gen_length": 32}, 2).eos_token_ids == expected

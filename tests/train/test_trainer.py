@@ -94,6 +94,52 @@ def test_trainers_evaluation_repeats(tmp_path: Path) -> None:
     assert losses[0] == losses[1] > 0
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("generator", [False, True])
+def test_evaluations_draw_the_same_noise_for_a_row(tmp_path: Path, workers: int, generator: bool) -> None:
+    """Rows without an index, in the midst of training, which draws new noise for each visit; in any order."""
+    if generator and workers:
+        pytest.skip("a generator is refused with workers")
+    model = _load(sdar.CASES[0], tmp_path)
+    rows = [{"input_ids": list(range(number, number + 10 + number % 3))} for number in range(12)]
+    settings = {"generator": torch.Generator().manual_seed(0)} if generator else {}
+    collator = DiffusionCollator.of(model, **settings)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"), report_to=[], use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+        learning_rate=0.0, num_train_epochs=3, per_device_train_batch_size=4, per_device_eval_batch_size=5,
+        eval_strategy="epoch", logging_steps=1, save_strategy="no", dataloader_num_workers=workers,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)  # type: ignore[arg-type]
+    trainer.train()
+    history = trainer.state.log_history
+    evaluations = [row["eval_loss"] for row in history if "eval_loss" in row]
+    assert len(evaluations) == 3
+    assert len(set(evaluations)) == 1
+    assert len({row["loss"] for row in history if "loss" in row}) == 9
+    own = DiffusionCollator.of(model, evaluation=True)
+    whole = own(rows)["input_ids"]
+    parts = torch.cat([own([row])["input_ids"][:, :10] for row in reversed(rows)]).flip(0)
+    assert torch.equal(whole[:, :10], parts)
+    assert len({tuple((row == MASK).tolist()) for row in whole}) > 6
+
+
+@pytest.mark.parametrize("column", ["position_ids", "seq_lengths"])
+@pytest.mark.parametrize("case", [illada.CASES[0], dream.CASE, sdar.CASES[0]], ids=lambda case: case.id)
+def test_packed_samples_are_documents_of_their_own(case: FamilyCase, column: str, tmp_path: Path) -> None:
+    """No token of one document changes the logits of another."""
+    model = _load(case, tmp_path).requires_grad_(False)
+    lengths = [7, 5]
+    packed = {"position_ids": [*range(7), *range(5)], "seq_lengths": lengths}[column]
+    first, second = list(range(7)), list(range(7, 12))
+    rows = [{"input_ids": first + second, column: packed, "sample_index": number} for number in range(4)]
+    batch = DiffusionCollator.of(model)(rows)
+    other = DiffusionCollator.of(model)([{**row, "input_ids": [*range(30, 37), *second]} for row in rows])
+    mine = batch["logits_to_keep"].nonzero()[:, 1] % 12 >= 7
+    found, changed = (model(**one).logits for one in (batch, other))
+    torch.testing.assert_close(found[mine], changed[mine])
+    assert not torch.allclose(found[~mine], changed[~mine])
+
+
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.id)
 def test_a_collated_batch_costs_what_the_model_says_of_the_clean_one(case: FamilyCase, tmp_path: Path) -> None:
     """For every family: `model(**batch)` is `model(clean, labels, generator)`, with logits of all positions or few."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,45 @@ def test_trainer_smooths_no_labels_of_a_diffusion_model(tmp_path: Path, tokenize
     data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
     with pytest.raises(DlmBridgeError, match="its loss needs noise"):
         Trainer(model=model, args=arguments, train_dataset=data).train()
+
+
+@pytest.mark.parametrize("trainer", ["sft", "trainer"])
+def test_no_documented_call_drops_label_smoothing(
+    trainer: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Nor with our collator and our loss function, which takes the place of the smoothing one."""
+    model = _model(BODIES["llama"], tmp_path, tokenizer)
+    collator = DiffusionCollator.of(model, for_trl=True)
+    smoothed: dict[str, Any] = {"label_smoothing_factor": 0.1}
+    if trainer == "sft":
+        made = _trainer(model, tmp_path, _prompts(8), tokenizer, collator, **smoothed)
+    else:
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=1, use_cpu=True, report_to=[], remove_unused_columns=False, **smoothed
+        )
+        data: Any = [{"input_ids": [1, 2, 3]}] * 8
+        made = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
+    with pytest.raises(DlmBridgeError, match="label_smoothing_factor"):
+        made.train()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_model_that_trl_loads_by_its_path_is_refused_too(
+    body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """TRL reads the config's auto_map, which not every config.json has."""
+    case = dataclasses.replace(BODIES[body], config={k: v for k, v in BODIES[body].config.items() if k != "auto_map"})
+    _model(case, tmp_path, tokenizer)
+    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+        _plain(DPOTrainer, str(tmp_path / "model"), tmp_path, tokenizer, Dataset.from_list(PAIRS)).train()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_pefts_card_names_the_base(body: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = get_peft_model(_model(BODIES[body], tmp_path, tokenizer), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    card = (tmp_path / "adapter/README.md").read_text()
+    assert f"base_model: {tmp_path / 'model'}" in card
 
 
 def test_a_loss_of_ones_own_is_left_alone(

@@ -34,6 +34,7 @@ from dlm_bridge.hub import check_plain_file
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
+_METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each have 40 MB
 BACKEND_FILE = "metadata.json"  # which torch_dist has and torch's own writer leaves out
 
 # Classes whose objects a real `.metadata` holds, by full name.
@@ -103,6 +104,8 @@ def read_metadata(folder: Path) -> Contents:
     path = folder / DCP_METADATA
     try:
         check_plain_file(path)
+        if path.stat().st_size > _METADATA_LIMIT:
+            raise ValueError("it is too large")
         contents = _contents(RestrictedUnpickler(path.read_bytes(), path, _METADATA_CLASSES).load())
     except FileNotFoundError:
         raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no {DCP_METADATA}") from None

@@ -1,34 +1,38 @@
 """The restricted unpickler, and `torch.save` files read through it: tensors as places in the file, plain values.
 
 Nothing runs: every class that real checkpoints name (an argparse.Namespace, megatron-core's enums, numpy's random
-state) becomes an inert stand-in, any other name is refused. A pickle's opcodes are checked before it is loaded: the C
-unpickler keeps its memo in an array, so that one opcode of five bytes can make it clear 32 GB, and it makes room for a
-byte array before it looks for the bytes.
+state) becomes an inert stand-in, any other name is refused. Time and memory are proportional to the pickle's size. A
+file that a library reads with torch.load is checked here first (`restricted_loading`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import re
+import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from types import FunctionType
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from dlm_bridge.convert.streaming import FileWindow
+from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError, one_line
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
+_KEY_LIMIT = 5_000  # values in a pickle's keys that are neither text nor small numbers, which is what real ones are
+_SHARED_LIMIT = 500_000  # how many values more than bytes a pickle may have, because some are shared
+_SMALL = 1 << 60
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None), torch.dtype))
 _TORCH_MAGIC = b"PK\x03\x04"
-_PICKLE_START = b"\x80"  # of a file of torch before 1.6
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -44,45 +48,26 @@ _STORAGES = {
 }
 # Classes whose objects real `torch.save` files hold besides tensors, by full name.
 _SAVED_CLASSES = re.compile(
-    r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|_codecs\.encode|pathlib\.\w+"
+    r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|pathlib\.\w+"
     r"|functools\.partial|builtins\.(getattr|slice|complex)|datetime\.\w+"
     r"|numpy\.(ndarray|dtype)|numpy\.(core|_core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)"
     r"|torch\.(Size|device|layout)|torch\.nn\.(functional|modules\.activation)\.\w+|torch\._C\._nn\.\w+"
     r"|torch\.serialization\._get_layout"
     r"|(megatron|transformer_engine|megatron_fsdp|torch\.optim|apex\.optimizers)(\.\w+)+"
 )
-_CONTAINERS: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.bytearray": bytearray,
-    "collections.defaultdict": lambda *_: {},
-    "torch.Size": tuple,
-}
-_FIXED_OPCODES = re.compile(
-    rb"(?:[()012NQRabdelostu}\]\x81\x85-\x89\x8f-\x94\x97\x98]"  # no argument
-    rb"|[Khq\x80\x82].|[M\x83]..|[Jj\x84]....|[G\x95]........"  # 1, 2, 4 and 8 bytes
-    rb"|[FILPSVg][^\n]*\n|[ci][^\n]*\n[^\n]*\n"  # lines
-    rb"|r..[\x00-\x0f]\x00|p\d{1,6}\n)*+",  # memo places below a million, which need no second look
-    re.DOTALL,
-)
-_COUNTED_OPCODES = {  # opcode -> bytes of the length that follows it
-    b"\x8c": 1, b"X": 4, b"\x8d": 8, b"C": 1, b"B": 4, b"\x8e": 8, b"U": 1, b"T": 4, b"\x96": 8,
-    b"\x8a": 1, b"\x8b": 4,
-}  # fmt: skip
+# Of those, the ones that `torch.load` may make of a file which has passed the check.
+_LOADED_CLASSES = re.compile(r"torch\.(device|layout)|_io\.BytesIO")
 
 
 class Inert:
     """Stands for an object of another package: keeps what the pickle sets on it. `name` is the class's full name."""
 
     name = ""
+    arguments: tuple[Any, ...] = ()
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """The items of a dict's subclass."""
@@ -102,14 +87,33 @@ class Inert:
         return self.state if isinstance(self.state, dict) else {}
 
 
-class RestrictedUnpickler(pickle.Unpickler):
+def _checking_keys(opcode: bytes, keys: slice) -> Any:
+    """The base class's method for an opcode, after a check of the `keys` among the values that it takes."""
+    method: Any = pickle._Unpickler.dispatch[opcode[0]]
+
+    def checked(unpickler: RestrictedUnpickler) -> None:
+        for key in unpickler.stack[keys]:
+            unpickler._key(key)
+        method(unpickler)
+
+    return checked
+
+
+class RestrictedUnpickler(pickle._Unpickler):
     """Loads the first pickle of `data` without running anything that it names.
 
     Containers and torch's dtypes are themselves, a name in `allowed` is what stands there, a class whose full name
     matches `inert` becomes a stand-in that is made anew for every pickle, so that none can alter anything lasting.
     `storage` resolves the persistent ids of tensors' storages. Raises DlmBridgeError, with `where` before it, for any
-    other name, and ValueError for a pickle that `check_pickle` refuses.
+    other name, and anything else for a damaged pickle or one that a few bytes make large.
+
+    The base is Python's own implementation of `pickle`: the C one makes its memo an array, for which one opcode clears
+    32 GB, hashes keys of any size, and cannot be interrupted.
     """
+
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
 
     def __init__(
         self,
@@ -119,13 +123,29 @@ class RestrictedUnpickler(pickle.Unpickler):
         allowed: Mapping[str, Any] | None = None,
         storage: Callable[[Any], Any] | None = None,
     ) -> None:
-        check_pickle(data)
         self._stream = io.BytesIO(data)
         super().__init__(self._stream)
         self._where, self._inert, self._storage = where, inert, storage
-        known = {**_CONTAINERS, **(allowed or {})}
-        # A pickle may set attributes of what it is given: of functions it gets a wrapper of its own.
-        self._known = {name: partial(it) if isinstance(it, FunctionType) else it for name, it in known.items()}
+        self._limit = len(data) + _SHARED_LIMIT
+        self._copies_left, self._keys_left = len(data), _KEY_LIMIT
+        self._known: dict[str, Any] = {
+            "collections.OrderedDict": lambda pairs=(): OrderedDict(
+                (self._key(key), value) for key, value in self._copied(pairs)
+            ),
+            "collections.defaultdict": lambda *_: {},
+            "builtins.set": lambda items=(): set(map(self._key, self._copied(items))),
+            "builtins.frozenset": lambda items=(): frozenset(map(self._key, self._copied(items))),
+            "builtins.bytearray": lambda text=b"", *encoding: bytearray(_as_bytes(self._copied(text), *encoding)),
+            "_codecs.encode": lambda text, encoding: _as_bytes(self._copied(text), encoding),
+            "torch.Size": lambda items=(): tuple(self._copied(items)),
+            **(allowed or {}),
+        }
+
+    def load(self) -> Any:
+        with gc_paused():
+            value = super().load()
+            _count_values(value, self._limit)
+        return value
 
     @property
     def position(self) -> int:
@@ -149,6 +169,79 @@ class RestrictedUnpickler(pickle.Unpickler):
         if self._storage is None:
             raise pickle.UnpicklingError("a storage where none can be")
         return self._storage(pid)
+
+    def get_extension(self, code: int) -> None:
+        raise pickle.UnpicklingError(f"the extension {code}")
+
+    def _copied(self, items: Any) -> Any:
+        """`items`, which a container is made of; all of them together are fewer than the pickle's bytes."""
+        self._copies_left -= len(items)
+        if self._copies_left < 0:
+            raise pickle.UnpicklingError("it copies more values than it has")
+        return items
+
+    def _key(self, key: Any) -> Any:
+        """A key, or an element of a set, whose hash takes no longer than it took to read it."""
+        quick = type(key) is int and abs(key) < _SMALL
+        if not quick and not isinstance(key, str | bytes | Inert):
+            # Many large numbers may have the same hash, and a larger one takes longer.
+            cost = 100 + key.bit_length() if isinstance(key, int) else _count_values(key, self._keys_left)
+            self._keys_left -= cost
+            if self._keys_left < 0:
+                raise pickle.UnpicklingError("its keys are too large")
+        return key
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Inert):
+            self.stack[-1].state = state
+        elif not isinstance(self.stack[-1], dict):  # a state dict has attributes (_metadata), which nothing needs
+            raise pickle.UnpicklingError("it sets attributes of a value")
+
+    def _bytearray(self) -> None:
+        size = int.from_bytes(self.read(8), "little")  # the base class makes room for as many
+        self.append(bytearray(self.read(size)))
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _build,
+        pickle.BYTEARRAY8[0]: _bytearray,
+        pickle.SETITEM[0]: _checking_keys(pickle.SETITEM, slice(-2, -1)),
+        pickle.SETITEMS[0]: _checking_keys(pickle.SETITEMS, slice(None, None, 2)),
+        pickle.DICT[0]: _checking_keys(pickle.DICT, slice(None, None, 2)),
+        pickle.ADDITEMS[0]: _checking_keys(pickle.ADDITEMS, slice(None)),
+        pickle.FROZENSET[0]: _checking_keys(pickle.FROZENSET, slice(None)),
+    }
+
+
+def _as_bytes(text: Any, encoding: Any = "latin1") -> bytes:
+    """Bytes as older protocols write them, as text of Latin-1. Other encodings make more of it."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError("bytes that are not text of Latin-1")
+    return text.encode(encoding) if isinstance(text, str) else bytes(text)
+
+
+def _count_values(value: Any, limit: int) -> int:
+    """Number of values in nested containers, a shared one counted wherever it is. Raises UnpicklingError for more than
+    `limit`, and so for a container that contains itself."""
+    count, stack = 1, [value]
+    while stack:
+        value = stack.pop()
+        if type(value) in _PLAIN:
+            continue
+        parts: tuple[Any, ...] = ()
+        if isinstance(value, dict):
+            parts = (value.keys(), value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = (value,)
+        elif isinstance(value, Inert):
+            parts = ((value.state,), value.arguments)
+        for part in parts:
+            count += len(part)
+            if count > limit:
+                raise pickle.UnpicklingError("its values are shared so often that they are too many")
+            stack.extend(part)
+    return count
 
 
 @dataclass(frozen=True)
@@ -191,17 +284,49 @@ def read_torch_item(path: Path, offset: int, length: int, where: object | None =
         return _read_archive(FileWindow(stream, offset, length), path, where or path, offset)
 
 
-def check_whole_archive(path: Path) -> None:
-    """Raise DlmBridgeError for a `torch.save` file that is truncated or damaged, by its archive's directory. A file of
-    torch before 1.6, which has none, passes."""
-    with path.open("rb") as stream:
-        try:
-            if stream.read(1) == _PICKLE_START:
-                return
-            for _ in read_records(stream):
-                pass
-        except Exception as error:  # as of `_read_archive`
-            raise DlmBridgeError(f"{path}: not a whole torch.save file: {one_line(error)[:200]}") from None
+def check_torch_file(file: Any, where: object) -> None:
+    """Raise DlmBridgeError, with `where` before it, for a `torch.save` file (a path, or a stream from its start on)
+    that is truncated or damaged, of torch before 1.6, or whose pickle holds more than tensors and plain values."""
+    with contextlib.ExitStack() as opened:
+        stream = file if hasattr(file, "read") else opened.enter_context(Path(file).open("rb"))
+        _read_archive(stream, Path(), where, classes=_LOADED_CLASSES, any_strides=True)
+
+
+@contextlib.contextmanager
+def restricted_loading() -> Iterator[None]:
+    """While this lasts, torch.load checks every file by `check_torch_file`, and then reads tensors and plain values
+    only, whatever its caller asks for: for libraries that read a user's files with it. Calls of other threads are
+    restricted, too."""
+    with _LOCK:
+        if not _original.users:
+            _original.load = torch.load
+            torch.load = _restricted_load  # type: ignore[assignment]
+        _original.users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _original.users -= 1
+            if not _original.users:
+                torch.load = _original.load
+
+
+def load_torch_file(path: Path) -> Any:
+    """The object that was saved, with tensors on the CPU. Raises DlmBridgeError as `check_torch_file` does, and
+    whatever torch.load raises."""
+    with restricted_loading():
+        return torch.load(path, map_location="cpu")
+
+
+_LOCK, _original = threading.Lock(), SimpleNamespace(load=torch.load, users=0)
+
+
+def _restricted_load(file: Any, *arguments: Any, **options: Any) -> Any:
+    is_stream = hasattr(file, "read")
+    check_torch_file(file, getattr(file, "name", "an item") if is_stream else file)
+    if is_stream:
+        file.seek(0)
+    return _original.load(file, *arguments, **{**options, "weights_only": True, "pickle_module": None})
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
@@ -216,11 +341,16 @@ def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]
 def read_records(stream: BinaryIO) -> Iterator[ArchiveRecord]:
     """The entries of an archive, as they are stored. Raises ValueError for what torch.save does not write."""
     stream.seek(0, io.SEEK_END)
-    size = stream.tell()
+    size = left = stream.tell()
+    names = set()
     with zipfile.ZipFile(stream) as archive:
-        for info in archive.infolist():
+        for place, info in enumerate(archive.infolist(), 1):
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"its record {info.filename} is compressed")
+            names.add(info.filename)
+            left -= info.file_size
+            if left < 0 or len(names) != place:
+                raise ValueError(f"its record {info.filename} is there twice, or shares bytes with another")
             # The local header's last field gives two lengths to skip; zipfile would check the checksum as well, which
             # torch may leave out.
             stream.seek(info.header_offset + 26)
@@ -231,34 +361,14 @@ def read_records(stream: BinaryIO) -> Iterator[ArchiveRecord]:
             yield ArchiveRecord(info.filename.partition("/")[2], start, info.file_size)
 
 
-def check_pickle(data: bytes) -> None:
-    """Raise ValueError where the pickle names a memo place or a length that its own size cannot explain, or where an
-    opcode is not known."""
-    place = 0
-    while True:
-        match = _FIXED_OPCODES.match(data, place)
-        assert match is not None
-        place = match.end()
-        code = data[place : place + 1]
-        if code == b".":
-            return
-        if code in _COUNTED_OPCODES:
-            start = place + 1 + _COUNTED_OPCODES[code]
-            length = int.from_bytes(data[place + 1 : start], "little")
-            if start + length > len(data):
-                raise ValueError(f"byte {place} of the pickle asks for {length} bytes, more than there are")
-            place = start + length
-        elif code == b"r" and int.from_bytes(data[place + 1 : place + 5], "little") <= len(data) - 5:
-            place += 5
-        elif code in (b"r", b"p"):
-            raise ValueError(f"byte {place} of the pickle asks for a memo larger than the pickle")
-        elif code:
-            raise ValueError(f"byte {place} of the pickle is no opcode that is known")
-        else:
-            raise ValueError("the pickle is cut off")
-
-
-def _read_archive(stream: Any, path: Path, where: object, offset: int = 0) -> Any:
+def _read_archive(
+    stream: Any,
+    path: Path,
+    where: object,
+    offset: int = 0,
+    classes: re.Pattern[str] = _SAVED_CLASSES,
+    any_strides: bool = False,
+) -> Any:
     try:
         records = {record.name: record for record in read_records(stream)}
         order = records.get("byteorder")
@@ -266,9 +376,9 @@ def _read_archive(stream: Any, path: Path, where: object, offset: int = 0) -> An
             raise DlmBridgeError(f"{where}: it was saved big-endian, which is not supported")
         if records["data.pkl"].length > _PICKLE_LIMIT:
             raise DlmBridgeError(f"{where}: its pickle has {records['data.pkl'].length} bytes, too many")
-        tensors = _SavedTensors(path, where, records, offset)
+        tensors = _SavedTensors(path, where, records, offset, any_strides)
         data = _bytes_of(stream, records["data.pkl"])
-        return RestrictedUnpickler(data, where, _SAVED_CLASSES, tensors.allowed, tensors.storage).load()
+        return RestrictedUnpickler(data, where, classes, tensors.allowed, tensors.storage).load()
     except DlmBridgeError:
         raise
     except Exception as error:  # a damaged archive or pickle raises nearly anything
@@ -292,8 +402,11 @@ def _is_archive(stream: Any) -> bool:
 class _SavedTensors:
     """Turns the tensors of an archive's pickle into their places in the file."""
 
-    def __init__(self, path: Path, where: object, records: dict[str, ArchiveRecord], offset: int) -> None:
+    def __init__(
+        self, path: Path, where: object, records: dict[str, ArchiveRecord], offset: int, any_strides: bool
+    ) -> None:
         self._path, self._where, self._records, self._offset = path, where, records, offset
+        self._any_strides = any_strides  # of tensors whose places nobody asks for
         self.allowed: dict[str, Any] = {
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -303,18 +416,20 @@ class _SavedTensors:
 
     def storage(self, pid: Any) -> tuple[torch.dtype, ArchiveRecord]:
         """dtype and bytes of a storage."""
-        kind, dtype, key, _, _ = pid
+        kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
             raise pickle.UnpicklingError("not the pickle of a tensor")
-        return dtype, self._records[f"data/{key}"]
+        record = self._records[f"data/{key}"]
+        if type(count) is not int or not 0 <= count * dtype.itemsize <= record.length:
+            raise ValueError(f"its record {record.name} has {record.length} bytes, its pickle says {count} values")
+        return dtype, record
 
     def _tensor(self, storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> FileTensor:
         dtype, record = storage
-        if not isinstance(record, ArchiveRecord) or not all(
-            type(n) is int and n >= 0 for n in (start, *shape, *stride)
-        ):
+        numbers = (start, *shape, *stride)
+        if not isinstance(record, ArchiveRecord) or len(numbers) > 200 or not all(map(_is_size, numbers)):
             raise pickle.UnpicklingError("not the pickle of a tensor")
-        if not _is_row_major(tuple(shape), tuple(stride)):
+        if not self._any_strides and not _is_row_major(tuple(shape), tuple(stride)):
             raise DlmBridgeError(
                 f"{self._where}: a tensor of shape {list(shape)} is stored with strides {list(stride)}"
             )
@@ -329,6 +444,10 @@ class _SavedTensors:
 def _bytes_of(stream: Any, record: ArchiveRecord) -> bytes:
     stream.seek(record.start)
     return bytes(stream.read(record.length))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

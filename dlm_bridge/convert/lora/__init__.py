@@ -7,9 +7,15 @@ from pathlib import Path
 import torch
 
 from dlm_bridge.convert.atomic import atomic_output
-from dlm_bridge.convert.card import CARD, folder_card
+from dlm_bridge.convert.card import CARD, folder_card, training_run
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
-from dlm_bridge.convert.lora.megatron import AdapterReport, MegatronAdapter, is_megatron_adapter
+from dlm_bridge.convert.lora.megatron import (
+    ADAPTER_MANIFEST,
+    AdapterReport,
+    MegatronAdapter,
+    is_megatron_adapter,
+    read_adapter_manifest,
+)
 from dlm_bridge.convert.lora.peft import (
     LoraAdapter,
     PeftAdapter,
@@ -34,12 +40,15 @@ def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
 
 
 def named_base(path: Path) -> str:
-    """The base that a PEFT folder names. Raises DlmBridgeError where it names none, or what is there is not one."""
-    if not is_peft_folder(path):
-        raise DlmBridgeError(f"{path}: does not name its base: give it with --base")
-    named = read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    """The base that a PEFT folder names, or a run of the Megatron engine in its config.yaml; of an adapter that was
+    imported, in its manifest. Raises DlmBridgeError where nothing names it."""
+    if is_peft_folder(path):
+        file, named = ADAPTER_CONFIG, read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    else:
+        file, manifest, run = ADAPTER_MANIFEST, read_adapter_manifest(path), training_run(path)
+        named = (run or {}).get("config", {}).get("model") or ((manifest or {}).get("base") or {}).get("name")
     if not isinstance(named, str) or not named:
-        raise DlmBridgeError(f"{path / ADAPTER_CONFIG}: names no base (base_model_name_or_path): give it with --base")
+        raise DlmBridgeError(f"{path}: its {file} names no base: dlm-bridge adapter export --base MODEL --merge")
     return named
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
@@ -50,7 +49,7 @@ from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, read_json
+from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, parse_yaml, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 
@@ -185,7 +184,7 @@ class MegatronAdapter(LoraAdapter):
         folder = iteration_folder(path)
         where = str(path)
         self._reader = TorchDistReader(folder)
-        manifest = _manifest(path / ADAPTER_MANIFEST)
+        manifest = read_adapter_manifest(path)
         known = {key: tensor for key, tensor in self._reader.contents.tensors.items() if not is_training_state(key)}
         rank = _rank(known, where)
         self._places: dict[tuple[str, LoraFactor], tuple[AdapterTensor, int]] = {}
@@ -325,7 +324,9 @@ def _facts(
     )
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
+def read_adapter_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of an adapter of this toolkit's; None of another's. Raises DlmBridgeError for a damaged one."""
+    path = folder / ADAPTER_MANIFEST
     try:
         value = read_json(path)
     except FileNotFoundError:
@@ -353,8 +354,8 @@ def _bridge_alpha(folder: Path, path: Path) -> float:
         if not file.is_file():
             continue
         try:
-            settings = yaml.safe_load(file.read_text("utf-8"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            settings = parse_yaml(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
             raise DlmBridgeError(f"{file}: cannot be read: {one_line(error)[:200]}") from None
         peft = settings.get("peft") if isinstance(settings, dict) else None
         alpha = peft.get("alpha") if isinstance(peft, dict) else None

@@ -315,11 +315,8 @@ def tensor_parallel_group(model: Any) -> Any:
 
 
 def supports_kv_cache(model: Any) -> bool:
-    """Whether the model is a transformers body without a prompt-learning adapter, which adds keys of its own."""
-    plain = unwrapped(model)
-    if plain is not model and getattr(model.active_peft_config, "is_prompt_learning", False):
-        return False
-    return any(map(is_attention, plain.modules()))
+    """Whether the model is a transformers body."""
+    return any(map(is_attention, unwrapped(model).modules()))
 
 
 def supports_packing(model: Any) -> bool:

@@ -10,9 +10,9 @@ import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from transformers import GenerationConfig
 from transformers.utils import logging
@@ -200,6 +200,8 @@ class Sampler(ABC):
         aliases: published parameter names for what transformers calls otherwise.
         model_blocks: the default block length is the one in the model's config.
         shortens_block: the default block length is at most `gen_length`, unless the model is block-causal.
+        whole_blocks: a block length of the call's must divide its `gen_length`; where one of them is a default, the
+            last block is shorter.
         needs_mask: False if it works without a mask token.
         infills: can fill masks inside a prompt.
         resizes: it chooses a row's length, at most `gen_length` new tokens; of a prompt to fill, these take the place
@@ -215,6 +217,7 @@ class Sampler(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}
     model_blocks: ClassVar[bool] = False
     shortens_block: ClassVar[bool] = False
+    whole_blocks: ClassVar[bool] = False
     needs_mask: ClassVar[bool] = True
     infills: ClassVar[bool] = True
     resizes: ClassVar[bool] = False
@@ -258,6 +261,10 @@ class Sampler(ABC):
         """The block length that the model was trained with, by its config; None where its blocks may have any."""
         return getattr(config, "block_size", None) if attention_pattern == "block_causal" else None
 
+    def fitted(self, explicit: Container[str]) -> Self:
+        """The sampler with parameters that are not `explicit` changed to fit those that are."""
+        return self
+
     def sampling(self) -> TokenSampling:
         """How tokens are drawn. Greedy, nothing is filtered, so that a confidence is the plain probability."""
         return TokenSampling(self.temperature, self.top_k, self.top_p) if self.temperature else TokenSampling()
@@ -286,17 +293,21 @@ def check_value(name: str, check: Check | None, value: Any, where: str = "") -> 
         raise DlmBridgeError(f"{shown} must be {check.requirement}, not {value!r}{where}")
 
 
-def check_blocks(gen_length: int, block_length: int) -> int:
-    """The number of blocks. Raises DlmBridgeError, with numbers that work, unless blocks divide the length."""
+def check_blocks(gen_length: int, block_length: int) -> None:
+    """Raise DlmBridgeError, with numbers that work, unless blocks divide the length."""
     if gen_length % block_length:
         below = gen_length // block_length * block_length
         lengths = f"{below} or {below + block_length}" if below else f"{block_length}"
-        divisor = next(n for n in range(min(block_length, gen_length), 0, -1) if gen_length % n == 0)
+        divisor = largest_divisor(gen_length, block_length)
         raise DlmBridgeError(
             f"gen_length {gen_length} is not a multiple of block_length {block_length}: "
             f"use gen_length {lengths}, or block_length {divisor}"
         )
-    return gen_length // block_length
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 Kind = TypeVar("Kind", bound=type[Sampler])

@@ -17,9 +17,10 @@ Source: generation_utils.py, Gen-Verse/dLLM-RL 10b4fd1 and NVlabs/Fast-dLLM 24cc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -34,7 +35,7 @@ from dlm_bridge.generation.commit_rules import (
     probability,
     top_scores,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling
 
 ORDERS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
@@ -62,6 +63,16 @@ class DreamSampler(Sampler):
     )
     alg_temp: float | None = parameter(None, minimum=0)
     threshold: float | None = parameter(None, minimum=0)
+
+    def fitted(self, explicit: Container[str]) -> Self:
+        changed: dict[str, Any] = {}
+        if self.alg != "confidence_threshold":
+            changed["threshold"] = None
+        elif "steps" not in explicit:
+            changed["steps"] = largest_divisor(self.gen_length, self.steps)
+        if self.alg in ("origin", "confidence_threshold"):
+            changed["alg_temp"] = None
+        return replace(self, **{name: value for name, value in changed.items() if name not in explicit})
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

@@ -21,16 +21,18 @@ Source: NVlabs/Fast-dLLM 24cc59e, dream/model/generation_utils_block.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from math import ceil
+from typing import Any, ClassVar, Self
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, probability
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.dream import negative_entropy, noise_level_schedule
 from dlm_bridge.generation.token_sampling import TokenSampling
 
@@ -52,6 +54,7 @@ class DreamBlockSampler(Sampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("dream",)
     shortens_block: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False
 
     block_length: int = parameter(32, minimum=1)
@@ -61,8 +64,15 @@ class DreamBlockSampler(Sampler):
     eps: float = parameter(1e-3, above=0, below=1)
     alg_temp: float | None = parameter(None, minimum=0)
 
+    def fitted(self, explicit: Container[str]) -> Self:
+        blocks = ceil(self.gen_length / self.block_length)
+        fit: dict[str, Any] = {"steps": max(self.steps // blocks, 2) * blocks}
+        if self.alg == "confidence_threshold":
+            fit["alg_temp"] = None
+        return replace(self, **{name: value for name, value in fit.items() if name not in explicit})
+
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        blocks = check_blocks(self.gen_length, self.block_length)
+        blocks = ceil(self.gen_length / self.block_length)
         return SamplerSpec(
             layout=BlockLayout(self.block_length),
             rule=self._rule(blocks),

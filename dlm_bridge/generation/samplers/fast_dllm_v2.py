@@ -15,8 +15,9 @@ Source: `generate` of Fast-dLLM v2's modeling code, NVlabs/Fast-dLLM 24cc59e, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -27,7 +28,7 @@ from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, St
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
 from dlm_bridge.generation.predictors import BlockCausalPredictor
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, largest_divisor, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class FastDLLMv2Sampler(Sampler):
     small_block_size: int = parameter(8, minimum=1)
     threshold: float = parameter(1.0, minimum=0)
     top_p: float | None = parameter(0.95, above=0, maximum=1)
+
+    def fitted(self, explicit: Container[str]) -> Self:
+        if "small_block_size" in explicit:
+            return self
+        return replace(self, small_block_size=largest_divisor(self.block_size, self.small_block_size))
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         if self.block_size % self.small_block_size:

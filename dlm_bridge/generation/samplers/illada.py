@@ -25,7 +25,7 @@ from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import Score, TopScoresRule, even_schedule, low_confidence, random_order
 from dlm_bridge.generation.kv_cache import KVCache, PrefixKVCache
 from dlm_bridge.generation.predictors import Predictor
-from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.samplers.llada import GuidedSampler
 
 
@@ -42,12 +42,12 @@ class ILLaDASampler(GuidedSampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     infills: ClassVar[bool] = False  # a block does not attend to what follows
     shortens_block: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
 
     block_length: int = parameter(32, minimum=1)
     steps: int | None = parameter(None, minimum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        check_blocks(self.gen_length, self.block_length)
         score: Score = random_order if self.remasking == "random" else low_confidence
         return SamplerSpec(
             layout=BlockLayout(self.block_length),

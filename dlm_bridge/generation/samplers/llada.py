@@ -16,9 +16,11 @@ Source: ML-GSAI/LLaDA b7e6c35, generate.py; NVlabs/Fast-dLLM 24cc59e, llada/gene
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from math import ceil
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -38,7 +40,7 @@ from dlm_bridge.generation.commit_rules import (
     precise_confidence,
     random_order,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class LLaDASampler(GuidedSampler):
     name: ClassVar[str] = "llada"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
 
     block_length: int = parameter(128, minimum=1)
     steps: int | None = parameter(None, minimum=1)
@@ -99,9 +102,19 @@ class LLaDASampler(GuidedSampler):
     confidence_eos_eot_inf: bool = False
     eot_token_id: int | None = parameter(None, minimum=0)
 
+    def fitted(self, explicit: Container[str]) -> Self:
+        changed: dict[str, Any] = {}
+        blocks = ceil(self.gen_length / self.block_length)
+        if self.steps is not None and "steps" not in explicit:
+            changed["steps"] = max(self.steps // blocks, 1) * blocks
+        for name, other in (("threshold", "factor"), ("factor", "threshold")):
+            if other in explicit and getattr(self, other) is not None and name not in explicit:
+                changed[name] = None
+        return replace(self, **changed)
+
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        blocks = check_blocks(self.gen_length, self.block_length)
-        steps = self.gen_length if self.steps is None else self.steps
+        blocks = ceil(self.gen_length / self.block_length)
+        steps = blocks * self.block_length if self.steps is None else self.steps
         if steps % blocks:
             below = steps // blocks * blocks
             numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"

@@ -14,7 +14,8 @@
             masks, and no DELETE or SPLIT
 
 Source: inclusionAI/LLaDA2.2-flash's `generate` as FLX-OSS/FluxServe documents and serves it (99b73a0, its
-decoders/levenshtein.py and development guide), with that decoder's deterministic choice where a block repeats.
+decoders/levenshtein.py and development guide), with that decoder's deterministic choice where a block repeats. The
+card `llada2_moe` lists what the checkpoint's own `generate` does otherwise.
 """
 
 from __future__ import annotations

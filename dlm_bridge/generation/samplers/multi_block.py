@@ -27,11 +27,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class MultiBlockSampler(Sampler):
     name: ClassVar[str] = "multi_block"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False
 
     block_length: int = parameter(32, minimum=1)
@@ -57,7 +59,6 @@ class MultiBlockSampler(Sampler):
     commit_best: bool = True
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        check_blocks(self.gen_length, self.block_length)
         return SamplerSpec(
             layout=BlockLayout(None),
             rule=MultiBlockRule(self.block_length, self.threshold, self.block_add_threshold, self.commit_best),
@@ -93,7 +94,8 @@ class MultiBlockRule(OneOrMoreRule):
 
     def _begin_blocks(self, step: Step) -> torch.Tensor:
         """[A] blocks that are begun, after beginning the next one where the last one is far enough."""
-        masks_AK = step.masked.unflatten(1, (-1, self._block_length)).sum(dim=-1)
+        short = -step.masked.shape[1] % self._block_length  # of the last block
+        masks_AK = F.pad(step.masked, (0, short)).unflatten(1, (-1, self._block_length)).sum(dim=-1)
         more_B = self.memory.tensor("blocks begun behind the first")
         rows_A = to_device(step.rows, masks_AK.device)
         begun_A = (more_B[rows_A] + 1).clamp(max=masks_AK.shape[1])  # a row may have fewer blocks than others

@@ -24,7 +24,7 @@ from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopSco
 from dlm_bridge.generation.predictors import BlockCachePredictor
 from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.runtime.varlen import Packing
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, check_blocks, parameter
+from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class NemotronSampler(Sampler):
     infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
+    whole_blocks: ClassVar[bool] = True
 
     block_length: int = parameter(32, minimum=1)
     threshold: float | None = parameter(0.9, minimum=0)
@@ -51,7 +52,6 @@ class NemotronSampler(Sampler):
         return getattr(config, "block_size", None)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        check_blocks(self.gen_length, self.block_length)
         schedule = partial(even_schedule, steps=self.block_length)
         rule: CommitRule = TopScoresRule(low_confidence, schedule)
         if self.threshold is not None:

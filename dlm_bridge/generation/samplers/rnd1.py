@@ -21,7 +21,6 @@ from typing import ClassVar
 import torch
 
 from dlm_bridge.attention_mask import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
@@ -59,13 +58,8 @@ class RND1Sampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         closing = None
-        if tokens.eos_token_ids:
+        if tokens.eos_token_ids and self.gen_length > 1:  # a single new token is the text's
             closing = tokens.eos_token_ids[0] if self.add_eos_at_end else tokens.pad_token_id
-            if self.gen_length < 2:
-                raise DlmBridgeError(
-                    "RND1 keeps the last new token for the end of the text: use gen_length 2 or more, or "
-                    "eos_token_id=None"
-                )
         rule: CommitRule = TopScoresRule(_confidence, partial(rank_schedule, steps=self.num_diffusion_steps))
         if self.eb_gamma is not None:
             rule = ErrorBoundRule(self.eb_gamma, self.num_diffusion_steps)

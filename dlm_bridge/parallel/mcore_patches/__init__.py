@@ -470,6 +470,14 @@ PROCESS_PATCHES = (
         when=ON_CPU,
         code="process_wide:replicas_on_cpu",
     ),
+    Patch(
+        target="_get_filesystem_reader, while a checkpoint is loaded",
+        what="`train.checkpoints.RestrictedReader`",
+        why="torch's reader unpickles `.metadata`, which may run anything",
+        source="dist_checkpointing/strategies/torch.py:750",
+        when=anywhere("every resume"),
+        code="process_wide:distributed_reader",
+    ),
 )
 
 PATCHES = (

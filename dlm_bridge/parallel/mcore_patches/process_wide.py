@@ -430,6 +430,19 @@ def replicas_on_cpu() -> Iterator[None]:
         group_utils.torch = original
 
 
+@contextlib.contextmanager
+def distributed_reader(reader: Any) -> Iterator[None]:
+    """Read the distributed checkpoint inside by `reader`, a storage reader of torch's."""
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+
+    original = strategy._get_filesystem_reader
+    strategy._get_filesystem_reader = lambda *_, **__: reader
+    try:
+        yield
+    finally:
+        strategy._get_filesystem_reader = original
+
+
 def destroy_process_groups() -> None:
     """Destroy megatron-core's process groups, which it only forgets: their threads and sockets would pile up. Every
     process calls it."""

@@ -10,6 +10,8 @@ from accelerate import Accelerator
 
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.checkpoints import (
+    STATE,
+    damaged_state,
     load_state,
     raised_everywhere,
     remove_old_checkpoints,
@@ -78,9 +80,12 @@ def restore_run(
 
 def load_optimizer(config: TrainConfig, folder: Path, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Set the optimizer to the one under "optimizer" in a `state`, or where that has none to the sharded one in
-    `folder`. Every process calls this together."""
-    if not config.parallel.shards and state.get(fsdp.OPTIMIZER) is not None:
-        optimizer.load_state_dict(state[fsdp.OPTIMIZER])
-        return
-    plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
-    fsdp.load_optimizer(folder, model, plain, state)
+    `folder`. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    whole = state.get(fsdp.OPTIMIZER) is not None
+    checkpoint = folder if (folder / STATE).is_file() else folder.parent  # of a value model's folder
+    with damaged_state(checkpoint / STATE if whole else folder / fsdp.OPTIMIZER, checkpoint):
+        if whole and not config.parallel.shards:
+            optimizer.load_state_dict(state[fsdp.OPTIMIZER])
+        else:
+            plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
+            fsdp.load_optimizer(folder, model, plain, state)

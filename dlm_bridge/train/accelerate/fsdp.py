@@ -36,6 +36,7 @@ from dlm_bridge.convert.formats.hub_weights import (
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.checkpoints import (
+    RestrictedReader,
     atomic_checkpoint,
     checkpoint_errors,
     raised_everywhere,
@@ -313,18 +314,15 @@ def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torc
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
-    state. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    state. Every process calls this together, within `damaged_state`."""
     if not (folder / OPTIMIZER).is_dir():
         whole = _by_name(state[OPTIMIZER], model, optimizer)
         set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
         return
     found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
-    try:
-        dcp.load(found, checkpoint_id=folder / OPTIMIZER)
-    except Exception as error:  # whatever a damaged file raises
-        raise DlmBridgeError(
-            f"{folder / OPTIMIZER}: damaged ({one_line(error)[:200]}): remove {folder} to resume from before it"
-        ) from error
+    with raised_everywhere():
+        reader = RestrictedReader(folder / OPTIMIZER)
+    dcp.load(found, storage_reader=reader)
     set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
 
 

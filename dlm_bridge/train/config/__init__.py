@@ -114,8 +114,14 @@ class TrainConfig:
             )
         if self.objective.auto_balance and self.objective.z_loss_coeff:
             raise OptionError("--auto-balance", "with --z-loss-coeff, which it would scale too: leave one of them out")
-        if (decays := self.schedule.wsd_decay_steps) is not None and decays > self.schedule.steps:
-            raise OptionError("--wsd-decay-steps", f"{decays} is more than --steps {self.schedule.steps}")
+        schedule = self.schedule
+        if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.warmup_steps:
+            raise OptionError(
+                "--lr-decay-steps", f"{schedule.lr_decay_steps} is not after --warmup-steps {schedule.warmup_steps}"
+            )
+        if (decays := schedule.wsd_decay_steps) is not None and decays > schedule.decay_end:
+            end = "--lr-decay-steps" if schedule.lr_decay_steps else "--steps"
+            raise OptionError("--wsd-decay-steps", f"{decays} is more than {end} {schedule.decay_end}")
         self.data.accumulation(processes=1)
         # Made to be checked.
         _ = (

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from dlm_bridge.hub import checkpoint_folder
+from dlm_bridge.hub import checkpoint_folder, parse_yaml
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import Option, OptionError, options_of, typed
 
@@ -110,8 +108,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise OptionError(f"--config {path}", ": no such file")
     try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        values = parse_yaml(path.read_text())
+    except ValueError as error:
         raise OptionError(f"--config {path}", f": not YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
         raise OptionError(f"--config {path}", f": cannot be read: {error.strerror or error}") from None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from dlm_bridge.hub import parse_yaml
 from dlm_bridge.train.config.options import OptionError, option
 
 SAMPLED = ("grpo", "diffu-grpo", "block-grpo", "tracerl")  # methods on sampled completions and their rewards
@@ -119,5 +118,8 @@ class RLOptions:
                 raise OptionError("--generation", f"{item}: use --{name.replace('_', '-')}")
             if name in ROLLOUT_ARGUMENTS:
                 raise OptionError("--generation", f"{item}: a rollout is one completion per prompt: leave it out")
-            settings[name] = yaml.safe_load(value)
+            try:
+                settings[name] = parse_yaml(value)
+            except ValueError:
+                raise OptionError("--generation", f"{item}: {value} is no value in YAML") from None
         return settings

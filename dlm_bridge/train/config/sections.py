@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import yaml
-
+from dlm_bridge.hub import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
 from dlm_bridge.train.config.options import (
     TRAINING,
@@ -38,6 +37,10 @@ class ModelOptions:
     family: str | None = option(None, "The model family, where config.json does not determine it.", fixed=True)
     mask_token_id: int | None = option(None, "Where the model's config has none; the family's by default.", fixed=True)
     tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
+    chat_template: str | None = option(
+        None, "Jinja file, or name of one of the tokenizer's templates or TRL's; the tokenizer's own by default.",
+        tasks=("sft", "rl"), fixed=True,
+    )  # fmt: skip
     from_scratch: bool = option(
         False,
         "Initialise from config.json and --seed; --from-weights, the default: from the weights beside it.",
@@ -215,6 +218,10 @@ class ScheduleOptions:
     )  # fmt: skip
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
     min_lr: float = option(0.0, "Learning rate at the last step, or the least.", minimum=0)
+    lr_decay_steps: int | None = option(
+        None, "The step at which the decay ends, --steps by default: keep it where a longer --steps prolongs a run.",
+        minimum=1,
+    )  # fmt: skip
     wsd_decay_steps: int | None = option(
         None, "The last steps, in which wsd decays; a tenth by default.", minimum=1, needs=("--lr-schedule", "wsd")
     )
@@ -223,6 +230,11 @@ class ScheduleOptions:
         choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("--lr-schedule", "wsd"),
     )  # fmt: skip
     exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
+
+    @property
+    def decay_end(self) -> int:
+        """The step at which the learning rate reaches its least."""
+        return self.lr_decay_steps or self.steps
 
 
 @dataclass(frozen=True)
@@ -455,7 +467,7 @@ class EngineOptions:
                 )
             if target == group:
                 try:
-                    found[key] = yaml.safe_load(value)
-                except yaml.YAMLError:
+                    found[key] = parse_yaml(value)
+                except ValueError:
                     raise OptionError("--megatron", f"{setting}: {value} is no value in YAML") from None
         return found

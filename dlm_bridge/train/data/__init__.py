@@ -1,5 +1,6 @@
 """Training data: blocks of `seq_length` token ids from the sources of `--data`, split, shuffled and blended.
 
 `sources` resolves names; `documents` reads and packs text, `indexed` reads and writes Megatron's pairs,
-`conversations` makes rows of chats; `blocks` splits, shuffles and blends, `loader` makes batches ahead of time.
+`messages` reads chats, `chat_template` finds their answers, `conversations` makes rows of them; `blocks` splits,
+shuffles and blends, `loader` makes batches ahead of time.
 """

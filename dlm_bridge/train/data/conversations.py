@@ -1,49 +1,27 @@
-"""Conversations for fine-tuning: chat template, prompt and answer tokens, and rows of one or several of them."""
+"""Conversations for fine-tuning: prompt and answer tokens, and rows of one or several conversations."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import numpy as np
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
 from dlm_bridge.train.data.blocks import Rows
-from dlm_bridge.train.data.documents import (
-    JSON_SUFFIXES,
-    NamedDataset,
-    Source,
-    cached,
-    check_eos,
-    fingerprint,
-    open_data,
-    open_parquet,
-    parse_object,
-    read_parquet,
-)
+from dlm_bridge.train.data.chat_template import RenderedConversation, render_answers
+from dlm_bridge.train.data.documents import Source, cached, check_eos, fingerprint
+from dlm_bridge.train.data.messages import Conversation, DataRow, read_conversation, read_data_rows
 
-FIELDS = "'messages', or 'prompt' and 'completion'"
 RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # of a row of `generate --jsonl --commit-steps`
-# A template that marks the assistant's tokens.
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@dataclass(frozen=True)
-class DataRow:
-    """A row of a data set."""
-
-    fields: Mapping[str, Any]
-    where: str  # file and line, for errors
 
 
 @dataclass(frozen=True)
@@ -56,64 +34,41 @@ class Example:
     steps: list[int] | None = None  # the commit step of each token, -1 of the prompt's; None: not recorded
 
 
-@dataclass(frozen=True)
-class _RenderedConversation:
-    """A conversation as text, and from where to where its answers reach."""
-
-    text: str
-    answers: list[tuple[int, int]]
-    where: str
-    ends: bool  # an EOS token follows: there is no template that ends the answer
-
-
 def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
-    """The conversations of some rows, in order: {"messages": [...]}, where the assistant's messages are answers;
-    or {"prompt", "completion"}, two texts, with an EOS token after them, or two lists of messages, of which the second
-    is answer. `tools` in a row are the template's. A row with `commit_steps` is tokens already: see `RECORDED`.
+    """The conversations of some rows, in order, in any format that `read_conversation` takes. What the template, or a
+    completion, does not end with a stop token gets an EOS token, which is trained. A row with `commit_steps` is tokens
+    already: see `RECORDED`.
 
     Raises:
-        DlmBridgeError: a row without these fields, one that the template refuses, or one without an answer, each with
-            its file and line; a tokenizer that has no chat template, or is not one of the `tokenizers` library.
+        DlmBridgeError: a row that is none, one that the template refuses, or one without an answer, each with its file
+            and line; a tokenizer that has no chat template, or is not one of the `tokenizers` library.
     """
     if not tokenizer.is_fast:
         raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} does not say where its tokens stand: use a fast one")
     found = [_read(record, tokenizer) for record in records]
-    texts = [item for item in found if isinstance(item, _RenderedConversation)]
+    texts = [item for item in found if isinstance(item, RenderedConversation)]
     encoded: Any = {"input_ids": [], "offset_mapping": []}
     if texts:
         encoded = tokenizer(
             [item.text for item in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
     tokens = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for item in found:
-        example = item if isinstance(item, Example) else _labelled(item, *next(tokens), tokenizer)
+        example = item if isinstance(item, Example) else _labelled(item, *next(tokens), tokenizer, special)
         if not any(example.answer):
             raise DlmBridgeError(f"{example.where}: nothing in this row is an answer")
         yield example
 
 
-def _read(record: DataRow, tokenizer: Any) -> _RenderedConversation | Example:
-    fields = {name: value for name, value in record.fields.items() if value is not None}
-    if "commit_steps" in fields:
-        return _recorded(fields, record.where)
-    if "messages" in fields:
-        messages = _messages(fields["messages"], "messages", record.where)
-        if (last := messages[-1]["role"]) != "assistant":
-            raise DlmBridgeError(f"{record.where}: the last message is of '{last}': an answer is needed")
-        return _conversation(messages, 0, fields.get("tools"), record.where, tokenizer)
-    if not {"prompt", "completion"} <= fields.keys():
-        has = ", ".join(map(repr, fields)) or "nothing"
-        raise DlmBridgeError(f"{record.where}: no {FIELDS} (it has {has})")
-    prompt, completion = fields["prompt"], fields["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        check_eos(tokenizer, "ends a completion")
-        text = prompt + completion
-        return _RenderedConversation(text, [(len(prompt), len(text))], record.where, ends=True)
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise DlmBridgeError(f"{record.where}: 'prompt' and 'completion' must both be texts or both lists of messages")
-    before = _messages(prompt, "prompt", record.where)
-    messages = before + _messages(completion, "completion", record.where)
-    return _conversation(messages, len(before), fields.get("tools"), record.where, tokenizer)
+def _read(record: DataRow, tokenizer: Any) -> RenderedConversation | Example:
+    if record.fields.get("commit_steps") is not None:
+        return _recorded(record.fields, record.where)
+    conversation = read_conversation(record)
+    if isinstance(conversation, Conversation):
+        return render_answers(conversation, tokenizer)
+    prompt, completion = conversation
+    return RenderedConversation(prompt + completion, [(len(prompt), len(prompt + completion))], record.where, False)
 
 
 def _recorded(fields: Mapping[str, Any], where: str) -> Example:
@@ -134,89 +89,27 @@ def _recorded(fields: Mapping[str, Any], where: str) -> Example:
     )
 
 
-def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
-    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-        raise DlmBridgeError(f"{where}: '{name}' is not a list of messages")
-    for number, message in enumerate(found, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DlmBridgeError(f"{where}: message {number} of '{name}' has no 'role'")
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise DlmBridgeError(f"{where}: message {number} of '{name}' has no 'content' with text")
-    return [dict(message) for message in found]
-
-
-def check_template(tokenizer: Any, where: str) -> None:
-    """Raise DlmBridgeError for a tokenizer without a chat template."""
-    if tokenizer.chat_template is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template, which {where} needs: name a tokenizer that has "
-            "one with --tokenizer, or give texts instead of messages"
-        )
-
-
-def apply_template(messages: Sequence[Any], where: str, tokenizer: Any, **options: Any) -> Any:
-    """The messages as the chat template renders them. Raises DlmBridgeError where it refuses them."""
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except Exception as error:  # whatever a template raises
-        raise DlmBridgeError(f"{where}: the chat template refuses it: {one_line(error)}") from error
-
-
-def _conversation(
-    messages: list[dict[str, Any]], first: int, tools: Any, where: str, tokenizer: Any
-) -> _RenderedConversation | Example:
-    """The assistant's messages from number `first` on are answers."""
-
-    def render(count: int, **options: Any) -> Any:
-        return apply_template(messages[:count], where, tokenizer, tools=tools, **options)
-
-    check_template(tokenizer, where)
-    if first == 0 and GENERATION.search(tokenizer.get_chat_template(tools=tools)):
-        marked = render(len(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return Example(list(marked["input_ids"]), [bool(mask) for mask in marked["assistant_masks"]], where)
-    text = render(len(messages), tokenize=False)
-    answers = []
-    for number in range(first, len(messages)):
-        if messages[number]["role"] != "assistant":
-            continue
-        before = render(number, tokenize=False, add_generation_prompt=True)
-        until = text if number + 1 == len(messages) else render(number + 1, tokenize=False)
-        end = _end(text, before, until, messages[number].get("content"))
-        if not text.startswith(before) or end is None:
-            raise DlmBridgeError(
-                f"{where}: the chat template writes message {number + 1} differently once others follow: use one that "
-                "marks answers with {% generation %}, or rows of one turn"
-            )
-        answers.append((len(before), end))
-    return _RenderedConversation(text, answers, where, ends=False)
-
-
-def _end(text: str, before: str, until: str, content: Any) -> int | None:
-    """The end in `text` of an answer that begins after `before` and ends `until`; None if it is not found."""
-    if text.startswith(until):
-        return len(until)
-    # Some templates (Qwen3's) write a last turn differently from the turns before: its end must be looked for.
-    content = content.strip() if isinstance(content, str) else ""
-    closing = content + until.rpartition(content)[2]
-    place = text.find(closing, len(before)) if content else -1
-    return None if place < 0 else place + len(closing)
-
-
-def _labelled(item: _RenderedConversation, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any) -> Example:
+def _labelled(
+    item: RenderedConversation, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any, special: set[int]
+) -> Example:
     """A token belongs to an answer if any of its characters does, so that a prompt never contains a part of it."""
     starts, stops = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     answer = np.zeros(len(ids), dtype=bool)
     for begin, end in item.answers:
         answer |= (starts < end) & (stops > begin)
-    if item.ends:
-        return Example([*ids, tokenizer.eos_token_id], [*answer.tolist(), True], item.where)
+    if item.answers and item.answers[-1][1] == len(item.text):
+        backwards = zip(ids[::-1], offsets[::-1], strict=True)
+        last = next((token for token, (begin, end) in backwards if item.text[begin:end].strip()), None)
+        if last != tokenizer.eos_token_id and not (item.templated and last in special):
+            check_eos(tokenizer, "ends an answer")
+            return Example([*ids, tokenizer.eos_token_id], [*answer.tolist(), True], item.where)
     return Example(ids, answer.tolist(), item.where)
 
 
 EosPadding = Literal["none", "block", "row"]
 CONVERSATIONS_AT_ONCE = 1024  # conversations tokenised at once
 OPEN_ROWS = 256  # rows that packing keeps open
-ROWS_VERSION = 1  # part of the cache's key: raise it when rows below are made differently
+ROWS_VERSION = 2  # part of the cache's key: raise it when rows below are made differently
 
 logger = logging.getLogger(__name__)
 
@@ -285,51 +178,35 @@ def load_conversation_blocks(
     cache folder, keyed by the sources, the tokenizer and its template, and the settings.
 
     Raises:
-        DlmBridgeError: what `chat.encode` refuses; a row that is too long, or that holds the mask token, with its file
-            and line; no rows at all; a tokenizer without EOS.
+        DlmBridgeError: what `encode_conversations` refuses; a row that is too long, or that holds the mask token, with
+            its file and line; no rows at all; a tokenizer without EOS.
     """
     check_eos(tokenizer, "fills rows")
-    columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
-    if settings.trajectories:
-        columns["steps"] = "int32"
     table = cached(
         _conversation_rows,
-        datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()}),
+        _columns(settings),
         {"sources": tuple(sources), "tokenizer": tokenizer, "settings": settings},
         fingerprint(sources, tokenizer, "answers", ROWS_VERSION, tokenizer.chat_template, *vars(settings).values()),
     )
     return ConversationBlocks(table, settings, tokenizer.eos_token_id)
 
 
-def check_sources(sources: Sequence[Any]) -> None:
-    """Raise DlmBridgeError for a source that cannot hold conversations."""
-    for source in sources:
-        known = isinstance(source, Path) and source.suffix in (*JSON_SUFFIXES, ".parquet")
-        if not (known or isinstance(source, NamedDataset)):
-            name = source if isinstance(source, Path | str) else f"{source.prefix}.bin"
-            raise DlmBridgeError(f"--data {name}: conversations are rows of JSONL, parquet or a dataset")
+def first_conversation_blocks(
+    sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings, count: int
+) -> ConversationBlocks:
+    """The first `count` rows of `load_conversation_blocks`, without the others and the cache. Raises DlmBridgeError as
+    that does."""
+    check_eos(tokenizer, "fills rows")
+    rows = list(itertools.islice(_conversation_rows(sources, tokenizer, settings), count))
+    table = datasets.Dataset.from_list(rows, features=_columns(settings)).with_format("numpy")
+    return ConversationBlocks(table, settings, tokenizer.eos_token_id)
 
 
-def read_data_rows(source: Source) -> Iterator[DataRow]:
-    """The rows of a JSONL or parquet file or a dataset. Raises DlmBridgeError for a line that is no JSON object."""
-    if isinstance(source, NamedDataset):
-        yield from (DataRow(row, f"{source.name}, row {number}") for number, row in enumerate(source.rows, 1))
-    elif source.suffix == ".parquet":
-        yield from _parquet_rows(source)
-    else:
-        with open_data(source, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield DataRow(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
-
-
-def _parquet_rows(path: Path) -> Iterator[DataRow]:
-    number = 0
-    with open_parquet(path) as file:
-        for rows in read_parquet(file, path, CONVERSATIONS_AT_ONCE):
-            for row in rows:
-                number += 1
-                yield DataRow(row, f"{path}, row {number}")
+def _columns(settings: ConversationSettings) -> datasets.Features:
+    columns = {"input_ids": "int32", "answer": "bool", "lengths": "int32"}
+    if settings.trajectories:
+        columns["steps"] = "int32"
+    return datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in columns.items()})
 
 
 def _conversation_rows(

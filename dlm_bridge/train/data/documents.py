@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PART_CHARACTERS = 1 << 22  # characters; longer texts are tokenised in pieces that end with a line
 TABLE_ROWS = 1024  # rows of a table read at once
 
@@ -110,7 +112,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chunk]:
     """The documents of some sources, in order, in chunks of about `size` bytes of text; those of a table are under
     `key`. Raises DlmBridgeError for a source of another format than its suffix."""
-    for lines, group in itertools.groupby(sources, _has_lines):
+    for lines, group in itertools.groupby(sources, has_json_lines):
         if lines:
             yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
         else:
@@ -132,9 +134,14 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
-    """As `path.open`. Raises DlmBridgeError where the file cannot be read, also in its middle."""
+    """As `path.open`; a compressed file of JSON lines is decompressed. Raises DlmBridgeError where the file cannot be
+    read, also in its middle."""
     try:
-        with path.open(mode, **settings) as file:
+        if path.suffix in COMPRESSIONS and has_json_lines(path):
+            source: IO[Any] = io.BufferedReader(pyarrow.input_stream(str(path), COMPRESSIONS[path.suffix]))
+        else:
+            source = path.open(mode, **settings)
+        with source as file:
             yield file
     except OSError as error:
         raise DlmBridgeError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -160,8 +167,11 @@ def source_bytes(source: Source) -> int:
     return source.rows.data.nbytes if isinstance(source, NamedDataset) else source.stat().st_size
 
 
-def _has_lines(source: Source) -> bool:
-    return isinstance(source, Path) and source.suffix in JSON_SUFFIXES
+def has_json_lines(source: Source) -> bool:
+    """True for a file of JSON lines, which may be compressed."""
+    if not isinstance(source, Path):
+        return False
+    return (source.with_suffix("") if source.suffix in COMPRESSIONS else source).suffix in JSON_SUFFIXES
 
 
 def _documents(source: Source, key: str) -> Iterator[tuple[DocumentPart, float]]:
@@ -227,8 +237,9 @@ def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart
     if key not in table.rows.column_names:
         raise DlmBridgeError(f"{table.name}: no '{key}' column (it has {', '.join(table.rows.column_names)})")
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
-    batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
-    yield from _column((batch[key] for batch in batches), key, table.name, cost)
+    with reading(f"{table.name}: not a whole dataset"):
+        batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
+        yield from _column((batch[key] for batch in batches), key, table.name, cost)
 
 
 def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
@@ -116,11 +116,18 @@ class IndexedWriter:
 
     with IndexedWriter("corpus", token_dtype(len(tokenizer))) as writer:
         writer.add(token_ids, lengths)
+
+    With a `call`, the digest of all that determines the tokens, an interrupted or killed writer leaves what it has
+    written up to its last `checkpoint`, and one with `resume` continues there: after `parts` calls of `add`.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype, overwrite: bool = False, call: str = "", resume: bool = False
+    ) -> None:
         """Raises DlmBridgeError where a file of the pair exists and is not to be overwritten, or cannot be written."""
         self.prefix = str(prefix)
+        self.parts = 0
+        self._call, self._resume, self._saved = call, resume, 0
         self.dtype = dtype
         existing = [path for path in pair(prefix) if path.exists()]
         if existing and not overwrite:
@@ -142,13 +149,59 @@ class IndexedWriter:
         ):
             self._file.close()
             raise DlmBridgeError(f"{self.prefix}: another process is writing it: wait, or choose another prefix")
-        self._file.truncate(0)  # what a killed writer left
+        size = self._restore() if self._resume else 0
+        self._file.truncate(size)  # what an interrupted writer left
+        if not size:
+            self._state.unlink(missing_ok=True)
         return self
+
+    def checkpoint(self) -> None:
+        """Let a writer that is interrupted from now on leave what is written. Raises DlmBridgeError where the disk
+        refuses."""
+        with disk_errors(Path(self.prefix)), _temporary(pair(self.prefix)[1]).open("ab") as lengths:
+            lengths.truncate(self._saved * self._lengths.itemsize)
+            lengths.write(self._lengths[self._saved :].tobytes())
+            for file in (self._file, lengths):
+                file.flush()
+                os.fsync(file.fileno())
+        self._saved = len(self._lengths)
+        state = [self._call, self.parts, os.fstat(self._file.fileno()).st_size, self._saved, self._open]
+        with atomic_file(self._state, overwrite=True) as stream:
+            json.dump(state, stream)
+
+    @property
+    def _state(self) -> Path:
+        return _temporary(Path(f"{self.prefix}.progress"))
+
+    def _restore(self) -> int:
+        """The size of the `.bin` at an interrupted writer's last checkpoint, which this one continues from; 0 where
+        there is none. Raises DlmBridgeError for one of another call."""
+        try:
+            call, parts, size, documents, goes_on = json.loads(self._state.read_text())
+            lengths = _temporary(pair(self.prefix)[1]).read_bytes()[: documents * self._lengths.itemsize]
+        except (OSError, ValueError, TypeError):
+            return 0
+        if call != self._call:
+            self._file.close()
+            raise DlmBridgeError(
+                f"{self.prefix}: what an interrupted command left is of other inputs or options: leave --resume out "
+                "to start again"
+            )
+        if os.fstat(self._file.fileno()).st_size < size or len(lengths) != documents * self._lengths.itemsize:
+            return 0  # of a crash of the machine
+        self._lengths.frombytes(lengths)
+        self.parts, self._saved, self._open = parts, documents, goes_on
+        return int(size)
 
     @property
     def documents(self) -> int:
         """Documents added so far."""
         return len(self._lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens added so far."""
+        return int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64)) + self._open
 
     def add(self, tokens: Any, lengths: Sequence[int], unfinished: bool = False) -> None:
         """Append the token ids of `lengths` documents, one sequence each. The last document goes on with the next
@@ -159,6 +212,7 @@ class IndexedWriter:
             raise DlmBridgeError(
                 f"{self.prefix}: token id {int(ids.max() if ids.min() >= 0 else ids.min())} does not fit {self.dtype}"
             )
+        self.parts += 1
         self._file.write(ids.astype(self.dtype, copy=False).tobytes())
         for number, length in enumerate(lengths):
             total = self._open + int(length)
@@ -173,18 +227,24 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         bin_path, idx_path = pair(self.prefix)
+        kept = kind is KeyboardInterrupt and self._state.exists()
         try:
             if kind is None:
                 self._finish(bin_path, idx_path)
         except OSError as failure:
             error = failure
         finally:
-            for path in (bin_path, idx_path):
-                _temporary(path).unlink(missing_ok=True)
+            for path in () if kept else (_temporary(bin_path), _temporary(idx_path), self._state):
+                path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # a full disk complains once more about what is buffered
                 self._file.close()
         if isinstance(error, OSError):
             raise DlmBridgeError(f"{self.prefix}: cannot be written: {error.strerror or error}") from error
+        if kept:
+            raise KeyboardInterrupt(
+                f"interrupted: {self.prefix} was not written; the same command with --resume continues from what is "
+                "done, without it starts again"
+            ) from None
 
     def _finish(self, bin_path: Path, idx_path: Path) -> None:
         self._file.flush()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from dlm_bridge.convert.workers import Progress
 
 CHUNK = 1 << 20  # bytes of text that a process tokenises at once
+CHECKPOINT_EVERY = 64  # chunks, after which an interrupted run resumes
 AHEAD = 3  # chunks under way for each process
 
 
@@ -52,12 +55,13 @@ def preprocess(
     workers: int = 1,
     overwrite: bool = False,
     progress: Progress | None = None,
+    resume: bool = False,
 ) -> PreprocessReport:
     """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order, and the tokenizer's
     fingerprint to `PREFIX.tokenizer.json`; empty documents are left out, special tokens are not added. With
     `append_eod` the tokenizer's EOS closes each document. `key` is the field of JSON objects and the column of tables
     that holds the text. Each of `workers` processes tokenises on one core; with one, this process does, on as many as
-    the Rust tokenizer takes.
+    the Rust tokenizer takes. An interrupted call leaves what it has done, and one with `resume` continues there.
 
     Raises:
         DlmBridgeError: an input that names nothing or is already tokenised, text that cannot be read (with file and
@@ -73,20 +77,38 @@ def preprocess(
     vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     dtype = token_dtype(vocabulary)
     work = _TokenizerWork(tokenizer, key, tokenizer.eos_token_id if append_eod else None, dtype)
-    tokens = 0
-    with IndexedWriter(prefix, dtype, overwrite) as writer:
-        for ids, lengths, unfinished, nbytes in _tokenised(read_chunks(sources, key, CHUNK), work, workers):
+    with IndexedWriter(prefix, dtype, overwrite, _call_digest(sources, tokenizer, work), resume) as writer:
+        resumed, chunks = writer.tokens, read_chunks(sources, key, CHUNK)
+        for done in itertools.islice(chunks, writer.parts):
+            if progress is not None:
+                progress(done.nbytes, total)
+        for ids, lengths, unfinished, nbytes in _tokenised(chunks, work, workers):
             writer.add(ids, lengths, unfinished)
-            tokens += len(ids)
+            if writer.parts % CHECKPOINT_EVERY == 0:
+                writer.checkpoint()
             if progress is not None:
                 progress(nbytes, total)
+        tokens = writer.tokens
         if tokens == 0:
             raise DlmBridgeError(f"{', '.join(inputs)}: no text there, nothing was written")
         documents = writer.documents
         fingerprint_file(prefix).unlink(missing_ok=True)  # of the pair that this one replaces
     write_fingerprint(prefix, tokenizer)
     seconds = time.perf_counter() - began
-    return PreprocessReport(str(prefix), documents, tokens, str(dtype), total, seconds, tokens / seconds)
+    return PreprocessReport(str(prefix), documents, tokens, str(dtype), total, seconds, (tokens - resumed) / seconds)
+
+
+def _call_digest(sources: Sequence[Source], tokenizer: Any, work: _TokenizerWork) -> str:
+    """Digest of all that determines the tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = tokenizer.get_vocab() if backend is None else backend.to_str()
+    facts: list[Any] = [CHUNK, work.key, work.eod, str(work.dtype), tokenizer.name_or_path, whole]
+    for source in sources:
+        if isinstance(source, NamedDataset):
+            facts.append([source.name, source.rows._fingerprint])
+        else:
+            facts.append([str(source), source.stat().st_size, source.stat().st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
 TokenizedChunk = tuple[

@@ -12,8 +12,10 @@ from typing import Any
 
 import datasets
 from huggingface_hub import HfApi, constants
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.hub import parse_yaml
 from dlm_bridge.train.data.blocks import (
     MOCK,
     Blend,
@@ -229,10 +231,21 @@ def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
     def load() -> Any:
         if not Path(name).is_dir() and not constants.HF_HUB_OFFLINE:
             HfApi().dataset_info(name, timeout=10)  # answers at once, where load_dataset tries again and again
+        _check_card(Path(name))
         return datasets.load_dataset(name, config or None) if wanted else None
 
     found = _load_or_refuse(shown, load)
     return _one_split(shown, found, part) if wanted else NamedDataset(shown, None)
+
+
+def _check_card(folder: Path) -> None:
+    """Raise ValueError for the YAML of a folder laid out like a dataset of the Hub whose aliases datasets would repeat
+    without end."""
+    card, settings = folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME
+    if card.is_file() and (found := REGEX_YAML_BLOCK.search(card.read_text("utf-8"))):
+        parse_yaml(found[2])
+    if settings.is_file():
+        parse_yaml(settings.read_text("utf-8"))
 
 
 def _one_split(name: str, found: Any, part: str) -> NamedDataset:

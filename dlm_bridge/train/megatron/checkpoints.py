@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,8 +33,9 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 )
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
-from dlm_bridge.errors import DlmBridgeError, one_line, printable
-from dlm_bridge.hub import CONFIG_FILE, TRACKER
+from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     AsyncRequest,
@@ -65,6 +65,7 @@ from dlm_bridge.train.checkpoints import (
     from_all,
     gather_digests,
     how_to_go_on,
+    load_failure,
     named_checkpoints,
     raised_everywhere,
     remove_checkpoint,
@@ -174,9 +175,21 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predic
         write_side_files(checkpoint, folder, None, None)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
+        _write_ends(folder / "generation_config.json", source.model.generation_config)
         own = [name for name, entry in checkpoint.passthrough.items() if not entry.copy_of and name not in shared]
         write_passthrough(folder / CARRIED_FILE, {name: checkpoint.read_passthrough(name) for name in own})
         write_hub_config(output, source, predicts)
+
+
+def _write_ends(file: Path, generation: Any) -> None:
+    """Edit the bos, eos and pad tokens of a generation_config.json where the run has aligned them."""
+    if not file.is_file():
+        return
+    values = read_json(file)
+    ends = {name: getattr(generation, name, None) for name in SPECIAL_TOKENS}
+    changed = {name: value for name, value in ends.items() if value is not None and value != values.get(name)}
+    if changed:
+        file.write_text(json.dumps(values | changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_hub_config(output: Path, source: MegatronSource, predicts: bool = False) -> None:
@@ -330,7 +343,7 @@ class CheckpointManager:
             refused = None if first is None else disk_refusal(first, folder, self._remedy())
             if (refused := from_all(refused)[0]) is not None:
                 return refused
-            reason = from_all(_reason(error))[0]
+            reason = from_all(load_failure(error))[0]
         return f"{folder}: cannot be written: {reason}: {self._remedy(was_killed(reason))}"
 
     def _disk_errors(self, folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -344,7 +357,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             shutil.rmtree(_hidden(folder), ignore_errors=True)
 
-    @loaded_state.weights_only_loading()
+    @loaded_state.rewritten_extra_states()
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
@@ -356,7 +369,8 @@ class CheckpointManager:
             wanted = loaded_state.copy_tree(parts)
             if self.averages is not None:
                 request |= self.averages.requested(_weights_of(request, self.chunks))
-            state = dist_checkpointing.load({**request, loaded_state.REQUEST_KEY: parts}, str(folder))
+            with loaded_state.restricted_reading(folder):
+                state = dist_checkpointing.load({**request, loaded_state.REQUEST_KEY: parts}, str(folder))
         restore = partial(loaded_state.restore_optimizer, self.optimizer, wanted, state)
         restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)
         if self.averages is not None:
@@ -436,14 +450,7 @@ def named_load_errors(folder: Path) -> Iterator[None]:
         raise
     except (Exception, CheckpointException) as error:
         remedy = UNTRAINED_MTP if "optimizer.state.param.mtp." in str(error) else ""
-        raise DlmBridgeError(f"{folder}: cannot be resumed from: {remedy or _reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """The error as one line; of those that torch gathered from all ranks, with their tracebacks, the first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return textwrap.shorten(one_line(error), 400, placeholder=" ...")
+        raise DlmBridgeError(f"{folder}: cannot be resumed from: {remedy or load_failure(error)}") from error
 
 
 def _write_with_digests(

@@ -32,6 +32,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
+from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
 from dlm_bridge.train.megatron import loaded_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON
@@ -65,7 +66,8 @@ def save(
 def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
     """Set weights and optimizer state to those of an iteration, on any number of data and tensor parallel ranks, and
     return our own values. Raises DlmBridgeError for another expert parallel size where there are scales of FP8."""
-    reader = dcp.FileSystemReader(str(folder))
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
     run = _read_run(reader)
     run.pop("tp", None)  # of versions that resumed at the same size only
     init_optimizer_state(optimizer)  # what is loaded has to exist
@@ -80,7 +82,7 @@ def load(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 def check_readable(folder: Path) -> None:
     """Raise what torch's reader raises for an iteration whose metadata or own values are damaged."""
-    _read_run(dcp.FileSystemReader(str(folder)))
+    _read_run(RestrictedReader(folder))
 
 
 def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tuple[str, Any]]:
@@ -99,7 +101,7 @@ def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tup
             yield key, TensorBox(box.tensor[:rows], box.offsets, size)
 
 
-def _read_run(reader: dcp.FileSystemReader) -> dict[str, Any]:
+def _read_run(reader: RestrictedReader) -> dict[str, Any]:
     """Our own values, and what the optimizer counts; each process reads them for itself."""
     state: dict[str, Any] = {RUN: ""}
     with warnings.catch_warnings():
@@ -186,7 +188,7 @@ def _scaling(chunk: Any) -> dict[str, list[torch.Tensor]]:
     return {key: [state] for key, state in found.items() if isinstance(state, torch.Tensor) and state.numel()}
 
 
-def _set_scaling(chunk: Any, reader: dcp.FileSystemReader, folder: Path) -> None:
+def _set_scaling(chunk: Any, reader: RestrictedReader, folder: Path) -> None:
     scaled = _scaled(chunk)
     if not scaled:
         return

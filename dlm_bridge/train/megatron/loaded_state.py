@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
+from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler, restricted_loading
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
+from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader
+from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
 
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"
@@ -166,19 +169,25 @@ class DelayedScalingState:
 
 
 @contextlib.contextmanager
-def weights_only_loading() -> Iterator[None]:
-    """While this lasts, torch.load reads tensors and plain values only, whatever its caller asks for (torch's reader
-    of distributed checkpoints asks for anything), and Transformer Engine takes the pickles that `rewritten` made."""
-    wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
-    refused = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-    before = {name: os.environ.get(name) for name in (*wanted, refused)}
-    os.environ.update(wanted)
-    os.environ.pop(refused, None)
+def restricted_reading(folder: Path) -> Iterator[None]:
+    """While this lasts, megatron-core reads the checkpoint in `folder` through the restricted reader. Every process
+    calls it. Raises DlmBridgeError."""
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
+    with restricted_loading(), distributed_reader(reader):
+        yield
+
+
+@contextlib.contextmanager
+def rewritten_extra_states() -> Iterator[None]:
+    """While this lasts, Transformer Engine loads extra states: the pickles that `rewrite_extra_states` made."""
+    allow = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    before = os.environ.get(allow)
+    os.environ[allow] = "1"
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        os.environ.pop(allow) if before is None else os.environ.update({allow: before})
 
 
 def scaled_modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:

@@ -134,7 +134,7 @@ class LocalCheckpoints:
                 console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         return step if self.step is None else self.step
 
-    @loaded_state.weights_only_loading()
+    @loaded_state.rewritten_extra_states()
     def load(self, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
         """Set weights and optimizer to what `find` has found, and return our own values. Raises DlmBridgeError."""
         assert self.source is not None

@@ -1,8 +1,8 @@
 """nvidia-resiliency-ext's manager of local checkpoints over files of ours.
 
 It decides which checkpoint all ranks have, copies them between nodes and removes old ones. What it would store is a
-pickle that may run anything when it is read; here a file holds tensors and plain values, which torch reads with
-`weights_only`, beside a digest of it.
+pickle that may run anything when it is read; here a file holds tensors and plain values, which `load_torch_file`
+reads, beside a digest of it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
 from dlm_bridge.convert.atomic import atomic_folder
+from dlm_bridge.convert.formats.unpickler import load_torch_file
 from dlm_bridge.convert.manifest import check_files, digests_of, write_digests
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
 from dlm_bridge.parallel import platform
@@ -141,7 +142,7 @@ def read_state(path: Path) -> MCoreTensorAwareStateDict:
     """The state in a file. Raises DlmBridgeError for one that is damaged, or holds more than tensors and plain
     values."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = load_torch_file(path)
         shards = [ShardedTensor(**_on_device(fields)) for fields in saved["tensors"]]
         objects = [ShardedObject(**fields) for fields in saved["objects"]]
         return MCoreTensorAwareStateDict(saved["common"], dict(enumerate([*shards, *objects])))

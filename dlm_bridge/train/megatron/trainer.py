@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import groups, platform
@@ -245,7 +246,7 @@ class MegatronTrainer(Trainer):
                 for _ in stream_live_weights(bridge.checkpoint, self.chunks):
                     pass
         if self.main:
-            changed = ("mask_token_id", "block_size", *self.objective.model_config)  # by the run, if at all
+            changed = ("mask_token_id", "block_size", *SPECIAL_TOKENS, *self.objective.model_config)  # by the run
             for name in changed:
                 if (value := getattr(self.plain_model.config, name, None)) is not None:
                     setattr(self.sampling_model.config, name, value)
@@ -255,7 +256,9 @@ class MegatronTrainer(Trainer):
     @functools.cached_property
     def sampling_model(self) -> Any:
         """The Hub model that samples, on the CPU in between."""
-        return self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.name])
+        model = self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.name])
+        model.generation_config = self.plain_model.generation_config
+        return model
 
     # -- checkpoints
 

@@ -34,7 +34,6 @@ from dlm_bridge.train.loading import (
     MegatronSource,
     model_without_weights,
     open_megatron_source,
-    read_generation_config,
 )
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import mcore_config
@@ -260,8 +259,7 @@ def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.devic
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-    if (folder := checkpoint.hub.folder) is not None:
-        read_generation_config(model, folder)
+    model.generation_config = source.model.generation_config
     return model
 
 

@@ -9,6 +9,7 @@ from dlm_bridge.generation.autoregressive import generate_keywords
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import FamilySpec
+from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED
@@ -27,6 +28,7 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
     check_settings(config, model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
+    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
     return PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer, tokenizer
 
 

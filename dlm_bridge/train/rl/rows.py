@@ -11,15 +11,9 @@ import numpy as np
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.train.data.conversations import (
-    DataRow,
-    Example,
-    apply_template,
-    check_sources,
-    check_template,
-    encode_conversations,
-    read_data_rows,
-)
+from dlm_bridge.train.data.chat_template import render_prompt
+from dlm_bridge.train.data.conversations import Example, encode_conversations
+from dlm_bridge.train.data.messages import DataRow, check_sources, read_data_rows, read_prompt
 from dlm_bridge.train.data.sources import DataSources, find_data
 
 T = TypeVar("T")
@@ -76,8 +70,9 @@ def load_problems(
     """
     problems = []
     for record in read_rows(items, flag):
-        prompt = _prompt(record)
-        text = prompt if isinstance(prompt, str) else _rendered(prompt, record, tokenizer)
+        found = read_prompt(record)
+        prompt = found if isinstance(found, str) else found.messages
+        text = found if isinstance(found, str) else render_prompt(found, tokenizer)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DlmBridgeError(f"{record.where}: the prompt has no tokens")
@@ -127,34 +122,6 @@ def find_rows(items: Sequence[str], flag: str = "--data", load: bool = True) -> 
         raise DlmBridgeError(f"{flag} {' '.join(items)}: rows are not blended: leave the weights out")
     check_sources(found.parts[0])
     return found
-
-
-def _prompt(record: DataRow) -> Any:
-    fields = record.fields
-    prompt = fields.get("prompt")
-    if prompt is None:
-        prompt = fields.get("messages")
-        if prompt is None:
-            has = ", ".join(map(repr, fields)) or "nothing"
-            raise DlmBridgeError(f"{record.where}: no 'prompt' and no 'messages' (it has {has})")
-        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
-            prompt = prompt[:-1] if prompt[-1].get("role") == "assistant" else prompt
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        raise DlmBridgeError(f"{record.where}: the prompt is neither a text nor a list of messages")
-    for number, message in enumerate(prompt, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DlmBridgeError(f"{record.where}: message {number} of the prompt has no 'role'")
-    return prompt
-
-
-def _rendered(prompt: list[Any], record: DataRow, tokenizer: Any) -> str:
-    check_template(tokenizer, record.where)
-    tools = record.fields.get("tools")
-    return str(
-        apply_template(prompt, record.where, tokenizer, tools=tools, tokenize=False, add_generation_prompt=True)
-    )
 
 
 def _completed(record: DataRow, name: str) -> DataRow:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, get_args
 
+from starlette.responses import PlainTextResponse
+
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.display.trace import (
     BAR,
@@ -30,10 +32,13 @@ from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
 from dlm_bridge.generation.texts import GeneratedTexts, WrittenPrompt, as_message, mask_token, write_texts
+from dlm_bridge.serving.connections import LOOPBACK
 
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
 FRAME_SECONDS = 0.1  # between two pictures of a call
 LABELS = {CONTINUE: "Prompt", CHAT: "Message", FILL: "Text with [MASK], a token to fill, or [MASK:n], n of them"}
+READS = ("GET", "HEAD")
+POSTED = tuple(f"/gradio_api/{name}" for name in ("queue/join", "call/", "cancel", "reset"))  # by the page
 CSS = """
 .denoising { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace;
   min-height: 8rem; max-height: 34rem; overflow-y: auto; }
@@ -131,22 +136,37 @@ class PageModel:
         names = sorted(fitting_samplers(self.model.family), key=lambda name: name != stored)
         return {name: [*self._parameters(name), *GENERAL] for name in names}
 
-    def sample(self, mode: str, prompt: str, algorithm: str, shown: Mapping[str, Any]) -> Iterator[str]:
+    def sample(
+        self,
+        mode: str,
+        prompt: str,
+        algorithm: str,
+        shown: Mapping[str, Any],
+        turns: list[dict[str, str]] | None = None,
+    ) -> Iterator[str]:
         """Sample a text; yields HTML of the newest state, at the end with the call's figures.
 
-        `shown` are the values of the sampler's controls by name. What the sampler refuses is the last HTML, too.
+        `shown` are the values of the sampler's controls by name. What the sampler refuses is the last HTML, too. A
+        chat goes on from the messages in `turns`, to which the new message and a complete answer are added.
         """
+        turns = [] if turns is None else turns
         trace: LiveTrace | None = None
         call: Future[GeneratedTexts] | None = None
         try:
             settings = self._settings(mode, algorithm, shown)
-            trace, call = self._start(mode, prompt, settings)
+            written = WrittenPrompt(text=prompt)
+            if mode == CHAT:
+                written = WrittenPrompt(messages=(*turns, *as_message(prompt, None).messages))
+            trace, call = self._start(mode, written, settings)
             while not call.done():
                 if trace.changed.wait(FRAME_SECONDS):
                     trace.changed.clear()
                     yield frame_html(trace.last)
                     trace.stopped.wait(FRAME_SECONDS)
-            yield frame_html(trace.last, call.result().summary)
+            result = call.result()
+            if mode == CHAT:
+                turns[:] = [*written.messages, {"role": "assistant", "content": result.texts[0]}]
+            yield frame_html(trace.last, result.summary)
         except DlmBridgeError as error:
             yield refusal_html(str(error))
         except StoppedError:
@@ -166,8 +186,9 @@ class PageModel:
             trace.stopped.set()
         self._executor.shutdown()
 
-    def _start(self, mode: str, prompt: str, settings: Mapping[str, Any]) -> tuple[LiveTrace, Future[GeneratedTexts]]:
-        written = as_message(prompt, None) if mode == CHAT else WrittenPrompt(text=prompt)
+    def _start(
+        self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any]
+    ) -> tuple[LiveTrace, Future[GeneratedTexts]]:
         mask = mask_token(self.model, settings) if self.diffusion else None
         ids = written.encode(self.tokenizer, self.name, mask if mode == FILL else None)
         trace = LiveTrace(TokenStrings(self.tokenizer, mask), ids)
@@ -240,6 +261,8 @@ def build_page(page_model: PageModel) -> Any:
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")
+                    new_chat = gr.Button("New chat", visible=modes[0] == CHAT)
+                turns = gr.State([])
                 shown = gr.HTML(elem_id="shown")
             with gr.Column(scale=2):
                 algorithm = gr.Dropdown(
@@ -252,17 +275,33 @@ def build_page(page_model: PageModel) -> Any:
                     columns.append(column)
         everything = [widget for own in widgets.values() for widget in own.values()]
 
-        def sample(values: dict[Any, Any]) -> Iterator[str]:
-            own = widgets.get(values[algorithm], {})
+        def sample(values: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+            own, said = widgets.get(values[algorithm], {}), list(values[turns])
             given = {name: values[widget] for name, widget in own.items()}
-            yield from page_model.sample(values[mode], values[prompt], values[algorithm], given)
+            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, said):
+                yield {shown: text}
+            if len(said) > len(values[turns]):
+                yield {turns: said, prompt: ""}
 
         runs = [
-            event(sample, {mode, prompt, algorithm, *everything}, shown, show_progress="hidden", api_name=api_name)
+            event(
+                sample,
+                {mode, prompt, turns, algorithm, *everything},
+                [shown, turns, prompt],
+                show_progress="hidden",
+                api_name=api_name,
+            )
             for event, api_name in ((start.click, "sample"), (prompt.submit, False))
         ]
         stop.click(None, cancels=runs, api_name=False)
-        mode.change(lambda mode: gr.update(label=LABELS[mode]), mode, prompt, show_progress="hidden", api_name=False)
+        new_chat.click(lambda: ([], ""), None, [turns, shown], cancels=runs, show_progress="hidden", api_name=False)
+        mode.change(
+            lambda mode: (gr.update(label=LABELS[mode]), gr.update(visible=mode == CHAT)),
+            mode,
+            [prompt, new_chat],
+            show_progress="hidden",
+            api_name=False,
+        )
         algorithm.change(
             lambda chosen: [gr.update(visible=name == chosen) for name in widgets],
             algorithm,
@@ -273,31 +312,27 @@ def build_page(page_model: PageModel) -> Any:
     return page
 
 
-def serve_page(page_model: PageModel, port: int, *, block: bool = True) -> Any:
-    """Serve the page on this machine alone. Without `block` the server runs on, and the page is returned.
+def page_app(page_model: PageModel) -> Any:
+    """The page as an ASGI application with lifespan events, for a server on this machine alone."""
+    import gradio as gr
+    from fastapi import FastAPI
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    Raises DlmBridgeError for a port that is taken.
-    """
-    page = build_page(page_model)
-    try:
-        page.launch(
-            server_name="127.0.0.1",
-            server_port=port,
-            css=CSS,
-            quiet=True,
-            share=False,
-            inbrowser=False,
-            ssr_mode=False,
-            mcp_server=False,
-            run_history=False,
-            enable_monitoring=False,
-            footer_links=[],
-            prevent_thread_lock=not block,
-            app_kwargs={"middleware": [_security_policy()]},
-        )
-    except OSError as error:
-        raise DlmBridgeError(f"--port {port}: another program listens there: name another one") from error
-    return page
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_PagePolicy)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK, www_redirect=False)
+    return gr.mount_gradio_app(
+        app,
+        build_page(page_model),
+        "/",
+        server_name="127.0.0.1",
+        css=CSS,
+        ssr_mode=False,
+        mcp_server=False,
+        run_history=False,
+        enable_monitoring=False,
+        footer_links=[],
+    )
 
 
 def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
@@ -325,21 +360,21 @@ def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
     return widgets
 
 
-def _security_policy() -> Any:
-    """Middleware that sends CONTENT_SECURITY_POLICY with every answer."""
-    from starlette.middleware import Middleware
+class _PagePolicy:
+    """ASGI middleware that sends CONTENT_SECURITY_POLICY with every answer, and takes no POST but those of POSTED:
+    Gradio has end points of its own that store what they are sent."""
 
-    class SecurityPolicy:
-        def __init__(self, app: Any) -> None:
-            self._app = app
+    def __init__(self, app: Any) -> None:
+        self._app = app
 
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            async def send_with_policy(message: Any) -> None:
-                if message["type"] == "http.response.start":
-                    header = (b"content-security-policy", CONTENT_SECURITY_POLICY.encode())
-                    message = {**message, "headers": [*message.get("headers", ()), header]}
-                await send(message)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"content-security-policy", CONTENT_SECURITY_POLICY.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
 
-            await self._app(scope, receive, send_with_policy)
-
-    return Middleware(SecurityPolicy)
+        app = self._app
+        if scope["type"] == "http" and not (scope["method"] in READS or scope["path"].startswith(POSTED)):
+            app = PlainTextResponse("there is no such end point", 404)
+        await app(scope, receive, send_with_policy)

@@ -1,0 +1,57 @@
+"""Preview of fine-tuning: the first rows of the data as the model gets them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from dlm_bridge.plan.dry_run import model_of
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data.conversations import first_conversation_blocks
+from dlm_bridge.train.data.documents import Source
+from dlm_bridge.train.setup import check_data, conversation_settings, resolve_objective
+
+
+@dataclass(frozen=True)
+class PreviewRow:
+    """A row without its padding.
+
+    Args:
+        trained: for each token, whether it is masked and counted.
+        pieces: the text, cut where `trained` changes, with that of each piece.
+    """
+
+    input_ids: list[int]
+    trained: list[bool]
+    pieces: list[tuple[str, bool]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        text = "".join(piece for piece, _ in self.pieces)
+        return {"input_ids": self.input_ids, "trained": self.trained, "text": text}
+
+
+def preview(config: TrainConfig, count: int) -> Iterator[PreviewRow]:
+    """The first `count` rows of `--data`, in its order. Reads no weights and writes nothing. Raises DlmBridgeError as
+    the run would."""
+    found = check_data(config)
+    model = model_of(config, None)
+    config, objective = resolve_objective(config, model)
+    tokenizer, settings = conversation_settings(config, model, objective.mask_token)
+    for part in found.parts:
+        blocks = first_conversation_blocks(cast(Sequence[Source], part), tokenizer, settings, count)
+        rows = blocks.rows(range(len(blocks)))
+        assert rows.labels is not None, "conversations have labels"
+        for place in range(len(blocks)):
+            real = slice(None) if rows.attention_mask is None else rows.attention_mask[place]
+            ids = rows.input_ids[place, real].tolist()
+            trained = (rows.labels[place, real] != IGNORE_INDEX).tolist()
+            runs = itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
+            pieces = [(tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs]
+            yield PreviewRow(ids, trained, pieces)
+        count -= len(blocks)
+        if count <= 0:
+            return

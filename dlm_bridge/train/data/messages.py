@@ -1,0 +1,272 @@
+"""Rows of conversations: reading them from files and datasets, and their one canonical form."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from dlm_bridge.errors import DlmBridgeError, one_line, reading
+from dlm_bridge.generation.texts import with_joined_text
+from dlm_bridge.hub import check_characters
+from dlm_bridge.train.data.documents import (
+    TABLE_ROWS,
+    NamedDataset,
+    Source,
+    has_json_lines,
+    open_data,
+    open_parquet,
+    parse_object,
+    read_parquet,
+)
+
+FIELDS = "'messages', 'prompt' and 'completion', 'conversations', or 'instruction' and 'output'"
+# Names of roles in ShareGPT's rows; any other name is the role itself.
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "function_call": "assistant",
+    "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+TABLE_SUFFIXES = (".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """A row of a data set."""
+
+    fields: Mapping[str, Any]
+    where: str  # file and line, for errors
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in canonical form: a text as content, arguments of tool calls as mappings, nothing that is null."""
+
+    messages: list[dict[str, Any]]
+    answers: tuple[int, ...]  # numbers of the messages that are trained, from 0
+    tools: list[Any] | None
+    where: str
+
+
+def check_sources(sources: Sequence[Any]) -> None:
+    """Raise DlmBridgeError for a source that cannot hold conversations."""
+    for source in sources:
+        known = isinstance(source, Path) and (has_json_lines(source) or source.suffix in TABLE_SUFFIXES)
+        if not (known or isinstance(source, NamedDataset)):
+            name = source if isinstance(source, Path | str) else f"{source.prefix}.bin"
+            raise DlmBridgeError(f"--data {name}: conversations are rows of JSONL, parquet, CSV or a dataset")
+
+
+def read_data_rows(source: Source) -> Iterator[DataRow]:
+    """The rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for what is not a row."""
+    if isinstance(source, NamedDataset):
+        with reading(f"{source.name}: not a whole dataset"):
+            for number, row in enumerate(source.rows.with_format(None), 1):
+                yield DataRow(row, f"{source.name}, row {number}")
+    elif source.suffix == ".parquet":
+        yield from _parquet_rows(source)
+    elif source.suffix == ".csv":
+        yield from _csv_rows(source)
+    else:
+        with open_data(source, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield DataRow(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
+
+
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
+    number = 0
+    with open_parquet(path) as file:
+        with reading(f"{path}: not a table of rows"):  # without metadata, which could name types that open files
+            features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
+        for rows in read_parquet(file, path, TABLE_ROWS):
+            for row in rows:
+                number += 1
+                with reading(f"{path}, row {number}: not JSON"):
+                    decoded = features.decode_example(row)  # columns of the type Json
+                yield DataRow(decoded, f"{path}, row {number}")
+
+
+def _csv_rows(path: Path) -> Iterator[DataRow]:
+    csv.field_size_limit(sys.maxsize)
+    with open_data(path, "r", encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise DlmBridgeError(f"{where}: not as many cells as the first line has columns")
+                yield DataRow(row, where)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DlmBridgeError(f"{path}, line {reader.line_num + 1}: not CSV in UTF-8 ({error})") from None
+
+
+def read_conversation(record: DataRow) -> Conversation | tuple[str, str]:
+    """The conversation of a row in any of the formats `FIELDS`, or its prompt and completion where these are texts.
+    The assistant's messages are answers, apart from those with `weight: 0` or `train: false`; of a prompt none is.
+
+    Raises:
+        DlmBridgeError: a row without these fields or with others than they can hold, with its file and line.
+    """
+    fields, where = _columns(record), record.where
+    if "messages" not in fields and {"prompt", "completion"} <= fields.keys():
+        prompt, completion = fields["prompt"], fields["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt, completion
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise DlmBridgeError(f"{where}: 'prompt' and 'completion' must both be texts or both lists of messages")
+        before, after = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
+        return _conversation([*before, *after], len(before), fields, where)
+    messages = _listed(fields, where)
+    if messages is None:
+        has = ", ".join(map(repr, fields)) or "nothing"
+        raise DlmBridgeError(f"{where}: no {FIELDS} (it has {has})")
+    if (last := messages[-1]["role"]) != "assistant":
+        raise DlmBridgeError(f"{where}: the last message is of '{last}': an answer is needed")
+    return _conversation(messages, 0, fields, where)
+
+
+def read_prompt(record: DataRow) -> Conversation | str:
+    """What is to be answered: a row's `prompt`, a text or messages, or its conversation without an answer at its end.
+    Raises DlmBridgeError as `read_conversation` does."""
+    fields, where = _columns(record), record.where
+    if isinstance(prompt := fields.get("prompt"), str):
+        return prompt
+    messages = _listed(fields, where) if prompt is None else _messages(prompt, "prompt", where)
+    if messages is None:
+        has = ", ".join(map(repr, fields)) or "nothing"
+        raise DlmBridgeError(f"{where}: no 'prompt' and no {FIELDS.partition(',')[0]} (it has {has})")
+    if prompt is None and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise DlmBridgeError(f"{where}: there is no message before the answer")
+    return _conversation(messages, len(messages), fields, where)
+
+
+def _listed(fields: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """The messages of a row of messages, of ShareGPT's format, or of Alpaca's; None of any other."""
+    if "messages" in fields:
+        return _messages(fields["messages"], "messages", where)
+    if "conversations" in fields:
+        messages = _messages(fields["conversations"], "conversations", where)
+    elif {"instruction", "output"} <= fields.keys():
+        asked = (fields["instruction"], fields.get("input", ""))
+        turns = _parsed(fields.get("history") or [], f"{where}: 'history'")
+        pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
+        if not pairs or not all(isinstance(text, str) for text in asked):
+            raise DlmBridgeError(
+                f"{where}: 'instruction' and 'input' are texts, 'history' is a list of pairs of texts"
+            )
+        texts = [*itertools.chain.from_iterable(turns), "\n".join(filter(None, asked)), fields["output"]]
+        roles = itertools.cycle(("user", "assistant"))
+        messages = _messages([{"role": next(roles), "content": text} for text in texts], "instruction", where)
+    else:
+        return None
+    if system := fields.get("system"):
+        messages = [*_messages([{"role": "system", "content": system}], "system", where), *messages]
+    return messages
+
+
+def _conversation(messages: list[dict[str, Any]], first: int, fields: Mapping[str, Any], where: str) -> Conversation:
+    answers = []
+    for number, message in enumerate(messages):
+        trained = [message.pop(name) for name in ("weight", "train") if name in message]
+        if any(type(value) not in (bool, int, float) or value not in (0, 1) for value in trained):
+            raise DlmBridgeError(f"{where}: message {number + 1}: 'weight' and 'train' are 0 or 1, not {trained}")
+        if number >= first and message["role"] == "assistant" and all(trained):
+            answers.append(number)
+    return Conversation(messages, tuple(answers), _tools(fields.get("tools"), where), where)
+
+
+def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
+    found = found if name == "prompt" else _parsed(found, f"{where}: '{name}'")
+    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
+        raise DlmBridgeError(f"{where}: '{name}' is not a list of messages")
+    return [_message(message, number, name, where) for number, message in enumerate(found, 1)]
+
+
+def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
+    here = f"{where}: message {number} of '{name}'"
+    found = _parsed(found, here)
+    if not isinstance(found, Mapping):
+        raise DlmBridgeError(f"{here} has no 'role'")
+    message = _sound(found, here)
+    if isinstance(sender := message.get("from"), str) and "role" not in message:
+        del message["from"]
+        value = "tool_calls" if sender == "function_call" else "content"
+        message |= {"role": SHAREGPT_ROLES.get(sender, sender), value: message.pop("value", None)}
+    if not isinstance(role := message.get("role"), str):
+        raise DlmBridgeError(f"{here} has no 'role'")
+    legacy = message.pop("function_call", None)
+    calls = _parsed(message.pop("tool_calls", None) or legacy or [], f"{here}: 'tool_calls'")
+    if calls:
+        calls = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_tool_call(call, f"{here}: tool call {place}") for place, call in enumerate(calls, 1)]
+        check_characters(message["tool_calls"], here)  # what was JSON text
+    if "content" not in message and (calls or (role == "assistant" and "content" in found)):
+        message["content"] = ""  # an answer that is null, or that only calls tools
+    message = with_joined_text(message, number, where)
+    if not isinstance(message.get("content"), str):
+        raise DlmBridgeError(f"{here} has no 'content' with text")
+    return message
+
+
+def _tool_call(call: Any, here: str) -> dict[str, Any]:
+    """OpenAI's form of a tool call, with its arguments as a mapping."""
+    call = _parsed(call, here)
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DlmBridgeError(f"{here} has no function with a 'name'")
+    arguments = _parsed(function.get("arguments") or {}, f"{here}: 'arguments'")
+    if not isinstance(arguments, Mapping):
+        raise DlmBridgeError(f"{here}: 'arguments' is not a JSON object")
+    outer = {} if call is function else call
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
+
+
+def _tools(found: Any, where: str) -> list[Any] | None:
+    found = _parsed(found or [], f"{where}: 'tools'")
+    if not isinstance(found, list):
+        raise DlmBridgeError(f"{where}: 'tools' is not a list")
+    tools = [_sound(_parsed(tool, f"{where}: 'tools'"), f"{where}: 'tools'") for tool in found]
+    return [
+        {"type": "function", "function": tool} if isinstance(tool, Mapping) and "name" in tool else tool
+        for tool in tools
+    ] or None
+
+
+def _parsed(value: Any, here: str) -> Any:
+    """The value that a JSON text is; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DlmBridgeError(f"{here} is not JSON ({error})") from None
+
+
+def _columns(record: DataRow) -> dict[str, Any]:
+    return {name: value for name, value in record.fields.items() if value is not None}
+
+
+def _sound(value: Any, here: str) -> Any:
+    """A value without nulls in its mappings. Raises DlmBridgeError for what is nested without end, or no text."""
+    try:
+        value = _present(value)
+        check_characters(value, here)
+    except (RecursionError, TypeError) as error:
+        raise DlmBridgeError(f"{here} is not JSON, or nested too deeply ({one_line(error)})") from None
+    return value
+
+
+def _present(value: Any) -> Any:
+    """A value without nulls in its mappings: Arrow gives each the keys of all rows, with null where it had none."""
+    if isinstance(value, Mapping):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list | tuple) else value
