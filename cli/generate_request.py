@@ -114,7 +114,7 @@ def parse_template_args(pairs: list[str]) -> dict[str, Any]:
     flag = "--chat-template-args"
     values = parse_pairs(pairs, flag, "a variable of the template and its value are needed: enable_thinking=false")
     if values:
-        from dlm_bridge.generation.texts import check_template_args
+        from dlm_bridge.generation.prompts import check_template_args
 
         check_template_args(values, flag)
     return values

@@ -22,27 +22,22 @@ from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file, check_new_file
 from dlm_bridge.convert.partial import PartialRows
-from dlm_bridge.errors import DlmBridgeError, rows_named
+from dlm_bridge.distributed import Replicas
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
 from dlm_bridge.generation.batch_size import plan_shared_batch
-from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
-from dlm_bridge.distributed import Replicas
-from dlm_bridge.generation.texts import (
+from dlm_bridge.generation.offline import (
     GeneratedTexts,
-    WrittenPrompt,
-    as_message,
-    batch_of_rows,
-    canvas_texts,
+    PromptSampler,
     check_prompts,
-    copies_of_prompt,
-    ended_rows,
-    mask_token,
-    read_prompts,
-    recorded_rows,
+    copies_of,
+    draws,
     seeds_of,
     write_texts,
 )
+from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
+from dlm_bridge.generation.request import MASK
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model, process_group_ends
 
@@ -85,12 +80,10 @@ def run(request: Request) -> None:
 def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
-    ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
+    ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     trace = None
     if (request.show or request.html or request.svg) and _is_main():
-        trace = DenoisingTrace(
-            TokenStrings(loaded.tokenizer, mask_token(loaded.model, settings) if loaded.diffusion else None), ids
-        )
+        trace = DenoisingTrace(TokenStrings(loaded.tokenizer), ids)
     with live(trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
     if not _is_main():
@@ -120,18 +113,16 @@ def _sample_file(
     prompts: Sequence[WrittenPrompt],
     replicas: Replicas,
 ) -> None:
-    span_token = _span_token(loaded, settings)
-    tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", span_token) for prompt in prompts]
+    infill = _infills(loaded, settings)
+    tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", infill) for prompt in prompts]
     named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
-    check_prompts(loaded.model, named, settings, diffusion=loaded.diffusion)
-    sample = _rows_of_a_continuous_batch if loaded.diffusion and not settings.get("infill") else _rows_of_batches
-    if request.commit_steps:
-        if not loaded.diffusion:
-            raise DlmBridgeError(
-                f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records"
-            )
-        sample = partial(_rows_of_a_continuous_batch, recorded=True)
-    copies = copies_of_prompt(loaded.model, settings, diffusion=loaded.diffusion)
+    check_prompts(loaded.model, named, settings)
+    if request.commit_steps and not loaded.diffusion:
+        raise DlmBridgeError(f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records")
+    copies = copies_of(loaded.model, settings)
+    # Spans of chosen lengths, and beams of one prompt, belong to one call.
+    closed = bool(settings.get("span_lengths")) or (copies > 1 and not draws(loaded.model, settings))
+    sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps)
     unfinished, done = _resumed(request, loaded, prompts, tokens, replicas)
     began = time.perf_counter()
     size = request.batch_size
@@ -141,7 +132,7 @@ def _sample_file(
         size = plan.rows
         if replicas.leads:
             typer.echo(plan.summary, err=True)
-    if replicas.shares > 1 and _draws_anew(loaded, tokens, settings):
+    if replicas.shares > 1 and seeds_of(loaded.model, tokens, settings) is None:
         settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}  # no two draw the same
     forwards, written = _Count(), _Count()
 
@@ -229,13 +220,6 @@ def _resumed(
     return unfinished, {int(key): row for part in replicas.gather(found) for key, row in part.items()}
 
 
-def _draws_anew(loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> bool:
-    """Whether no seed says what is drawn."""
-    if loaded.diffusion:
-        return seeds_of(loaded.model, prompts, settings) is None
-    return settings.get("seed") is None
-
-
 def _in_order(rows: Iterator[tuple[int, Facts]]) -> Iterator[tuple[int, Facts]]:
     """Rows by their index, as soon as all before them are there."""
     early: dict[int, Facts] = {}
@@ -267,7 +251,7 @@ def _gathered(
     return replicas.collect(lines)
 
 
-def _rows_of_a_continuous_batch(
+def _rows(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
@@ -280,20 +264,21 @@ def _rows_of_a_continuous_batch(
 ) -> Iterator[tuple[int, Facts]]:
     """The rows of this process's share by their index, as they end, without those that are `done`, and in `forwards`
     the model's forward passes; `recorded` with their trajectories."""
-    batch = batch_of_rows(
+    sampler = PromptSampler(
         loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded, skip=done
     )
-    rows = recorded_rows(batch) if recorded else ((row, None) for row in ended_rows(batch))
-    for row, steps in rows:
+    for row in sampler:
         text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-        if steps is not None:
-            facts |= {"prompt_token_ids": list(prompts[row.name // copies]), "commit_steps": steps}
+        prompt = prompts[row.name // copies]
+        new = len(row.tokens) - (sum(token != MASK for token in prompt) if settings.get("infill") else 0)
+        facts = {"text": text, "tokens": new, "forwards": row.forwards, "token_ids": row.tokens}
+        if recorded:
+            facts |= {"prompt_token_ids": list(prompt), "commit_steps": list(row.steps[: len(row.tokens)])}
         yield row.name, facts
-    forwards.value = batch.forwards
+    forwards.value = sampler.engine.forwards
 
 
-def _rows_of_batches(
+def _rows_of_calls(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     settings: dict[str, Any],
@@ -303,62 +288,37 @@ def _rows_of_batches(
     replicas: Replicas,
     done: Container[int],
 ) -> Iterator[tuple[int, Facts]]:
-    """The same, one batch after the other: autoregressive models, and prompts to fill. A batch of which some rows are
-    done is sampled again."""
-    if (
-        not loaded.diffusion
-        and (found := canvas_texts(loaded.model, loaded.tokenizer, prompts, settings, size, replicas, done))
-        is not None
-    ):
-        yield from _rows_of_canvases(loaded, forwards, *found)
-        return
-    seeds = seeds_of(loaded.model, prompts, settings) if loaded.diffusion else None
-    starts = [
-        start
-        for start in range(0, len(prompts), size)
-        if any(index not in done for index in range(start * copies, min(start + size, len(prompts)) * copies))
+    """As `_rows`, by a call of `generate` for each prompt. One of which some rows are done is sampled again."""
+    seeds = seeds_of(loaded.model, prompts, settings)
+    left = [
+        number
+        for number in range(len(prompts))
+        if any(index not in done for index in range(number * copies, (number + 1) * copies))
     ]
-    for start in replicas.share(starts):
-        part = prompts[start : start + size]
-        own = seeds[start * copies : (start + size) * copies] if seeds else None
-        drawn = settings
-        if not loaded.diffusion and settings.get("seed") is not None:  # batches draw different numbers
-            drawn = {**settings, "seed": settings["seed"] + start // size}
-        with rows_named(range(start * copies, len(prompts) * copies, copies).__getitem__):
-            result = _sample(loaded, part, drawn, None, own)
+    for number in replicas.share(left):
+        own = seeds[number * copies : (number + 1) * copies] if seeds else None
+        if own is not None:
+            settings = {**settings, "seed": own if loaded.diffusion else own[0]}
+        try:
+            result = _sample(loaded, [prompts[number]], settings, None)
+        except NonFiniteError as error:
+            raise NonFiniteError(error.reason, [number * copies]) from error
         forwards.value += result.forwards
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
             facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": list(ids)}
-            yield start * copies + place, facts
-
-
-def _rows_of_canvases(
-    loaded: LoadedModel, forwards: _Count, batch: CanvasBatch, texts: Iterator[CanvasText]
-) -> Iterator[tuple[int, Facts]]:
-    """The same of DiffusionGemma, in a batch that rows enter and leave."""
-    for row in texts:
-        text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
-        facts = {"text": text, "tokens": len(row.tokens), "forwards": row.forwards, "token_ids": row.tokens}
-        yield row.number, facts
-    forwards.value = batch.forwards
+            yield number * copies + place, facts
 
 
 def _sample(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    settings: dict[str, Any],
-    trace: DenoisingTrace | None,
-    seeds: Sequence[int] | None = None,
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], trace: DenoisingTrace | None
 ) -> GeneratedTexts:
     streamer = None if trace is None else trace if loaded.diffusion else trace.token_streamer()
-    return write_texts(
-        loaded.model, loaded.tokenizer, prompts, settings, diffusion=loaded.diffusion, streamer=streamer, seeds=seeds
-    )
+    return write_texts(loaded.model, loaded.tokenizer, prompts, settings, streamer=streamer)
 
 
-def _span_token(loaded: LoadedModel, settings: dict[str, Any]) -> int | None:
-    """The token of [MASK] in a prompt to fill."""
-    return mask_token(loaded.model, settings) if loaded.diffusion and settings.get("infill") else None
+def _infills(loaded: LoadedModel, settings: dict[str, Any]) -> bool:
+    """True if [MASK] in a prompt stands for tokens to fill."""
+    return loaded.diffusion and bool(settings.get("infill"))
 
 
 def _figures(result: GeneratedTexts) -> dict[str, Any]:

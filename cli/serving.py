@@ -121,7 +121,6 @@ def serve(
     """
     _require("serve", ("fastapi", "uvicorn"))
     from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
-    from dlm_bridge.serving.batches import row_sampler
     from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
@@ -156,7 +155,7 @@ def serve(
         plan = served.plan()
         rows = plan.rows
         typer.echo(plan.summary, err=True)
-    scheduler = Scheduler(row_sampler(served), batch_size=rows, queue_size=queue_size)
+    scheduler = Scheduler(served.open_engine, batch_size=rows, queue_size=queue_size)
     at = f"[{host}]" if ":" in host else host
     said = f"{printable(model)} ({loaded.family}): http://{at}:{sock.getsockname()[1]}/v1 (Ctrl-C ends)"
     limits = Limits(max_body * 2**20, timeout, api_key, tuple(hosts) or ("*",), tuple(origins))

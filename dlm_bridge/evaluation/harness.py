@@ -28,8 +28,10 @@ from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.generation.autoregressive import FiniteLogits, drawing_from, refusals_named
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
+from dlm_bridge.generation.gemma import gemma_keywords, is_gemma
+from dlm_bridge.generation.offline import PromptSampler
+from dlm_bridge.generation.prompts import render_chat
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, render_chat, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
@@ -175,8 +177,7 @@ class DiffusionHarness(TemplateLM):
     ) -> Iterator[tuple[int, str]]:
         """Each prompt's number and text, in any order, of this process's share of the prompts that are not `known`."""
         size = self.settings.batch_size
-        batch = batch_of_rows(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known)
-        for row in ended_rows(batch):
+        for row in PromptSampler(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known):
             yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -235,32 +236,11 @@ class DiffusionHarness(TemplateLM):
         return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
 
 
-class CanvasHarness(DiffusionHarness):
+class GemmaHarness(DiffusionHarness):
     """DiffusionGemma for the harness: texts, each that of transformers' own `generate` alone, and no likelihoods.
 
     The sampler has temperatures of its own: a task's temperature and `do_sample` have no effect.
     """
-
-    def _texts(
-        self, prompts: list[list[int]], settings: dict[str, Any], known: Container[int]
-    ) -> Iterator[tuple[int, str]]:
-        size, seeded = self.settings.batch_size, {**settings, "seed": self.settings.seed}
-        found = canvas_texts(self.model, self.tokenizer, prompts, seeded, size, self.replicas, known)
-        if found is not None:
-            for row in found[1]:
-                yield row.number, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
-            return
-        starts = [
-            start
-            for start in range(0, len(prompts), size)
-            if any(number not in known for number in range(start, min(start + size, len(prompts))))
-        ]
-        for start in self.replicas.share(starts):
-            own = {**settings, "seed": self.settings.seed + start}  # batches draw different numbers
-            part = prompts[start : start + size]
-            with rows_named(range(start, len(prompts)).__getitem__):
-                texts = write_texts(self.model, self.tokenizer, part, own, diffusion=False).texts
-            yield from enumerate(texts, start)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         settings, until = super()._sampler(asked)
@@ -272,7 +252,7 @@ class CanvasHarness(DiffusionHarness):
         }, until
 
     def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {"algorithm": "entropy_bound", **native_settings(self.model, settings)}
+        return {"algorithm": "entropy_bound", **gemma_keywords(self.model, settings)}
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         raise DlmBridgeError(NO_LIKELIHOOD)
@@ -477,8 +457,8 @@ def _harness_model(
 ) -> Any:
     if opened.diffusion:
         return DiffusionHarness(opened, settings, greedy_tasks, replicas, finished)
-    if has_canvas(opened.model):
-        return CanvasHarness(opened, settings, replicas=replicas, finished=finished)
+    if is_gemma(opened.model):
+        return GemmaHarness(opened, settings, replicas=replicas, finished=finished)
     return AutoregressiveHarness(opened, settings, replicas, finished)
 
 

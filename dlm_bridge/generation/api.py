@@ -196,7 +196,7 @@ def generate(
     )
 
 
-def _failure(failed: Sequence[Failed], copies: int, rows: int) -> DlmBridgeError:
+def _failure(failed: Sequence[Failed], copies: int, rows: int) -> Exception:
     """The error of a call of which these rows have failed; the rows that it names are those of the input."""
     named = [event.error for event in failed if isinstance(event.error, NonFiniteError) and event.error.rows]
     if len(named) < len(failed):

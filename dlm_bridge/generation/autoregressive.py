@@ -56,7 +56,8 @@ class AutoregressiveEngine:
 
     Args:
         settings: keyword arguments of transformers' `generate`; `gen_length` is another name of `max_new_tokens`.
-        deliver: is given the events of requests that stream while `step` runs; None: `step` returns all events.
+        deliver: is called after each token, while `step` runs, with the new events of requests that stream, and may
+            cancel requests; None: `step` returns all events.
 
     Raises:
         DlmBridgeError: a setting that transformers does not have.
@@ -69,7 +70,7 @@ class AutoregressiveEngine:
         settings: Mapping[str, Any],
         *,
         max_rows: int,
-        deliver: Callable[[Event], None] | None = None,
+        deliver: Callable[[list[Event]], None] | None = None,
     ) -> None:
         self._model, self._tokenizer, self._max_rows, self._deliver = model, tokenizer, max_rows, deliver
         self._settings = {name: value for name, value in settings.items() if name != "seed"}
@@ -150,10 +151,9 @@ class AutoregressiveEngine:
         streamer: Any,
         seeds: Sequence[int | None],
     ) -> SampledBatch:
-        stored = getattr(self._model, "generation_config", None)
-        draws = self._given.get("do_sample", getattr(stored, "do_sample", False))
-        one_beam = (self._given.get("num_beams") or getattr(stored, "num_beams", None) or 1) == 1
-        own = [drawn_seeds(1)[0] if seed is None else seed for seed in seeds] if draws and one_beam else None
+        own = None
+        if draws(self._model, self._given):
+            own = [drawn_seeds(1)[0] if seed is None else seed for seed in seeds]
         return sample(self._model, self._tokenizer, input_ids, mask, settings, streamer, own)
 
 
@@ -169,7 +169,7 @@ class _TokenWatch:
         running: dict[Hashable, Request],
         batch: Sequence[Request],
         stop: StopCondition,
-        deliver: Callable[[Event], None] | None,
+        deliver: Callable[[list[Event]], None] | None,
     ) -> None:
         self._running, self._batch, self._stop, self._deliver = running, batch, stop, deliver
         self._tokens: list[list[int]] = [[] for _ in batch]
@@ -180,14 +180,12 @@ class _TokenWatch:
         if not self._prompts_came:
             self._prompts_came = True
             return
+        if self._deliver is not None:
+            new = value.reshape(len(self._batch), -1).tolist()
+            found = (self._extended(number, request, new[number]) for number, request in enumerate(self._batch))
+            self._deliver([event for event in found if event is not None])
         if not self._running:
             raise AbandonedError
-        if self._deliver is None:
-            return
-        for number, (request, new) in enumerate(
-            zip(self._batch, value.reshape(len(self._batch), -1).tolist(), strict=True)
-        ):
-            self._extend(number, request, new)
 
     def fail(self, numbers: Sequence[int]) -> None:
         """Report that these rows have logits that are NaN, perhaps behind their end."""
@@ -195,7 +193,7 @@ class _TokenWatch:
             request = self._batch[number]
             if self._deliver is not None and not self._complete[number] and request.name in self._running:
                 del self._running[request.name]
-                self._deliver(Failed(request.name, NonFiniteError(rows=[request.name])))
+                self._deliver([Failed(request.name, NonFiniteError(rows=[request.name]))])
 
     def end(self) -> None:
         """Nothing is left to report."""
@@ -210,18 +208,18 @@ class _TokenWatch:
         more = more if request.stream else []
         return [*more, Ended(request.name, tuple(kept), "length" if end is None else "stop", forwards)]
 
-    def _extend(self, number: int, request: Request, new: list[int]) -> None:
+    def _extended(self, number: int, request: Request, new: list[int]) -> Event | None:
+        """The new tokens of a request; None if there are none to report."""
         if self._complete[number] or request.name not in self._running or not request.stream:
-            return
+            return None
         tokens = self._tokens[number]
         whole = tokens + new if request.gen_length is None else (tokens + new)[: request.gen_length]
         end = self._stop.end_of(whole)
         self._complete[number] = end is not None  # behind it is padding
-        whole = whole if end is None else whole[:end]
-        if len(whole) > len(tokens):
-            assert self._deliver is not None
-            self._deliver(Extended(request.name, len(tokens), tuple(whole[len(tokens) :])))
-        self._tokens[number] = whole
+        self._tokens[number] = whole = whole if end is None else whole[:end]
+        if len(whole) == len(tokens):
+            return None
+        return Extended(request.name, len(tokens), tuple(whole[len(tokens) :]))
 
 
 def sample(
@@ -338,6 +336,13 @@ def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0)
         if not given["do_sample"]:  # transformers warns about them in greedy decoding
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
+
+
+def draws(model: Any, given: Mapping[str, Any]) -> bool:
+    """True if these keyword arguments draw tokens, without beams."""
+    stored = getattr(model, "generation_config", None)
+    samples = given.get("do_sample", getattr(stored, "do_sample", False))
+    return bool(samples) and (given.get("num_beams") or getattr(stored, "num_beams", None) or 1) == 1
 
 
 def set_values(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class DenoisingStep:
         rows: rows of the batch that took part in this step.
         tokens: [B, P + gen_length] token ids, prompts padded on the left, the mask token where nothing is committed.
             Tokens behind a row's end are not part of the output. (A sampler without mask tokens shows its noise.)
+        masked: [B, P + gen_length] bool, True where nothing is committed.
         committed: [B, P + gen_length] bool, True where this step committed or changed a token; of samplers that insert
             and delete tokens, also where it moved one.
         confidence: [B, P + gen_length] float32, the model's probability of the token in the step that committed it, of
@@ -33,6 +34,7 @@ class DenoisingStep:
     forwards: int
     rows: tuple[int, ...]
     tokens: torch.Tensor
+    masked: torch.Tensor
     committed: torch.Tensor
     confidence: torch.Tensor
 
@@ -148,6 +150,7 @@ class StepRecorder:
             forwards,
             tuple(names[row] for row in rows),  # type: ignore[misc]
             tokens.masked_fill(masked, self._mask_token_id),
+            masked,
             committed,
             self._confidence,
         )

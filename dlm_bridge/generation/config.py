@@ -77,7 +77,7 @@ class DiffusionGenerationConfig(GenerationConfig):
         infill: fill the mask tokens inside the prompts, by the sampler's own rule; there are new tokens behind them
             only where `gen_length` is passed. `steps` then are those of each block. A block-causal model fills a block
             without attending to later ones.
-        span_lengths: with `infill`, lengths to try for each span of masks; see `dlm_bridge.generation.spans`.
+        span_lengths: with `infill`, lengths to try for each span of masks; see `generation.api`.
         seed: makes the noise a function of the seed and of each row's own prompt; a list is the rows' own seeds.
         output_history: with `return_dict_in_generate`, the result holds every step.
         **kwargs: the parameters of samplers, and any other field of transformers' GenerationConfig; `generate` refuses

@@ -64,7 +64,7 @@ def open_engine(
     max_length: int | None = None,
     stream: bool = False,
     record: bool = False,
-    deliver: Callable[[Event], None] | None = None,
+    deliver: Callable[[list[Event]], None] | None = None,
 ) -> Engine:
     """The engine of a model of any kind.
 
@@ -117,6 +117,13 @@ def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
         return resolve_settings(model, None, settings, prompt_width=1).num_return_sequences
     stored = None if gemma.is_gemma(model) else getattr(model.generation_config, "num_return_sequences", None)
     return int(call_keywords(model, settings).get("num_return_sequences") or stored or 1)
+
+
+def draws(model: Any, settings: Mapping[str, Any]) -> bool:
+    """True if each text of a prompt is a draw of its own; False for beams, and for greedy decoding by transformers."""
+    if is_diffusion(model) or gemma.is_gemma(model):
+        return True
+    return autoregressive.draws(model, call_keywords(model, settings))
 
 
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:

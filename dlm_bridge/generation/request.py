@@ -6,8 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from dlm_bridge.errors import DlmBridgeError
-
 MASK = -1  # in token ids: a position without a token, in a prompt one to fill
 
 
@@ -84,10 +82,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that has no result, with the reason."""
+    """A request that has no result, with the reason; of an engine always a DlmBridgeError."""
 
     name: Any
-    error: DlmBridgeError
+    error: Exception
 
 
 Event = Committed | Extended | Ended | Failed

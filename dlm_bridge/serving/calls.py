@@ -1,4 +1,4 @@
-"""One request while its rows are sampled: their events, in order, until every choice is finished or it is given up."""
+"""One request while its jobs are sampled: their events, in order, until every choice is finished or it is given up."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import Request
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.generation.request import Ended, Event, Extended, Failed
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
-from dlm_bridge.serving.scheduler import ClosedError, Ended, Extended, Failed, QueueFullError, Row, RowEvent, Scheduler
+from dlm_bridge.serving.scheduler import ClosedError, Job, QueueFullError, Scheduler
 
 CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
 
 
 class Call:
-    """One request while its rows are sampled.
+    """One request while its jobs are sampled.
 
     Args:
         began: the loop's time at which the request came.
@@ -34,33 +35,33 @@ class Call:
         metrics: Metrics,
         began: float,
     ) -> None:
-        self.request, self.rows = request, list[Row]()
+        self.request, self.jobs = request, list[Job]()
         self.choices: list[Choice] = []
         self._loop, self._served, self._scheduler, self._metrics = loop, served, scheduler, metrics
         self._began = began
-        self._queue: asyncio.Queue[tuple[int, RowEvent]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._saw_token = False
 
-    def listener(self, index: int) -> Callable[[RowEvent], None]:
-        """Of a choice's row, for the scheduler's thread."""
+    def listener(self, index: int) -> Callable[[Event], None]:
+        """The listener of a choice's job, for the scheduler's thread."""
 
-        def tell(event: RowEvent) -> None:
+        def tell(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
         return tell
 
-    def submit(self, rows: list[Row], timeout_s: float) -> None:
-        """Queue the rows. Raises RequestError where there is no room."""
-        self.rows = rows
+    def submit(self, jobs: list[Job], timeout_s: float) -> None:
+        """Queue the jobs. Raises RequestError where there is no room."""
+        self.jobs = jobs
         # Copies of a prompt stand next to each other: it counts once.
         self.answer = AnswerBodies(
-            self.request.chat, self._served.name, sum(len(row.prompt) for row in rows[:: self.request.choices])
+            self.request.chat, self._served.name, sum(len(job.prompt) for job in jobs[:: self.request.choices])
         )
-        self.choices = [Choice(self._served.decode, row.stop_strings) for row in rows]
+        self.choices = [Choice(self._served.decode, job.stop_strings) for job in jobs]
         try:
-            self._scheduler.submit(rows)
+            self._scheduler.submit(jobs)
         except QueueFullError:
             raise queue_full(self._metrics) from None
         except ClosedError:
@@ -68,8 +69,8 @@ class Call:
         self._metrics.prompt_tokens += self.answer.prompt_tokens
         self._timer = self._loop.call_at(self._began + timeout_s, self._expire, timeout_s)
 
-    async def events(self) -> AsyncIterator[tuple[int, RowEvent]]:
-        """The rows' events, until every choice is finished. Raises RequestError for what went wrong."""
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """The jobs' events, until every choice is finished. Raises RequestError for what went wrong."""
         try:
             while any(choice.finish_reason is None for choice in self.choices):
                 index, event = await self._queue.get()
@@ -83,14 +84,14 @@ class Call:
         finally:
             self.close()
 
-    def take(self, index: int, event: RowEvent) -> tuple[str, str | None]:
+    def take(self, index: int, event: Event) -> tuple[str, str | None]:
         """The piece of text that an event adds to its choice, and the reason where it finishes it."""
         choice = self.choices[index]
         if choice.finish_reason is not None or not isinstance(event, Extended | Ended):
             return "", None
         piece = choice.take(event)
         if choice.finish_reason is not None and not isinstance(event, Ended):
-            self._scheduler.cancel([self.rows[index]])  # a stop string came before its block was complete
+            self._scheduler.cancel([self.jobs[index]])  # a stop string came before its block was complete
         return piece, choice.finish_reason
 
     async def whole(self, request: Request) -> None:
@@ -113,15 +114,15 @@ class Call:
             self.close()
 
     def close(self) -> None:
-        """Nobody waits for the rows any more."""
+        """Drop the jobs."""
         if self._timer is not None:
             self._timer.cancel()
-        self._scheduler.cancel(self.rows)
+        self._scheduler.cancel(self.jobs)
 
     def _expire(self, timeout_s: float) -> None:
         """The time is over, also where the client does not read what it is sent."""
-        self._scheduler.cancel(self.rows)
-        self._queue.put_nowait((0, Failed(TimeoutError(timeout_s))))
+        self._scheduler.cancel(self.jobs)
+        self._queue.put_nowait((0, Failed(None, TimeoutError(timeout_s))))
 
     def _failure(self, error: Exception, index: int) -> RequestError:
         if isinstance(error, TimeoutError):

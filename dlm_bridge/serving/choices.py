@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from dlm_bridge.serving.scheduler import Ended, Extended
+from dlm_bridge.generation.request import Ended, Extended
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character, so far
 
@@ -94,7 +94,7 @@ class Choice:
         self.tokens += new
         if isinstance(event, Ended):
             piece += self._stream.end()
-            self.finish_reason = "stop" if event.stopped else "length"
+            self.finish_reason = event.finish_reason
         if self._stream.stopped:
             self.finish_reason = "stop"
             self.tokens = self.tokens[: self._stop()]

@@ -1,4 +1,4 @@
-"""The served model: requests become rows, which are checked, and tokens become texts."""
+"""The served model: requests become jobs, which are checked, and tokens become texts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from functools import cached_property
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import BatchPlan, plan_batch
-from dlm_bridge.generation.canvas_batch import batches_canvases
-from dlm_bridge.generation.canvases import has_canvas
-from dlm_bridge.generation.native import NEW_TOKENS, native_settings
+from dlm_bridge.generation.offline import check_prompts, open_engine
+from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
+from dlm_bridge.generation.request import Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import PromptTooLongError, check_prompts, encode_chat, encode_text
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import RequestError, TextRequest
-from dlm_bridge.serving.scheduler import Row, RowEvent
+from dlm_bridge.serving.scheduler import Job
 
 CONVERSATION = "the conversation"  # its name in errors
 TOO_LONG = "context_length_exceeded"  # OpenAI's code
@@ -49,7 +49,7 @@ class ServedModel:
         settings = dict(self.defaults)
         if not self.loaded.diffusion and _asked_length(settings, 0) is None:
             settings["gen_length"] = 1
-        check_prompts(self.loaded.model, [(self.name, [0])], settings, diffusion=self.loaded.diffusion)
+        check_prompts(self.loaded.model, [(self.name, [0])], settings)
 
     @property
     def limit(self) -> int:
@@ -65,10 +65,19 @@ class ServedModel:
         """Characters of a prompt, at most: those of `limit` tokens, each the longest of the vocabulary."""
         return self.limit * max(map(len, self.loaded.tokenizer.get_vocab()))
 
-    def continuous(self, settings: Mapping[str, Any]) -> bool:
-        """Whether rows of these settings enter a batch while it runs, each with its own length and seed."""
-        model = self.loaded.model
-        return self.loaded.diffusion or batches_canvases(model, native_settings(model, settings))
+    def open_engine(
+        self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None]
+    ) -> Engine:
+        """The engine of jobs with these settings; see `scheduler.OpenEngine`."""
+        return open_engine(
+            self.loaded.model,
+            self.loaded.tokenizer,
+            settings,
+            max_rows=max_rows,
+            max_length=self.limit,
+            stream=True,
+            deliver=deliver,
+        )
 
     def plan(self) -> BatchPlan:
         """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
@@ -81,17 +90,17 @@ class ServedModel:
         """The text of new tokens, without special ones."""
         return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def rows(self, request: TextRequest, listen: Callable[[int], Callable[[RowEvent], None]]) -> list[Row]:
-        """The rows of a request, checked; `listen` gives the listener of a choice. Raises RequestError."""
+    def jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
+        """The jobs of a request, checked; `listen` gives the listener of a choice. Raises RequestError."""
         try:
-            return self._rows(request, listen)
+            return self._jobs(request, listen)
         except PromptTooLongError as error:
             message = f"{error}, which are more than {self.limit} tokens"
             raise RequestError(message, param="messages" if request.chat else "prompt", code=TOO_LONG) from error
         except DlmBridgeError as error:
             raise RequestError(str(error)) from error
 
-    def _rows(self, request: TextRequest, listen: Callable[[int], Callable[[RowEvent], None]]) -> list[Row]:
+    def _jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
         settings = {**self.defaults, **request.settings}
         several = len(request.prompts) > 1
         copies = []
@@ -100,17 +109,12 @@ class ServedModel:
             own = self._settled(prompt, name, settings, "messages" if request.chat else "prompt")
             copies += [(prompt, own)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
-        seeds = self._seeds(seed, [prompt for prompt, _ in copies])
-        rows = []
-        for index, ((prompt, own), row_seed) in enumerate(zip(copies, seeds, strict=True)):
-            shared = dict(own)
-            if self.continuous(own):
-                del shared["gen_length"]  # rows have their own
-            elif row_seed is not None:
-                shared["seed"] = [row_seed, secrets.token_hex(8)]  # transformers draws for a batch from one stream
-            group = json.dumps(shared, sort_keys=True)
-            rows.append(Row(tuple(prompt), own, row_seed, group, listen(index)))
-        return rows
+        seeds = row_seeds(secrets.randbits(62) if seed is None else seed, [prompt for prompt, _ in copies])
+        jobs = []
+        for index, ((prompt, own), job_seed) in enumerate(zip(copies, seeds, strict=True)):
+            group = json.dumps({name: value for name, value in own.items() if name != "gen_length"}, sort_keys=True)
+            jobs.append(Job(tuple(prompt), own, job_seed, group, listen(index)))
+        return jobs
 
     def _prompts(self, request: TextRequest) -> Iterator[list[int]]:
         tokenizer = self.loaded.tokenizer
@@ -138,7 +142,7 @@ class ServedModel:
         return min(usual, max(self.limit - prompt, 1))
 
     def _settled(self, prompt: list[int], name: str, settings: Mapping[str, Any], field: str) -> dict[str, Any]:
-        """The settings of a prompt's rows, with the number of new tokens as `gen_length`. Raises DlmBridgeError or
+        """The settings of a prompt's jobs, with the number of new tokens as `gen_length`. Raises DlmBridgeError or
         RequestError, which names the request's `field`."""
         model, diffusion = self.loaded.model, self.loaded.diffusion
         found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
@@ -153,7 +157,7 @@ class ServedModel:
             )
         if found is not None:
             found.sampler.spec(SpecialTokens.of(found))
-        check_prompts(model, [(name, prompt)], own, diffusion=diffusion)
+        check_prompts(model, [(name, prompt)], own)
         return own
 
     def _stored_seed(self, settings: Mapping[str, Any]) -> int | None:
@@ -161,12 +165,6 @@ class ServedModel:
             return None
         seed = resolve_settings(self.loaded.model, None, settings, prompt_width=1).seed
         return seed if isinstance(seed, int) else None
-
-    def _seeds(self, seed: int | None, prompts: list[list[int]]) -> list[int | None]:
-        """Of each row. Those of a diffusion model are as `generate` with this seed has them."""
-        if self.loaded.diffusion or (seed is not None and has_canvas(self.loaded.model)):
-            return list(row_seeds(secrets.randbits(62) if seed is None else seed, prompts))
-        return [None if seed is None else seed + number for number in range(len(prompts))]
 
 
 def _asked_length(settings: Mapping[str, Any], prompt: int) -> Any:

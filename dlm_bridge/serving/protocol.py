@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, shortened
-from dlm_bridge.generation.texts import check_template_args
+from dlm_bridge.generation.prompts import check_template_args
 from dlm_bridge.serving.choices import Choice
 
 # Fields of OpenAI's that say nothing about the text.

@@ -28,12 +28,13 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from dlm_bridge.generation.display.trace import TokenStrings
+from dlm_bridge.generation.request import Committed
 from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, timed_out
 from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import RequestError, parse_request
-from dlm_bridge.serving.scheduler import Committed, Scheduler
+from dlm_bridge.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/metrics")  # need no API key
@@ -223,15 +224,15 @@ class _Routes:
                 )
             with self._place(asked.texts):
                 call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
-                rows = await loop.run_in_executor(self.reader, self._served.rows, asked, call.listener)
-            for row in rows:
-                row.live = live or asked.stream or bool(row.stop_strings)
-            call.submit(rows, self._limits.timeout_s)
+                jobs = await loop.run_in_executor(self.reader, self._served.jobs, asked, call.listener)
+            for job in jobs:
+                job.stream = live or asked.stream or bool(job.stop_strings)
+            call.submit(jobs, self._limits.timeout_s)
         return call
 
     @asynccontextmanager
     async def _arrival(self, began: float) -> AsyncIterator[None]:
-        """Context of a request that has no rows yet. Raises RequestError at the request's timeout and at `close`."""
+        """Context of a request that has no jobs yet. Raises RequestError at the request's timeout and at `close`."""
         if self._closed:
             raise closed()
         timeout_s = self._limits.timeout_s
@@ -309,8 +310,8 @@ class _Routes:
         yield "[DONE]"
 
     async def _commit_events(self, call: Call) -> AsyncIterator[Any]:
-        strings = TokenStrings(self._served.loaded.tokenizer, None)
-        lengths = [row.settings["gen_length"] for row in call.rows]
+        strings = TokenStrings(self._served.loaded.tokenizer)
+        lengths = [job.settings["gen_length"] for job in call.jobs]
         yield {
             "type": "start",
             "id": call.answer.id,

@@ -29,9 +29,10 @@ from dlm_bridge.generation.display.trace import (
     confidence_colour,
 )
 from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.offline import GeneratedTexts, write_texts
+from dlm_bridge.generation.prompts import WrittenPrompt, as_message
 from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
-from dlm_bridge.generation.texts import GeneratedTexts, WrittenPrompt, as_message, mask_token, write_texts
 from dlm_bridge.serving.connections import LOOPBACK
 
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
@@ -189,10 +190,9 @@ class PageModel:
     def _start(
         self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any]
     ) -> tuple[LiveTrace, Future[GeneratedTexts]]:
-        mask = mask_token(self.model, settings) if self.diffusion else None
-        ids = written.encode(self.tokenizer, self.name, mask if mode == FILL else None)
-        trace = LiveTrace(TokenStrings(self.tokenizer, mask), ids)
-        write = partial(write_texts, self.model, self.tokenizer, [ids], settings, diffusion=self.diffusion)
+        ids = written.encode(self.tokenizer, self.name, infill=mode == FILL)
+        trace = LiveTrace(TokenStrings(self.tokenizer), ids)
+        write = partial(write_texts, self.model, self.tokenizer, [ids], settings)
         self._traces.add(trace)
         call = self._executor.submit(write, streamer=trace if self.diffusion else trace.token_streamer())
         call.add_done_callback(lambda _: self._traces.discard(trace))

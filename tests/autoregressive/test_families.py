@@ -23,7 +23,7 @@ from transformers.distributed import DistributedConfig
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.verify import verify_pair
-from dlm_bridge.generation.native import sample
+from dlm_bridge.generation.autoregressive import sample
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.models.families import families, find_family
 from dlm_bridge.train.config import TrainConfig

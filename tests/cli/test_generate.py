@@ -22,9 +22,8 @@ from dlm_bridge.cli.app import main
 from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
-from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.offline import PromptSampler
 from dlm_bridge.generation.request import Ended
-from dlm_bridge.generation.texts import ended_rows
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import MASK, TOKENIZER, Cli
 from tests.cli.pages import Page, played
@@ -450,14 +449,16 @@ def test_a_sampling_that_fails_leaves_what_is_finished(
     source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "two")))
     calls: list[Any] = []
 
-    def failing(batch: SamplingEngine) -> Iterator[Ended]:
-        for row in ended_rows(batch):
+    sampled = PromptSampler.__iter__
+
+    def failing(sampler: PromptSampler) -> Iterator[Ended]:
+        for row in sampled(sampler):
             calls.append(row)
             if len(calls) == 2:
                 raise DlmBridgeError("the second row fails")
             yield row
 
-    monkeypatch.setattr("dlm_bridge.cli.generate_run.ended_rows", failing)
+    monkeypatch.setattr(PromptSampler, "__iter__", failing)
     code, _, err = cli(llada, "--jsonl", source, "--output", target, "--batch-size", 1, "--gen-length", 8)
     assert (code, len(calls)) == (2, 2)
     assert "the second row fails" in err

@@ -15,15 +15,13 @@ import torch
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy
-from dlm_bridge.generation import canvases
-from dlm_bridge.generation.batch_rows import Failed
-from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
-from dlm_bridge.generation.texts import write_texts
+from dlm_bridge.generation.gemma import GemmaEngine
+from dlm_bridge.generation.offline import write_texts
+from dlm_bridge.generation.request import Ended, Failed, Request
 from dlm_bridge.loading import LoadedModel, Placement, load_model
-from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Ended, Failed, Scheduler
+from dlm_bridge.serving.scheduler import Scheduler
 from dlm_bridge.serving.web_page import PageModel
 from dlm_bridge.train.rl.reward_worker import RewardScores
 from dlm_bridge.train.rl.rollout import Rollouts
@@ -175,21 +173,21 @@ def test_an_autoregressive_model_that_goes_wrong_later(qwen3: Path, settings: di
     given = {"gen_length": 8, "seed": 1, **settings}
     prompts = [[5, 6, 7], [8, 9, 10]]
     beams = settings.get("num_beams", 1)
-    expected = write_texts(loaded.model, loaded.tokenizer, prompts, given, diffusion=False)
+    expected = write_texts(loaded.model, loaded.tokenizer, prompts, given)
     for row, rows in ((None, ()), (beams, (1,))):
         handle = spoil(loaded, 5, row)
         with pytest.raises(NonFiniteError) as error:
-            write_texts(loaded.model, loaded.tokenizer, prompts, given, diffusion=False)
+            write_texts(loaded.model, loaded.tokenizer, prompts, given)
         handle.remove()
         assert error.value.rows == rows
     if beams == 1:
         other, own = expected.token_ids
         place = next(place for place in range(1, 6) if own[place] not in (*other, *own[:place]))
         ends = {**given, "eos_token_id": [own[place]]}
-        expected = write_texts(loaded.model, loaded.tokenizer, prompts, ends, diffusion=False)
+        expected = write_texts(loaded.model, loaded.tokenizer, prompts, ends)
         assert [len(tokens) for tokens in expected.token_ids] == [8, place + 1]
         handle = spoil(loaded, place + 1, 1)
-        assert write_texts(loaded.model, loaded.tokenizer, prompts, ends, diffusion=False).texts == expected.texts
+        assert write_texts(loaded.model, loaded.tokenizer, prompts, ends).texts == expected.texts
         handle.remove()
 
 
@@ -198,8 +196,8 @@ def test_one_autoregressive_row_of_the_server_fails_alone(qwen3: Path) -> None: 
     handle = spoil(loaded, 0, 1)
     served, told = ServedModel(loaded, "tiny", {}), list[list[Any]]([[], []])
     request = TextRequest(chat=False, prompts=("the cat", "sat"), settings={"gen_length": 6}, seed=None)
-    rows = served.rows(request, lambda index: told[index].append)
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=4)
+    rows = served.jobs(request, lambda index: told[index].append)
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=4)
     scheduler.submit(rows)
     scheduler.start()
     wait_until(lambda: all(events and isinstance(events[-1], Ended | Failed) for events in told), "both end")
@@ -214,14 +212,13 @@ def test_one_autoregressive_row_of_the_server_fails_alone(qwen3: Path) -> None: 
 def test_a_row_of_diffusion_gemma_fails_alone(gemma: Path) -> None:
     """The row whose canvas becomes NaN in a later pass leaves; the others have their texts."""
     loaded = load_model(gemma, Placement("cpu"))
-    model = loaded.model
-    given = canvases.keywords(model, {"max_new_tokens": 16, "steps": 3}, [])
+    given = {"max_new_tokens": 16, "steps": 3, "eos_token_id": None}
     prompts = {1: [5, 6, 7], 2: [8, 9], 3: [10, 11, 12, 13]}
 
     def ends(spoiled: bool) -> dict[int, Any]:
-        batch = CanvasBatch(model, given, 3)
+        batch = GemmaEngine(loaded.model, loaded.tokenizer, given, max_rows=3)
         for number, prompt in prompts.items():
-            batch.submit(number, prompt, seed=number)
+            batch.submit(Request(number, prompt, seed=number))
         found: dict[int, Any] = {}
         handle = spoil(loaded, 4, 1) if spoiled else None
         while not batch.idle:
@@ -230,8 +227,8 @@ def test_a_row_of_diffusion_gemma_fails_alone(gemma: Path) -> None:
                     found[event.name] = event
                     assert handle is not None
                     handle.remove()
-                elif isinstance(event, CanvasText):
-                    found[event.number] = event.tokens
+                elif isinstance(event, Ended):
+                    found[event.name] = event.tokens
         return found
 
     expected, found = ends(spoiled=False), ends(spoiled=True)
@@ -246,7 +243,7 @@ def test_diffusion_gemma_by_transformers_own_loop(folders: Callable[[str], Path]
     loaded = load_model(folders("gemma"), Placement("cpu"))
     settings = {"gen_length": 8, "steps": 2, "disable_compile": True}
     with pytest.raises(NonFiniteError):
-        write_texts(loaded.model, loaded.tokenizer, [[5, 6], [7, 8]], settings, diffusion=False)
+        write_texts(loaded.model, loaded.tokenizer, [[5, 6], [7, 8]], settings)
 
 
 def test_greedy_decoding_that_a_metric_asks_for(folders: Callable[[str], Path]) -> None:

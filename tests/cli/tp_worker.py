@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main as command_line
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.texts import GeneratedTexts, write_texts
+from dlm_bridge.generation.offline import GeneratedTexts, write_texts
 
 FAILING, INTERRUPTED = "failing", "interrupted"
 

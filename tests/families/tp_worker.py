@@ -22,8 +22,8 @@ from transformers.distributed import DistributedConfig
 
 import dlm_bridge  # noqa: F401
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
+from dlm_bridge.generation.offline import GeneratedTexts, write_texts
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
-from dlm_bridge.generation.texts import GeneratedTexts, write_texts
 from dlm_bridge.train.rl.replica import RolloutModel
 from tests.families.case import FamilyCase, all_cases
 from tests.generation.recorded import stand_in

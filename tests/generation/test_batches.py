@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import generate
-from dlm_bridge.generation.batching import ContinuousBatch
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.loading import load_model
 from tests.checkpoints import write_tokenizer
 from tests.generation import published
@@ -163,7 +163,7 @@ def test_adapters_that_change_the_input_are_refused(folder: Path, tmp_path: Path
     for sample in (
         lambda: model.generate(input_ids=ids, gen_length=4),
         lambda: generate(model, ids, gen_length=4),
-        lambda: ContinuousBatch(model, {"gen_length": 4}, max_rows=1),
+        lambda: SamplingEngine(model, {"gen_length": 4}, max_rows=1),
     ):
         with pytest.raises(DlmBridgeError, match=f"peft_type {model.active_peft_config.peft_type.value}"):
             sample()

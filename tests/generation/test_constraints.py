@@ -13,9 +13,10 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import BlockLayout, generate
-from dlm_bridge.generation.canvas import Canvas
+from dlm_bridge.generation.canvas import Canvas, Entry
 from dlm_bridge.generation.constraints import Constraints
-from dlm_bridge.generation.rows import PromptBatch, PromptLimits, StopCondition
+from dlm_bridge.generation.request import MASK as HOLE
+from dlm_bridge.generation.stopping import StopCondition
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
@@ -208,10 +209,11 @@ def test_a_stop_string_ends_a_row(name: str) -> None:
 
 
 def test_a_stop_string_is_not_looked_for_behind_a_gap() -> None:
-    tokens = torch.tensor([[0, MASK, 2], [0, 2, MASK], [MASK, 0, 2]])
+    tokens = torch.tensor([[0, HOLE, 2], [0, 2, HOLE], [HOLE, 0, 2]])
     ending = StopCondition((), tokens.device, ["ac"], Letters())
-    marks = ending.marks(tokens, torch.ones_like(tokens, dtype=torch.bool), MASK)
-    assert marks.tolist() == [[False] * 3, [False, True, False], [False] * 3]
+    texts = ending.texts(tokens, torch.ones_like(tokens, dtype=torch.bool)).tolist()
+    assert [ending.string_end(text) for text in texts] == [-1, 1, -1]
+    assert [ending.end_of(row) for row in tokens.tolist()] == [None, 2, None]
 
 
 def test_a_stop_string_saves_forwards() -> None:
@@ -266,13 +268,14 @@ def test_a_penalty_s_text_is_the_row_s_own() -> None:
 
 
 def test_a_penalty_counts_neither_a_position_s_own_token_nor_masks() -> None:
-    device, mask = torch.device("cpu"), torch.tensor([[0, 0, 1], [1, 1, 1]])
-    limits = PromptLimits(MASK, VOCABULARY, gen_length=4, context=None)
-    prompt = PromptBatch.build(torch.tensor([[0, 0, 7], [5, 6, 7]]), mask, limits, device)
-    canvas = Canvas(prompt, BlockLayout(4), limits, 0, StopCondition((), device))
-    canvas.tokens[:, 4] = 9  # the second new token is committed
+    device = torch.device("cpu")
+    canvas = Canvas(BlockLayout(4), StopCondition((), device), device, mask_token_id=MASK, cache_width=12)
+    canvas.admit([Entry(0, [7], 4), Entry(1, [5, 6, 7], 4)])
+    canvas.open_block()
+    begin = canvas.block.start
+    canvas.tokens[:, begin + 1] = 9  # the second new token is committed
     logits = torch.ones(2, 4, VOCABULARY)
-    penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(3, 7))
+    penalised = Constraints(repetition_penalty=2.0)(logits, canvas, [0, 1], slice(begin, begin + 4))
     for row, text in enumerate(({7, 9}, {5, 6, 7, 9})):
         for place in range(4):
             expected = torch.ones(VOCABULARY)

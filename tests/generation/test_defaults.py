@@ -9,7 +9,8 @@ import torch
 
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.generation.api import generate
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowRequest
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Ended, Request
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
 from dlm_bridge.models.families import FamilySpec, families
@@ -73,19 +74,19 @@ def test_samplers_write_as_much_as_there_is_room_for(name: str, pattern: str, sh
     model = build(RUNS[name, pattern, shift])
     never = {"eos_token_id": None, **({"steps": 9} if name == "uniform" else {})}  # ended
     usual = SAMPLERS[name].parameters()["gen_length"]
-    batch = ContinuousBatch(model, {"algorithm": name, **never}, max_rows=4, max_length=CONTEXT)
+    batch = SamplingEngine(model, {"algorithm": name, **never}, max_rows=4, max_length=CONTEXT)
     for width in PROMPTS:
         room = min(CONTEXT - width, usual)
         tokens = generate(model, torch.tensor([prompt(width)]), algorithm=name, **never)
         assert tokens.shape[1] - width == room or SAMPLERS[name].resizes
-        batch.submit(RowRequest(width, prompt(width), seed=1))
+        batch.submit(Request(width, prompt(width), seed=1))
     for length in LENGTHS:
         tokens = generate(model, torch.tensor([prompt(6)]), algorithm=name, gen_length=length, **never)
         assert tokens.shape[1] - 6 == length or SAMPLERS[name].resizes
-        batch.submit(RowRequest(100 + length, prompt(6), length, seed=1))
+        batch.submit(Request(100 + length, prompt(6), length, seed=1))
     ended = {}
     while not batch.idle:
-        ended |= {event.name: event for event in batch.advance() if isinstance(event, RowEnded)}
+        ended |= {event.name: event for event in batch.step() if isinstance(event, Ended)}
     batch.close()
     assert len(ended) == len(PROMPTS) + len(LENGTHS)
     for length in LENGTHS:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from dlm_bridge.generation.batching import ContinuousBatch, RowEnded, RowFailed, RowRequest
+from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.request import Ended, Failed, Request
 from dlm_bridge.generation.runtime import graphs, runner
 from dlm_bridge.loading import process_group_ends
 from tests.families.case import FamilyCase, some_slow
@@ -369,15 +370,15 @@ def test_rows_that_fail_leave_no_nan_in_the_cache_of_the_next_ones(folder: Path,
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
     settings = {"block_length": 8, "cache": cache, "eos_token_id": None, "suppress_tokens": [5]}
-    bad = [RowRequest(f"bad {number}", [5] * 30, 16) for number in range(2)]
-    good = [RowRequest(f"good {number}", list(range(10, 12 + 6 * number)), 16) for number in range(2)]
-    batch = ContinuousBatch(model, {**settings, "execution": execution}, max_rows=2, max_length=64)
+    bad = [Request(f"bad {number}", [5] * 30, 16) for number in range(2)]
+    good = [Request(f"good {number}", list(range(10, 12 + 6 * number)), 16) for number in range(2)]
+    batch = SamplingEngine(model, {**settings, "execution": execution}, max_rows=2, max_length=64)
     for row in (*bad, *good):
         batch.submit(row)
     ends = {}
     while not batch.idle:
-        ends |= {event.name: event for event in batch.advance() if isinstance(event, (RowEnded, RowFailed))}
-    assert all(isinstance(ends[row.name], RowFailed) for row in bad)
+        ends |= {event.name: event for event in batch.step() if isinstance(event, (Ended, Failed))}
+    assert all(isinstance(ends[row.name], Failed) for row in bad)
     for row in good:
         expected = model.generate(torch.tensor([row.prompt], device=DEVICE), gen_length=16, **settings)
         assert list(ends[row.name].tokens) == expected[0, len(row.prompt) :].tolist()

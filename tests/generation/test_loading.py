@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dlm_bridge import loading as loading_module
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.native import end_tokens
+from dlm_bridge.generation.autoregressive import end_tokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.registration import register_model_names
 from dlm_bridge.train import loading

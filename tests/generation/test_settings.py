@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.generation.texts import mask_token
 from tests.checkpoints import write_llada
 from tests.generation.conftest import EOS, MASK, load, prompts
 
@@ -391,15 +390,6 @@ def test_a_token_of_the_config_is_a_number(name: str, model: Any) -> None:
     setattr(stored.config, name, False)
     with pytest.raises(DlmBridgeError, match=f"{name} must be a token id, not False"):
         settings(stored)
-
-
-def test_the_mask_token_of_written_prompts_is_that_of_the_sampler(model: Any) -> None:
-    """Which spans of a text are made of: from the same places, in the same order."""
-    maskless = with_stored(copy.copy(model))
-    maskless.config = copy.copy(model.config)
-    maskless.config.mask_token_id = None
-    for one, given in ((model, {}), (with_stored(maskless, mask_token_id=5), {}), (model, {"mask_token_id": 7})):
-        assert mask_token(one, given) == settings(one, **given).limits.mask_token_id
 
 
 def test_block_length_and_block_size_are_one_setting(model: Any) -> None:

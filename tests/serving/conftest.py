@@ -20,7 +20,6 @@ from tests.cli.conftest import TEMPLATE, llada, qwen3  # noqa: F401  fixtures
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
-from dlm_bridge.serving.batches import row_sampler  # noqa: E402
 from dlm_bridge.serving.connections import bind  # noqa: E402
 from dlm_bridge.serving.model import ServedModel  # noqa: E402
 from dlm_bridge.serving.scheduler import Scheduler  # noqa: E402
@@ -77,7 +76,7 @@ def running(
     """A server of the model until the end of the context."""
     served = ServedModel(loaded, "tiny", defaults or {}, max_length)
     served.check()
-    scheduler = Scheduler(row_sampler(served), batch_size=batch_size, queue_size=queue_size)
+    scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)
     server = Server(served, scheduler, Limits(body_bytes, timeout_s, **limits), sock)
     thread = threading.Thread(target=server.serve_forever)

@@ -58,7 +58,7 @@ def test_the_chat_template_gets_its_variables(diffusion: LoadedModel) -> None:
     served = ServedModel(replace(diffusion, tokenizer=tokenizer), "tiny", {})
     for args, text in (({"loud": True}, "1: hi"), ({}, "0: hi"), (None, "0: hi")):
         body = {"messages": CHAT, "chat_template_kwargs": args, "max_tokens": 4}
-        (row,) = served.rows(parse_request(json.dumps(body).encode(), chat=True), lambda _: lambda _: None)
+        (row,) = served.jobs(parse_request(json.dumps(body).encode(), chat=True), lambda _: lambda _: None)
         assert list(row.prompt) == tokenizer(text)["input_ids"]
 
 

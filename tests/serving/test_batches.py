@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dlm_bridge.generation import batch_size
+from dlm_bridge.generation.request import Committed, Ended, Extended, Failed
 from dlm_bridge.loading import LoadedModel, load_model
-from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Failed, Row, Scheduler
+from dlm_bridge.serving.scheduler import Job, Scheduler
 from tests.families.case import FamilyCase, some_slow
 from tests.generation.test_caches import load_case
 from tests.generation.test_families import DIFFUSION
@@ -24,8 +24,8 @@ Told = list[tuple[str, Any]]
 
 
 def row_of(
-    served: ServedModel, name: str, told: Told, on_event: Callable[[Row, Any], None] | None = None, **settings: Any
-) -> Row:
+    served: ServedModel, name: str, told: Told, on_event: Callable[[Job, Any], None] | None = None, **settings: Any
+) -> Job:
     """The row of a request, whose events are told under its name."""
     request = TextRequest(chat=False, prompts=(f"the {name} ",), settings={"block_length": 4, **settings}, seed=1)
 
@@ -34,11 +34,11 @@ def row_of(
         if on_event is not None:
             on_event(row, event)
 
-    (row,) = served.rows(request, lambda _: listen)
+    (row,) = served.jobs(request, lambda _: listen)
     return row
 
 
-def alone(served: ServedModel, row: Row) -> list[int]:
+def alone(served: ServedModel, row: Job) -> list[int]:
     """The new tokens of `generate` for a row."""
     model = served.loaded.model
     ids = torch.tensor([row.prompt])
@@ -55,13 +55,13 @@ def test_rows_enter_and_leave_a_running_batch(diffusion: LoadedModel) -> None:
     served, told = ServedModel(diffusion, "tiny", {}), Told()
     late = row_of(served, "late", told, gen_length=8, temperature=0.5)
 
-    def submit_late(_: Row, event: Any) -> None:
+    def submit_late(_: Job, event: Any) -> None:
         if isinstance(event, Extended) and not late.overtaken:
             late.overtaken = 1  # once
             scheduler.submit([late])
 
     early = row_of(served, "early", told, submit_late, gen_length=32, temperature=0.5)
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=2)
     scheduler.submit([early])
     scheduler.start()
     wait_until(lambda: len(ended(told)) == 2, "both end")
@@ -80,13 +80,13 @@ def test_rows_enter_and_leave_a_running_batch(diffusion: LoadedModel) -> None:
 def test_a_cancelled_row_leaves_the_others_in_peace(diffusion: LoadedModel) -> None:
     served, told = ServedModel(diffusion, "tiny", {}), Told()
 
-    def leave(row: Row, event: Any) -> None:
+    def leave(row: Job, event: Any) -> None:
         if isinstance(event, Extended):
             scheduler.cancel([row])
 
     gone = row_of(served, "gone", told, leave, gen_length=128)
     stays = row_of(served, "stays", told, gen_length=16)
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=2)
     scheduler.submit([gone, stays])
     scheduler.start()
     wait_until(lambda: bool(ended(told)) and not scheduler.running, "the row that stays ends, and the batch")
@@ -105,10 +105,10 @@ def test_autoregressive_rows_of_equal_settings_share_a_batch(qwen3: Any) -> None
     rows = [
         row
         for request in requests
-        for row in served.rows(request, lambda index: lambda event: told.append((str(index), event)))
+        for row in served.jobs(request, lambda index: lambda event: told.append((str(index), event)))
     ]
     assert rows[0].group == rows[1].group != rows[2].group
-    scheduler = Scheduler(row_sampler(served), batch_size=4, queue_size=4)
+    scheduler = Scheduler(served.open_engine, batch_size=4, queue_size=4)
     scheduler.submit(rows[:2])
     scheduler.start()
     wait_until(lambda: len(ended(told)) == 2, "both end")
@@ -130,8 +130,8 @@ def test_families_that_no_engine_serves(case: FamilyCase, tmp_path: Path) -> Non
     served, told = ServedModel(LoadedModel(model, None, case.spec.name, True), "tiny", {}, 100), Told()
     settings = {"gen_length": 32, "temperature": 0.5, "eos_token_id": None, "mask_token_id": mask}
     request = TextRequest(chat=False, prompts=((5, 6, 7), (8, 9, 10, 11, 12, 13)), settings=settings, seed=2)
-    rows = served.rows(request, lambda index: lambda event: told.append((str(index), event)))
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
+    rows = served.jobs(request, lambda index: lambda event: told.append((str(index), event)))
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=2)
     scheduler.submit(rows)
     scheduler.start()
     wait_until(lambda: len([event for _, event in told if isinstance(event, Ended | Failed)]) == 2, "both end")

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from dlm_bridge.generation.request import Committed, Ended, Extended
 from dlm_bridge.loading import LoadedModel, load_model
-from dlm_bridge.serving.batches import row_sampler
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
-from dlm_bridge.serving.scheduler import Committed, Ended, Extended, Scheduler
+from dlm_bridge.serving.scheduler import Scheduler
 from tests.canvas_models import CANVAS, has_class, write_canvas_model
 from tests.generation.test_canvases import STEPS, by_hand
 from tests.serving.conftest import PATIENCE_S, running, wait_until
@@ -36,14 +36,14 @@ def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
     def submit(name: str, text: str, seed: int, **more: Any) -> None:
         settings = {"steps": STEPS, "eos_token_id": None, **more}
         request = TextRequest(chat=False, prompts=(text,), settings=settings, seed=seed)
-        scheduler.submit(served.rows(request, lambda _: lambda event: heard(name, event)))
+        scheduler.submit(served.jobs(request, lambda _: lambda event: heard(name, event)))
 
     def heard(name: str, event: Any) -> None:
         told.setdefault(name, []).append(event)
         if name == "first" and len(told["first"]) == 1:  # its first canvas
             submit("late", "a longer one", 7, gen_length=12)
 
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=4)
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=4)
     submit("first", "the cat", 1, gen_length=28)
     submit("second", "sat", 4, gen_length=CANVAS)
     scheduler.start()
@@ -70,10 +70,13 @@ def test_a_stop_string_ends_a_served_row_with_its_canvas(loaded: LoadedModel) ->
     text = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
     settings["stop_strings"] = [text[len(text) // 3]]
     request = TextRequest(chat=False, prompts=("the cat",), settings=settings, seed=1)
-    scheduler = Scheduler(row_sampler(served), batch_size=2, queue_size=2)
-    row_sampler(served).run(served.rows(request, lambda _: told.append), scheduler)
+    scheduler = Scheduler(served.open_engine, batch_size=2, queue_size=2)
+    scheduler.submit(served.jobs(request, lambda _: told.append))
+    scheduler.start()
+    wait_until(lambda: told and isinstance(told[-1], Ended) and not scheduler.running, "the text ends")
+    scheduler.close(PATIENCE_S)
     end = told[-1]
-    assert end.stopped
+    assert end.finish_reason == "stop"
     assert list(end.tokens) == tokens[: len(end.tokens)]
     assert settings["stop_strings"][0] in loaded.tokenizer.decode(end.tokens)
     assert settings["stop_strings"][0] not in loaded.tokenizer.decode(end.tokens[:-1])

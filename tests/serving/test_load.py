@@ -14,7 +14,7 @@ import pytest
 
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.calls import Call
-from dlm_bridge.serving.scheduler import Row
+from dlm_bridge.serving.scheduler import Job
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
 REQUESTS = 200
@@ -82,7 +82,7 @@ def test_two_hundred_requests_at_once_for_a_minute(diffusion: LoadedModel) -> No
         server.wait(lambda: not server.scheduler.running, "rows without a client leave")
         assert server.scheduler.waiting == 0
         gc.collect()
-        assert not [one for one in gc.get_objects() if isinstance(one, (Row, Call))]
+        assert not [one for one in gc.get_objects() if isinstance(one, (Job, Call))]
         for number, text in enumerate(text for answers in rounds for text in answers):
             if text is not None:
                 assert text == alone(server, number), request_of(number)

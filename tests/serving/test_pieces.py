@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from dlm_bridge.generation.request import Ended, Extended, Failed, Request
 from dlm_bridge.serving.choices import Choice, TextStream
-from dlm_bridge.serving.scheduler import ClosedError, Ended, Extended, Failed, QueueFullError, Row, Scheduler
+from dlm_bridge.serving.scheduler import ClosedError, Job, QueueFullError, Scheduler
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import TOKENIZER
 from tests.serving.conftest import wait_until
@@ -75,11 +76,11 @@ def test_nothing_of_a_stop_string_is_sent(tokenizer: Any, stop: list[str], wante
     for seed in range(20):
         choice, sent = Choice(decoder(tokenizer), stop), ""
         for portion in portions(tokens, random.Random(seed)):
-            sent += choice.take(Extended(tuple(portion)))
+            sent += choice.take(Extended(0, 0, tuple(portion)))
             assert wanted.startswith(sent)
             if choice.finish_reason:
                 break
-        sent += choice.take(Ended(tuple(tokens), stopped=False))
+        sent += choice.take(Ended(0, tuple(tokens), "length", 1))
         assert sent == choice.text == wanted
         assert choice.finish_reason == ("length" if wanted == TEXT else "stop")
         if wanted != TEXT:
@@ -88,23 +89,32 @@ def test_nothing_of_a_stop_string_is_sent(tokenizer: Any, stop: list[str], wante
 
 
 class Recorder:
-    """A sampler that writes down which rows are sampled together, and takes further ones one by one."""
+    """Engines that note the order in which requests end, one in each step."""
+
+    forwards = 0
 
     def __init__(self) -> None:
         self.order: list[tuple[int, ...]] = []
+        self._waiting: list[Request] = []
 
-    def run(self, rows: Sequence[Row], scheduler: Scheduler) -> None:
-        batch = list(rows)
-        while batch:
-            row = batch.pop(0)
-            self.order.append(row.prompt)
-            scheduler.tell(row, Ended((1, 2), stopped=True))
-            batch += scheduler.take(row.group, 1)
+    def __call__(self, settings: Any, max_rows: int, deliver: Any) -> Recorder:
+        return self
+
+    def submit(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def step(self) -> list[Any]:
+        request = self._waiting.pop(0)
+        self.order.append(tuple(request.prompt))
+        return [Ended(request.name, (1, 2), "stop", 1)]
+
+    def cancel(self, name: Any) -> bool: ...
+    def close(self) -> None: ...
 
 
-def rows_of(groups: str, told: list[Any] | None = None) -> list[Row]:
+def rows_of(groups: str, told: list[Any] | None = None) -> list[Job]:
     heard = [] if told is None else told
-    return [Row((number,), {}, 0, group, heard.append) for number, group in enumerate(groups)]
+    return [Job((number,), {"gen_length": 2}, 0, group, heard.append) for number, group in enumerate(groups)]
 
 
 def test_rows_of_other_settings_are_overtaken_by_a_batch_at_most() -> None:
@@ -143,5 +153,6 @@ def test_a_cancelled_row_hears_nothing_more() -> None:
     scheduler.take("a", 1)
     scheduler.cancel([taken, waiting])
     assert scheduler.waiting == 0
-    scheduler.tell(taken, Ended((1,), stopped=True))
-    assert (told, scheduler.running) == ([], 0)
+    scheduler.start()
+    scheduler.close(60)
+    assert told == []

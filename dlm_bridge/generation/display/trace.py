@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dlm_bridge.generation.callbacks import DenoisingStep
+from dlm_bridge.generation.request import MASK
 
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character
 MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
@@ -35,17 +36,16 @@ STEPS = 10  # of the scale from red to green
 class TokenStrings:
     """Texts of single tokens. Tokens that only together decode to a character are shown by the first of them."""
 
-    def __init__(self, tokenizer: Any, mask_token_id: int | None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._mask = mask_token_id
         # Some tokenizers drop the space at the start of a text: a token is decoded behind another one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._lead = self._decode(self._before)
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: Sequence[int]) -> list[str | None]:
-        """[S] texts, None at masks."""
-        texts: list[str | None] = [None if token == self._mask else self._text((token,)) for token in tokens]
+        """[S] texts, None at `MASK`."""
+        texts: list[str | None] = [None if token == MASK else self._text((token,)) for token in tokens]
         place = 0
         while place < len(tokens):
             incomplete = texts[place] is not None and REPLACEMENT_CHARACTER in str(texts[place])
@@ -56,7 +56,7 @@ class TokenStrings:
         """Join the tokens from `place` on that make whole characters. Returns how many those are."""
         for count in range(2, MAX_CHARACTER_TOKENS + 1):
             group = tuple(tokens[place : place + count])
-            if len(group) < count or self._mask in group:
+            if len(group) < count or MASK in group:
                 break
             together = self._text(group)
             if REPLACEMENT_CHARACTER not in together:
@@ -111,12 +111,12 @@ class DenoisingTrace:
 
     def on_step(self, step: DenoisingStep) -> None:
         """Record a forward pass of a diffusion model."""
-        tokens = step.tokens[0].tolist()
+        tokens = step.tokens[0].masked_fill(step.masked[0], MASK).tolist()
         if len(self.frames) == 1:  # only now the row's length and its given tokens are known
             new = step.committed[0].tolist()
             strings = zip(self._strings.of(tokens), new, strict=True)
             self.frames[0] = _initial_frame(tuple(None if is_new else string for string, is_new in strings))
-            self._tokens = [-1 if is_new else token for token, is_new in zip(tokens, new, strict=True)]
+            self._tokens = [MASK if is_new else token for token, is_new in zip(tokens, new, strict=True)]
         self.add(step.forwards, tokens, [None if isnan(one) else one for one in step.confidence[0].tolist()])
 
     def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.generation import canvases
-from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
+from dlm_bridge.generation import gemma
+from dlm_bridge.generation.gemma import GemmaEngine, supports_drafts
+from dlm_bridge.generation.request import Ended, Request
 from tests.canvas_models import CANVAS, canvas_model, has_class, keyed_draws
 
 pytestmark = has_class
@@ -37,15 +38,20 @@ def _alone(model: Any, given: dict[str, Any], ends: list[int]) -> list[list[int]
     for prompt, seed in zip(_prompts(), SEEDS, strict=True):
         ids = torch.tensor([prompt])
         with keyed_draws(seed):
-            new = canvases.generate(model, ids, torch.ones_like(ids), given)[0, len(prompt) :].tolist()
+            new = gemma._generate(model, ids, torch.ones_like(ids), given)[0, len(prompt) :].tolist()
         end = next((place for place, token in enumerate(new) if token in ends), len(new))
         found.append(new[: end + 1])
     return found
 
 
-def _batched(model: Any, given: dict[str, Any], rows: int) -> tuple[CanvasBatch, dict[int, CanvasText]]:
-    batch = CanvasBatch(model, given, rows)
-    return batch, {text.number: text for text in batch.run(_prompts(), SEEDS, range(len(LENGTHS)))}
+def _batched(model: Any, settings: dict[str, Any], rows: int) -> tuple[GemmaEngine, dict[int, Ended]]:
+    engine = GemmaEngine(model, None, settings, max_rows=rows)
+    for number, (prompt, seed) in enumerate(zip(_prompts(), SEEDS, strict=True)):
+        engine.submit(Request(number, prompt, seed=seed))
+    found: dict[int, Ended] = {}
+    while not engine.idle:
+        found |= {event.name: event for event in engine.step() if isinstance(event, Ended)}
+    return engine, found
 
 
 @pytest.mark.parametrize(
@@ -63,14 +69,15 @@ def test_texts_are_those_of_transformers_alone(
     model: Any, settings: dict[str, Any], ends: list[int], attention: str
 ) -> None:
     model.set_attn_implementation(attention)
-    given = canvases.keywords(model, {"max_new_tokens": 27, "steps": 6, **settings}, ends)
-    assert batches_canvases(model, given)
+    settings = {"max_new_tokens": 27, "steps": 6, **settings, "eos_token_id": ends or None}
+    given = gemma.gemma_keywords(model, settings)
+    assert supports_drafts(model, given)
     wanted = _alone(model, given, ends)
     passes = []
     # Eager attention has its softmax in fp32, where rows that run together round otherwise.
     for rows in (1, 3, len(LENGTHS)) if attention == "sdpa" else (1, 2):
-        batch, found = _batched(model, given, rows)
-        assert [found[number].tokens for number in range(len(LENGTHS))] == wanted
+        batch, found = _batched(model, settings, rows)
+        assert [list(found[number].tokens) for number in range(len(LENGTHS))] == wanted
         passes.append(batch.forwards)
         total = sum(text.forwards for text in found.values())
         assert total / rows <= batch.forwards <= total
@@ -84,8 +91,7 @@ def test_texts_are_those_of_transformers_alone(
 def test_a_row_that_is_done_makes_room(model: Any) -> None:
     """Passes are those of the rows over how many run together, not of the slowest row of each batch."""
     model.set_attn_implementation("sdpa")
-    given = canvases.keywords(model, {"max_new_tokens": 4 * CANVAS, "steps": 6}, list(range(30)))
-    batch, found = _batched(model, given, 2)
+    batch, found = _batched(model, {"max_new_tokens": 4 * CANVAS, "steps": 6, "eos_token_id": list(range(30))}, 2)
     own = [text.forwards for text in found.values()]
     slowest = sum(
         max(found[number].forwards for number in range(start, min(start + 2, len(LENGTHS))))
@@ -96,5 +102,5 @@ def test_a_row_that_is_done_makes_room(model: Any) -> None:
 
 
 def test_what_transformers_own_loop_has_to_sample(model: Any) -> None:
-    assert not batches_canvases(model, {"cache_implementation": "static"})
-    assert not batches_canvases(SimpleNamespace(config=SimpleNamespace()), {})  # an autoregressive one
+    assert not supports_drafts(model, {"cache_implementation": "static"})
+    assert not supports_drafts(SimpleNamespace(config=SimpleNamespace()), {})  # an autoregressive one
