@@ -159,13 +159,15 @@ class Constraints:
         tokens_AS = tokens_AS.masked_fill(~canvas.real(rows), self.pad_token_id)
         count = len(tokens_AS)
         groups = [slice(0, count)] if shared else [slice(row, row + 1) for row in range(count)]
+        origins = canvas.origins if rows is None else [canvas.origins[row] for row in rows]
         columns = columns_AN[:1].tolist() if shared else columns_AN.tolist()
         for group, own in zip(groups, columns, strict=True):
+            first = min(origins[group])
             for place, column in enumerate(own):
                 scores_AV = logits_ANV[group, place]
                 for processor in self.processors:
                     shape = scores_AV.shape
-                    scores_AV = processor(tokens_AS[group, :column], scores_AV)
+                    scores_AV = processor(tokens_AS[group, first:column], scores_AV)
                     if not isinstance(scores_AV, torch.Tensor) or scores_AV.shape != shape:
                         raise DlmBridgeError(
                             f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"

@@ -238,8 +238,12 @@ def write_texts(
         rows, ends = output.sequences.tolist(), output.row_ends.tolist()
         forwards, rate = output.forwards, output.tokens_per_forward
     else:
-        sample = gemma.sample_drafts if gemma.is_gemma(model) else autoregressive.sample
-        found = sample(model, tokenizer, input_ids, mask, settings, streamer)
+        if gemma.is_gemma(model):
+            found = gemma.sample_drafts(model, tokenizer, input_ids, mask, settings, streamer)
+        else:
+            seeds = seeds_of(model, prompts, settings) if draws(model, settings) else None
+            own = settings if seeds is None else {name: value for name, value in settings.items() if name != "seed"}
+            found = autoregressive.sample(model, tokenizer, input_ids, mask, own, streamer, seeds)
         rows, forwards = found.sequences.tolist(), found.forwards
         stop = autoregressive.stop_condition(model, tokenizer, settings)
         ends = [width + (stop.end_of(row[width:]) or len(row) - width) for row in rows]

@@ -76,7 +76,7 @@ INTERRUPTED = (
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
         "dlm_bridge.train.data.indexed.IndexedWriter.add",
     ),
-    Case(("generate", "{llada}", "--prompt", "a", "--gen-length", "8"), "dlm_bridge.generation.api.denoise"),
+    Case(("generate", "{llada}", "--prompt", "a", "--gen-length", "8"), "dlm_bridge.generation.engine.denoise_rows"),
     Case(("eval", "{llada}", "--perplexity", "{text}"), "dlm_bridge.evaluation.perplexity.likelihood_bounds"),
     Case(PRETRAIN, STEP),
     pytest.param(Case(PRETRAIN, STEP, deaf=True), marks=pytest.mark.slow),

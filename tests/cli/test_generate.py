@@ -396,8 +396,7 @@ def test_an_interrupted_file_of_prompts_is_resumed(
         return rows_of
 
     with monkeypatch.context() as patch:
-        sampler = {"llada": "_rows_of_a_continuous_batch", "qwen3": "_rows_of_batches"}[name]
-        patch.setattr(generate_run, sampler, interrupt(getattr(generate_run, sampler), 3))
+        patch.setattr(generate_run, "_rows", interrupt(generate_run._rows, 3))
         code, _, err = cli(folder, *words)
         assert (code, err.count("\n")) == (130, 1), err
         assert str(partial) in err
@@ -419,7 +418,7 @@ def test_an_interrupted_file_of_prompts_is_resumed(
         partial.write_text(partial.read_text()[:-20])
         sampled.clear()
         patch.undo()
-        patch.setattr(generate_run, sampler, interrupt(getattr(generate_run, sampler), 100))
+        patch.setattr(generate_run, "_rows", interrupt(generate_run._rows, 100))
         report = cli.report(folder, *words, "--resume")
     assert target.read_text() == whole.read_text()
     assert not partial.exists()

@@ -26,6 +26,7 @@ from dlm_bridge.generation.display.trace import (
     status,
     trace_data,
 )
+from dlm_bridge.generation.request import MASK as HOLE
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
 
@@ -117,7 +118,7 @@ def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
     """Only where node is installed: its parser takes the page's code."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    trace = DenoisingTrace(TokenStrings(AutoTokenizer.from_pretrained(llada), MASK), [1, 2])
+    trace = DenoisingTrace(TokenStrings(AutoTokenizer.from_pretrained(llada)), [1, 2])
     script = Page(page(trace, "title", {})).scripts[1][1]
     (tmp_path / "page.js").write_text(script)
     subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
@@ -125,25 +126,25 @@ def test_the_pages_script_is_a_script(llada: Path, tmp_path: Path) -> None:
 
 def test_characters_of_several_tokens_appear_when_they_are_whole(llada: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llada)
-    pieces = TokenStrings(tokenizer, MASK)
+    pieces = TokenStrings(tokenizer)
     ids = tokenizer("é the 漢", add_special_tokens=False)["input_ids"]
     assert len(ids) > len("é the 漢") - 2
     assert "".join(map(str, pieces.of(ids))) == "é the 漢"
-    assert pieces.of([*ids[:1], MASK, *ids[2:]])[1] is None
+    assert pieces.of([*ids[:1], HOLE, *ids[2:]])[1] is None
     assert "\ufffd" in str(pieces.of(ids[:1])[0])
 
 
 def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llada)
     prompt = tokenizer("the", add_special_tokens=False)["input_ids"]
-    trace = DenoisingTrace(TokenStrings(tokenizer, MASK), prompt)
+    trace = DenoisingTrace(TokenStrings(tokenizer), prompt)
     console = Console(force_terminal=True, width=40, height=10, file=(out := io.StringIO()))
     with live(trace, console):
         for forwards, new in enumerate(([MASK, prompt[0]], [prompt[0], prompt[0]]), 1):
             tokens = torch.tensor([[*prompt, *new]])
             committed = torch.tensor([[False, forwards == 2, forwards == 1]])
             confidence = torch.tensor([[torch.nan, 0.02 if forwards == 2 else torch.nan, 0.99]])
-            trace.on_step(DenoisingStep(forwards, (0,), tokens, committed, confidence))
+            trace.on_step(DenoisingStep(forwards, (0,), tokens, tokens == MASK, committed, confidence))
             if forwards == 1:
                 text = frame_text(trace.last)
     assert text.plain == "the" + MASKED + "the"

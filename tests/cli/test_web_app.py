@@ -37,7 +37,7 @@ MASK = "\u2591"
 def page_model(request: pytest.FixtureRequest) -> Iterator[PageModel]:
     """The page's model; `request.param` names its fixture."""
     loaded = load_model(request.getfixturevalue(getattr(request, "param", "llada")))
-    page_model = PageModel(loaded.model, loaded.tokenizer, "a <model>")
+    page_model = PageModel(loaded.model, loaded.tokenizer, "a <model>", diffusion=loaded.diffusion)
     yield page_model
     page_model.close()
 

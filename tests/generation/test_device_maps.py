@@ -50,7 +50,7 @@ def test_hidden_states_and_logits_come_back_to_the_canvas(case: FamilyCase, monk
     with FakeTensorMode(), torch.no_grad():
         model = spread(case)
         tokens = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
-        with ModelRunner.open(model, None, kv_cache.BlockKVCache(), rows=2, width=32) as runner:
+        with ModelRunner.open(model, None, kv_cache.BlockKVCache(), rows=2, width=32, mask_token_id=0) as runner:
             hidden = runner.hidden(CanvasView(tokens, None, None, 0, 8))
             assert hidden.device == FIRST
             assert runner.head(hidden, slice(None)).device == FIRST
@@ -65,7 +65,7 @@ def test_given_positions_of_the_models_own_forward(case: FamilyCase) -> None:
     with FakeTensorMode(), torch.no_grad():
         model = spread(case)
         tokens = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
-        with ModelRunner.open(model, None, kv_cache.KVCache(), rows=2, width=32) as runner:
+        with ModelRunner.open(model, None, kv_cache.KVCache(), rows=2, width=32, mask_token_id=0) as runner:
             indices = torch.zeros(2, 3, dtype=torch.long, device=FIRST)
             assert runner.logits_at(CanvasView(tokens, None, None), indices).device == FIRST
             assert runner.logits(CanvasView(tokens, None, None), slice(2, 4)).device == FIRST

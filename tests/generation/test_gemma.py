@@ -103,7 +103,6 @@ def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path
             loaded.tokenizer,
             [loaded.tokenizer("the cat")["input_ids"]],
             {"gen_length": 8, "steps": STEPS, "seed": 1, "num_return_sequences": 2, "eos_token_id": None},
-            diffusion=False,
         )
     ]
     assert len(set(two[0].token_ids)) == 2
@@ -127,7 +126,7 @@ def test_the_page_and_the_live_view_show_every_denoising_step(
     assert len({"".join(map(str, frame)) for frame in frames}) > 4  # drafts change
     ids = tokenizer("the cat")["input_ids"]
     screen = io.StringIO()
-    view = DenoisingTrace(TokenStrings(tokenizer, None), ids)
+    view = DenoisingTrace(TokenStrings(tokenizer), ids)
     with live(view, Console(file=screen, force_terminal=True, width=200)):
         settings = {"gen_length": 8, "steps": STEPS, "seed": 1}
         write_texts(loaded.model, tokenizer, [ids], settings, streamer=view.token_streamer())
@@ -154,7 +153,7 @@ def test_another_canvas_than_the_model_was_trained_with_is_said(
         (["--prompt", "see <image>"], "image"),
         (["--prompt", ""], "at least one token"),
         (["--prompt", "x", "--gen-length", CONTEXT], f"context of {CONTEXT}"),
-        (["--prompt", "x", "--block-length", 2 * CONTEXT], "canvas"),
+        (["--prompt", "x", "--block-length", 2 * CONTEXT], "draft"),
         (["--prompt", "x", "--temperature", 0.5], "t_max"),
         (["--prompt", "x", "--set", "nonsense=1"], "nonsense"),
         (["--prompt", "x", "--steps", 0], "steps"),

@@ -403,7 +403,7 @@ def test_other_adapters_take_part_in_drafts_and_checks(tmp_path: Path) -> None:
     [
         (
             {"inputs": torch.tensor([[1], [0]]), "attention_mask": torch.tensor([[1], [0]])},
-            "input_ids row 1 has no tok",
+            "request 1 has no tokens",
         ),
         (
             {"commit_rule": LeftToRightRule()},

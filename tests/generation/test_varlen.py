@@ -285,7 +285,7 @@ def test_packed_rows_enter_and_leave(
     rows = requests(6, [4, 8, 12])
     events = run(SamplingEngine(model, settings | {"execution": execution}, max_rows=3, max_length=40), rows)
     runner.release(model)
-    assert {len(inputs.cu_seqlens) for inputs in packed_calls} > ({2} if execution == "eager" else set())
+    assert {len(inputs.cu_seqlens) for inputs in packed_calls} >= ({3, 4} if execution == "eager" else set())
     assert any(inputs.attended is not None for inputs in packed_calls) == (cache != "none")
     assert any(inputs.attended is None for inputs in packed_calls)
     for row in rows:

@@ -89,7 +89,7 @@ def healthy(at: Running) -> bool:
     return httpx.get(f"{at.address}/health", timeout=PATIENCE_S).status_code == 200
 
 
-@pytest.mark.parametrize(("owner", "name"), [(server, "parse_request"), (ServedModel, "rows")])
+@pytest.mark.parametrize(("owner", "name"), [(server, "parse_request"), (ServedModel, "jobs")])
 def test_a_request_that_takes_long_to_read_is_in_nobodys_way(
     diffusion: LoadedModel, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
@@ -240,7 +240,7 @@ def test_nobody_is_waited_for_at_the_end(
             in_background(lambda stream=stream: post(at, {**PROMPT, "stream": stream})) for stream in (False, True)
         )
         at.wait(lambda: at.scheduler.running + at.scheduler.waiting == 2, "both wait")
-        began = stack.enter_context(blocked(monkeypatch, ServedModel, "rows"))
+        began = stack.enter_context(blocked(monkeypatch, ServedModel, "jobs"))
         encoded, behind = (in_background(lambda: post(at, PROMPT)) for _ in range(2))
         began.acquire()
         half = stack.enter_context(connection(at, b'{"prompt":', length=100))

@@ -15,7 +15,7 @@ from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import TextRequest
 from dlm_bridge.serving.scheduler import Scheduler
 from tests.canvas_models import CANVAS, has_class, write_canvas_model
-from tests.generation.test_canvases import STEPS, by_hand
+from tests.generation.test_gemma import STEPS, by_hand
 from tests.serving.conftest import PATIENCE_S, running, wait_until
 
 pytestmark = has_class
