@@ -56,7 +56,7 @@ def test_the_server_answers_with_canvases(loaded: LoadedModel) -> None:
     ):
         *events, end = told[name]
         assert list(end.tokens) == by_hand(loaded, text, seed, max_new_tokens=length)[:length]
-        assert not end.stopped
+        assert end.finish_reason == "length"
         assert sum((event.tokens for event in events if isinstance(event, Extended)), ()) == end.tokens
         commits = [event for event in events if isinstance(event, Committed)]
         assert [place for event in commits for place in event.positions] == list(range(length))
