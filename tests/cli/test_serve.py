@@ -208,8 +208,8 @@ def test_a_full_table_of_descriptors_is_one_line(llada: Path) -> None:
 def test_the_process_waits_for_no_thread(llada: Path, number: int) -> None:
     """Neither for a prompt that is encoded nor for a forward pass."""
     stuck = (
-        "import time; from dlm_bridge.serving import batches, model;"
-        "model.ServedModel.rows = batches.SampledRows.run = lambda *_: time.sleep(600);"
+        "import time; from dlm_bridge.generation.engine import SamplingEngine; from dlm_bridge.serving import model;"
+        "model.ServedModel.jobs = SamplingEngine.step = lambda *_: time.sleep(600);"
         "from dlm_bridge.cli.__main__ import run; run()"
     )
     with serving(llada, key=None, code=stuck) as (process, address), socket.socket() as client:

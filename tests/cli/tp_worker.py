@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main as command_line
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.offline import GeneratedTexts, write_texts
+from dlm_bridge.generation.offline import GeneratedTexts, PromptSampler, write_texts
+from dlm_bridge.generation.request import Ended
 
 FAILING, INTERRUPTED = "failing", "interrupted"
 
@@ -35,7 +37,13 @@ def run(words: list[str]) -> list[Any]:
         drawn.extend(result.token_ids)
         return result
 
-    generate_run.write_texts = seen
+    class Seen(PromptSampler):
+        def __iter__(self) -> Iterator[Ended]:
+            for row in super().__iter__():
+                drawn.append((row.name, row.tokens))
+                yield row
+
+    generate_run.write_texts, generate_run.PromptSampler = seen, Seen
     sys.argv = ["dlm-bridge", *words]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -55,7 +63,8 @@ def one_and_an_interrupt(rows: Any) -> Any:
     return found
 
 
-def fail(batch: Any) -> Any:
+def fail(*_: Any, **__: Any) -> Iterator[Any]:
+    yield from ()
     raise DlmBridgeError("a row of this share cannot be sampled")
 
 
@@ -67,13 +76,13 @@ def main() -> None:
     report = {}
     for name, words in json.loads((root / "commands.json").read_text()).items():
         torch.manual_seed(rank)  # no process draws what the other does by chance
+        sampler = generate_run._rows
         if name == FAILING and rank == 1:
-            generate_run.ended_rows = fail
-        sampler = generate_run._rows_of_a_continuous_batch
+            generate_run._rows = fail
         if name == INTERRUPTED:
-            generate_run._rows_of_a_continuous_batch = one_and_an_interrupt(sampler)
+            generate_run._rows = one_and_an_interrupt(sampler)
         report[name] = json.dumps(run(words))
-        generate_run._rows_of_a_continuous_batch = sampler
+        generate_run._rows = sampler
         (root / f"report_{rank}.json").write_text(json.dumps(report))
         if name == FAILING:
             return

@@ -472,7 +472,7 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
     def fail(*_: Any, **__: Any) -> None:
         raise TypeError("a mistake")
 
-    monkeypatch.setattr(harness, "batch_of_rows", fail)
+    monkeypatch.setattr(harness, "PromptSampler", fail)
     with pytest.raises(TypeError, match="a mistake"):
         run("llada", tasks=["sums"], limit=1, set_=["gen_length=4"])
 
