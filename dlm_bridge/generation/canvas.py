@@ -146,6 +146,7 @@ class Canvas:
         infill: prompts hold masks to fill; otherwise only what follows the prompt is new.
 
     Attributes:
+        rows, names: [B], the rows' numbers from 0, and their names.
         tokens: [B, S].
         excluded_token_id: the token that is never proposed; -1: none.
         block: the columns that rows denoise.
@@ -192,14 +193,6 @@ class Canvas:
         self._refresh()
 
     # ---- Rows.
-
-    @property
-    def rows(self) -> list[int]:
-        return list(range(len(self._rows)))
-
-    @property
-    def names(self) -> list[Hashable]:
-        return [row.name for row in self._rows]
 
     @property
     def origins(self) -> list[int]:
@@ -580,7 +573,7 @@ class Canvas:
         return _Row(entry.name, origin, start, end, stop, new, before, frozenset(holes))
 
     def _select_rows(self, rows: list[int]) -> None:
-        if rows == self.rows:
+        if rows == list(range(len(self._rows))):
             return
         index = to_device(rows, self.tokens.device)
         self.tokens, self.non_finite = self.tokens[index], self.non_finite[index]
@@ -640,6 +633,7 @@ class Canvas:
     def _refresh(self) -> None:
         """Compute what follows from the rows' columns."""
         device = self.tokens.device
+        self.rows, self.names = list(range(len(self._rows))), [row.name for row in self._rows]
         self.width = self.tokens.shape[1]
         self._reported = [
             (row.start - row.origin - len(row.holes) if self.infill and self.grows else 0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
@@ -100,11 +103,40 @@ def resolve_settings(
 ) -> GenerationSettings:
     """The settings of one call of `generate`; `max_length` includes `prompt_width`. A default that does not fit the
     model's context behind the `longest` prompt (None: `prompt_width`), or other settings of the call, is shortened.
+    They are resolved once for equal settings of a model, as long as its configs do not change.
 
     Raises:
         DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
     """
     family = _family_of(model)
+    given = model, family, generation_config, keywords, prompt_width, longest
+    configs = [model.config, generation_config, getattr(model, "generation_config", None)]
+    try:
+        values = [{name: value for name, value in vars(one).items() if name[0] != "_"} for one in configs if one]
+        asked = json.dumps([prompt_width, longest, sorted(keywords.items())])
+        key = asked, json.dumps(values, default=repr, skipkeys=True), tuple(SAMPLERS.kinds.values())
+        known = _resolved.setdefault(model, {})
+    except TypeError:  # keywords that are objects, such as a logits processor
+        return _resolve(*given)
+    if key not in known:
+        if len(known) >= RESOLVED:
+            known.clear()
+        known[key] = _resolve(*given)
+    return known[key]
+
+
+RESOLVED = 256  # settings that are kept of a model
+_resolved: weakref.WeakKeyDictionary[nn.Module, dict[Any, GenerationSettings]] = weakref.WeakKeyDictionary()
+
+
+def _resolve(
+    model: Any,
+    family: FamilySpec,
+    generation_config: GenerationConfig | None,
+    keywords: Mapping[str, Any],
+    prompt_width: int,
+    longest: int | None,
+) -> GenerationSettings:
     kind, sources = _sampler_and_sources(model, family, generation_config, keywords)
     temperature = _temperature(sources)
     _refuse_unsupported(sources, temperature, kind)

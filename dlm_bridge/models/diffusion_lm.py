@@ -374,7 +374,8 @@ def check_body_call(name: str, body: Any, args: tuple[Any, ...], kwargs: dict[st
     Raises:
         DlmBridgeError: a trainer wants gradients of a next-token loss.
     """
-    if torch.compiler.is_compiling():
+    # Sampling pays for no walk over the stack where TRL, of which the caller could be, is not imported.
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or TRL in sys.modules):
         return
     weighted = "loss_weights" in kwargs
     caller = _caller(own=False)

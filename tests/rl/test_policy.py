@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dlm_bridge.generation import batch_size
 from dlm_bridge.generation.batch_size import plan_batch
-from dlm_bridge.generation.engine import SamplingEngine
+from dlm_bridge.generation.offline import open_engine
+from dlm_bridge.generation.request import Engine
 from dlm_bridge.train.rl import rollout
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, LikelihoodQuery, Sequences, blockwise, one_step
 from dlm_bridge.train.rl.reward_worker import RewardScores
@@ -204,12 +205,11 @@ def test_as_many_rows_are_sampled_at_once_as_free_memory_holds(policy: Any, monk
         def __call__(self, prompts: Any, completions: Any, rows: Any) -> RewardScores:
             return RewardScores([0.0] * len(rows), {}, 0)
 
-    class Watched(SamplingEngine):
-        def __init__(self, *given: Any, max_rows: int, **more: Any) -> None:
-            sizes.append(max_rows)
-            super().__init__(*given, max_rows=max_rows, **more)
+    def watched(*given: Any, max_rows: int, **more: Any) -> Engine:
+        sizes.append(max_rows)
+        return open_engine(*given, max_rows=max_rows, **more)
 
-    monkeypatch.setattr(rollout, "SamplingEngine", Watched)
+    monkeypatch.setattr(rollout, "open_engine", watched)
     problems, sizes, found = [Problem("", "", [2, 3, 4 + n], {}, "") for n in range(4)], list[int](), []
     row = plan_batch(policy, [3], {"gen_length": 6, "steps": 3}, diffusion=True).row
     for free, asked in ((2**40, None), (4 * row, None), (2**40, 2)):

@@ -351,13 +351,13 @@ class SamplerTable(Mapping[str, type[Sampler]]):
         self._parameters: dict[str, list[Check]] | None = None
 
     def __getitem__(self, name: str) -> type[Sampler]:
-        return self._all()[name]
+        return self.kinds[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self.kinds)
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self.kinds)
 
     def add(self, kind: type[Sampler]) -> None:
         """Add a sampler after checking it; see `register_sampler`."""
@@ -366,7 +366,7 @@ class SamplerTable(Mapping[str, type[Sampler]]):
         name = getattr(kind, "name", None)
         if not isinstance(name, str) or not name:
             raise DlmBridgeError(f"{kind.__name__} has no name: give it `name: ClassVar[str]`")
-        known = self._all()
+        known = self.kinds
         if name in known and known[name].__qualname__ != kind.__qualname__:
             raise DlmBridgeError(f"{kind.__name__}: the name '{name}' is that of {known[name].__name__}")
         patterns = getattr(kind, "attention_patterns", ())
@@ -383,14 +383,14 @@ class SamplerTable(Mapping[str, type[Sampler]]):
 
     def remove(self, name: str) -> None:
         """Forget a sampler."""
-        del self._all()[name]
+        del self.kinds[name]
         self._parameters = None
 
     def parameters(self) -> dict[str, list[Check]]:
         """The checks of every parameter of all samplers, by its name."""
         if self._parameters is None:
             self._parameters = {}
-            for kind in self._all().values():
+            for kind in self.kinds.values():
                 for one in fields(kind):
                     self._parameters.setdefault(one.name, []).append(check_of(one))
         return self._parameters
@@ -401,7 +401,9 @@ class SamplerTable(Mapping[str, type[Sampler]]):
         if not any(check.accepts(value) for check in checks):
             check_value(name, checks[0], value, where)
 
-    def _all(self) -> dict[str, type[Sampler]]:
+    @property
+    def kinds(self) -> dict[str, type[Sampler]]:
+        """The known samplers."""
         if not self._loaded:
             self._loaded = True
             for name, place in _BUILT_IN.items():
