@@ -62,8 +62,8 @@ from benchmarks.generation_peers import (  # noqa: E402
     roofline,
 )
 from dlm_bridge.generation import release  # noqa: E402
-from dlm_bridge.generation.engine import SamplingEngine
-from dlm_bridge.generation.request import Request
+from dlm_bridge.generation.engine import SamplingEngine  # noqa: E402
+from dlm_bridge.generation.request import Request  # noqa: E402
 from dlm_bridge.generation.runtime import runner  # noqa: E402
 
 SIZES = ["135m", "1.7b", "8b", "sdar-4b", "llada2-mini"]

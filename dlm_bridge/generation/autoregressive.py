@@ -245,7 +245,7 @@ def sample(
     for prompt in prompts:
         check_prompt(model, prompt, given)
     if own_seeds is not None:
-        seed = own_seeds[0]  # for torch.multinomial, which has one token to draw: leaves the caller's random state alone
+        seed = own_seeds[0]  # torch.multinomial is left one token to draw, and the caller's random state as it is
         given["custom_generate"] = drawing_from(own_seeds)
         stored = getattr(model.generation_config, "stop_strings", None)
         if strings := check_stop_strings(given.get("stop_strings", stored)):
