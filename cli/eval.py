@@ -29,9 +29,9 @@ from dlm_bridge.cli.help import (
 from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
+    from dlm_bridge.distributed import Replicas
     from dlm_bridge.evaluation.perplexity import Perplexity
     from dlm_bridge.evaluation.resume import FinishedParts
-    from dlm_bridge.generation.replicas import Replicas
     from dlm_bridge.loading import LoadedModel
 
 MEASURING = "Measuring"

@@ -22,12 +22,12 @@ from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.convert.atomic import atomic_file, check_new_file
 from dlm_bridge.convert.partial import PartialRows
+from dlm_bridge.distributed import Replicas
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
-from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.texts import (
     GeneratedTexts,
     WrittenPrompt,

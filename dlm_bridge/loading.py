@@ -23,8 +23,8 @@ from dlm_bridge.convert.formats.unpickler import check_torch_file, restricted_lo
 from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
-from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.settings import refuse_prompt_learning
 from dlm_bridge.hub import (
     ADAPTER_CONFIG,

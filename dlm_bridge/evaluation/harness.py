@@ -21,6 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
+from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, library_cause, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
@@ -28,7 +29,6 @@ from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.native import FiniteLogits, drawing_from, native_settings, refusals_named
-from dlm_bridge.generation.replicas import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.texts import batch_of_rows, canvas_texts, ended_rows, render_chat, write_texts
 from dlm_bridge.generation.token_sampling import row_seeds

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.evaluation.resume import FinishedParts
-from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.losses import position_losses

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlm_bridge.convert.partial import PartialRows
 from dlm_bridge.convert.streaming import bytes_digest
-from dlm_bridge.generation.replicas import Replicas
+from dlm_bridge.distributed import Replicas
 
 
 class FinishedParts:

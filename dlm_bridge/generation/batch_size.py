@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlm_bridge.distributed import Replicas
 from dlm_bridge.generation.api import choose_cache, input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
-from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.rolling_canvas import cache_columns
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.generation.settings import resolve_settings

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.canvases import has_canvas
 from dlm_bridge.generation.native import check_prompt, end_tokens, native_settings, sample
-from dlm_bridge.generation.replicas import ALONE, Replicas
 from dlm_bridge.generation.rows import StopCondition, check_row, check_stop_strings
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds

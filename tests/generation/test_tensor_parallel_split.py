@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig
 
+from dlm_bridge.distributed import Replicas
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.replicas import Replicas
 from dlm_bridge.generation.token_sampling import shared_seed
 from dlm_bridge.loading import Placement, check_tensor_parallel_split
 from dlm_bridge.models.modeling_llada2_moe import LLaDA2MoeConfig
