@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.convert.atomic import atomic_file, check_new_file
-from dlm_bridge.convert.partial import PartialRows
 from dlm_bridge.distributed import Replicas
 from dlm_bridge.errors import DlmBridgeError, rows_named
+from dlm_bridge.files.atomic import atomic_file, check_new_file
+from dlm_bridge.files.partial import PartialRows
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText
 from dlm_bridge.generation.display.picture import svg

@@ -19,22 +19,15 @@ from safetensors import safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron, open_checkpoint
 from dlm_bridge.convert.formats.hub_weights import check_safetensors
-from dlm_bridge.convert.formats.unpickler import check_torch_file, restricted_loading
 from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
+from dlm_bridge.files.pickles import check_torch_file, restricted_loading
+from dlm_bridge.files.reading import check_plain_file, opening
 from dlm_bridge.generation.settings import refuse_prompt_learning
-from dlm_bridge.hub import (
-    ADAPTER_CONFIG,
-    CONFIG_FILE,
-    check_plain_file,
-    checkpoint_folder,
-    opening,
-    read_config,
-    resolve,
-)
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
 from dlm_bridge.models.special_tokens import align_special_tokens

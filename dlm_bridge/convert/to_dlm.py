@@ -17,7 +17,8 @@ from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, inside, read_config, read_json, resolve
+from dlm_bridge.files.reading import read_json
+from dlm_bridge.hub import CONFIG_FILE, inside, read_config, resolve
 from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models import bailing_moe
 from dlm_bridge.models.derived import BODIES, forms_of

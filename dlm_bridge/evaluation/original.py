@@ -30,7 +30,8 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
-from dlm_bridge.hub import CONFIG_FILE, check_plain_files, read_json, resolve
+from dlm_bridge.files.reading import check_plain_files, read_json
+from dlm_bridge.hub import CONFIG_FILE, resolve
 from dlm_bridge.processes import temporary_folder
 
 PROMPT, STEPS = 8, 16  # tokens of the greedy sample, one committed a step

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
+from dlm_bridge.files.reading import check_characters, check_text_file
 from dlm_bridge.generation.batching import ContinuousBatch, Event, RowEnded, RowFailed, RowRequest
 from dlm_bridge.generation.canvas_batch import CanvasBatch, CanvasText, batches_canvases
 from dlm_bridge.generation.canvases import has_canvas
@@ -25,7 +26,6 @@ from dlm_bridge.generation.native import check_prompt, end_tokens, native_settin
 from dlm_bridge.generation.rows import StopCondition, check_row, check_stop_strings
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
-from dlm_bridge.hub import check_characters, check_text_file
 
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
 

@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.formats import dcp
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
-from dlm_bridge.convert.formats.unpickler import load_torch_file, restricted_loading
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
-from dlm_bridge.convert.streaming import FileWindow
-from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
-from dlm_bridge.hub import STEP_NAME, read_json
+from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.files.atomic import atomic_folder, disk_errors
+from dlm_bridge.files.pickles import load_torch_file, restricted_loading
+from dlm_bridge.files.reading import FileWindow, library_cause, read_json
+from dlm_bridge.hub import STEP_NAME
 
 STATE = "trainer_state.pt"
 RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from dlm_bridge.convert.atomic import append_line, atomic_file, disk_errors
 from dlm_bridge.errors import printable
-from dlm_bridge.hub import check_plain_file
+from dlm_bridge.files.atomic import append_line, atomic_file, disk_errors
+from dlm_bridge.files.reading import check_plain_file
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.

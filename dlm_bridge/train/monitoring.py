@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import append_line, disk_errors
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import append_line, disk_errors
 from dlm_bridge.generation.native import random_state_preserved
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
 from dlm_bridge.train.config import TrainConfig

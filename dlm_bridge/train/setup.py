@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.canvases import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family

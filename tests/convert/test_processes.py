@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert import atomic, streaming
-from dlm_bridge.convert.workers import WorkerKilledError, gc_paused, run_forked
+from dlm_bridge.convert import journal, streaming
+from dlm_bridge.convert.workers import run_forked
+from dlm_bridge.errors import WorkerKilledError
+from dlm_bridge.files import atomic
+from dlm_bridge.files.reading import gc_paused
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -62,7 +65,7 @@ def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
         with pytest.raises(WorkerKilledError, match=r"SIGKILL\): .*out was not written; the same command with"):
             Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, workers=1)
     (left,) = (tmp_path / "here").iterdir()
-    assert atomic.has_progress(left)
+    assert journal.has_progress(left)
     Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, resume=True)
     assert tree(output) == tree(tmp_path / "whole")
     assert no_leftovers(tmp_path / "here")

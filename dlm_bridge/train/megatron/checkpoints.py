@@ -22,7 +22,6 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import (
     CARRIED_FILE,
@@ -34,7 +33,9 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, printable
-from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
+from dlm_bridge.files.reading import read_json
+from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,

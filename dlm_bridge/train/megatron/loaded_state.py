@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler, restricted_loading
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.pickles import RestrictedUnpickler, restricted_loading
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of

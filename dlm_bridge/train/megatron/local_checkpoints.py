@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
-from dlm_bridge.hub import read_json
+from dlm_bridge.files.atomic import atomic_file, disk_errors
+from dlm_bridge.files.reading import read_json
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
 from dlm_bridge.train.checkpoints import from_all, raised_everywhere
 from dlm_bridge.train.config import TrainConfig

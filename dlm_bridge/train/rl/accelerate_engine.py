@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
-from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import reading
 from dlm_bridge.loading import check_whole
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp

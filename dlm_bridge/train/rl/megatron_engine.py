@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
