@@ -11,17 +11,17 @@ from typing import Any
 def run() -> None:
     """Run the command line in a process that ends with its launcher, and soon after Ctrl-C whatever it waits for."""
     signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported, until there is more to end
+    # torch says so where nvidia-resiliency-ext is installed, which brings that package.
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     from dlm_bridge import processes
+
+    if processes.launched_by_torchrun():
+        processes.end_with_parent(os.getppid())
+    from dlm_bridge.cli.app import main
 
     ended = threading.Event()
     try:
         processes.end_when_interrupted(ended.is_set)
-        if processes.launched_by_torchrun():
-            processes.end_with_parent(os.getppid())
-        # torch says so where nvidia-resiliency-ext is installed, which brings that package.
-        warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
-        from dlm_bridge.cli.app import main
-
         try:
             main()
         except SystemExit as end:
@@ -30,7 +30,10 @@ def run() -> None:
                     runner.forget_graphs()  # NCCL would wait for graphs that hold its collectives
                 processes.destroy_process_groups()
             raise
-    except KeyboardInterrupt:  # before or after the command's own work
+    except BaseException as error:
+        # KeyboardInterrupt before or after the command's own work, or what a library has made of it.
+        if isinstance(error, SystemExit) or not processes.was_interrupted():
+            raise
         processes.report("interrupted")
         raise SystemExit(130) from None
     finally:

@@ -24,6 +24,7 @@ from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, res
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
+from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.pickles import check_torch_file, restricted_loading
 from dlm_bridge.files.reading import check_plain_file, opening
 from dlm_bridge.generation.settings import refuse_prompt_learning
@@ -31,7 +32,6 @@ from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, read_
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
 from dlm_bridge.models.special_tokens import align_special_tokens
-from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

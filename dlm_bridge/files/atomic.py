@@ -22,7 +22,6 @@ from typing import TextIO
 from safetensors import SafetensorError
 
 from dlm_bridge.errors import DlmBridgeError, WorkerKilledError, one_line
-from dlm_bridge.processes import undone_when_interrupted
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -59,7 +58,7 @@ def atomic_output(
             temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
             lock = os.open(temporary, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        with disk_errors(output), undone_when_interrupted():
+        with disk_errors(output):
             yield temporary
             temporary.chmod(0o777 & ~_umask())
             publish_folder(temporary, output, overwrite)
@@ -87,7 +86,7 @@ def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> I
 
     After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses, with the `remedy`.
     """
-    with disk_errors(output, remedy), undone_when_interrupted():
+    with disk_errors(output, remedy):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -163,6 +162,13 @@ def _free(output: Path) -> int:
 
 
 @contextmanager
+def temporary_folder(prefix: str = "dlm-bridge-", place: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary folder, in `place` or where the system has them, which is removed when the block ends."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
+        yield Path(name)
+
+
+@contextmanager
 def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     """Yield a text file to write into; it becomes `path` when the block ends without an exception, and else nothing
     is left of it. Raises DlmBridgeError for a file that exists, unless `overwrite`, and for a place that cannot be
@@ -171,7 +177,7 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     make_parent(path.absolute())
     temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
     try:
-        with undone_when_interrupted(), temporary.open("w", encoding="utf-8") as stream:
+        with temporary.open("w", encoding="utf-8") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

@@ -15,7 +15,6 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import journal, streaming
 from dlm_bridge.convert.workers import run_forked
 from dlm_bridge.errors import WorkerKilledError
-from dlm_bridge.files import atomic
 from dlm_bridge.files.reading import gc_paused
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
@@ -58,7 +57,7 @@ def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
     tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Bridge.from_hf(llada).to_megatron(tmp_path / "whole", LAYOUT)
-    monkeypatch.setattr(atomic, "_EVERY", 1)
+    monkeypatch.setattr(journal, "_EVERY", 1)
     output = tmp_path / "here" / "out"
     with monkeypatch.context() as patch:
         fails_in_a_child(patch, 30, lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -144,7 +144,7 @@ def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output: Path, after: int) -> str:
     """Interrupt a conversion once `after` params are noted as done. The interruption's message."""
-    monkeypatch.setattr(atomic, "_EVERY", 1)
+    monkeypatch.setattr(journal, "_EVERY", 1)
     count = 0
     real = journal.Journal.add
 

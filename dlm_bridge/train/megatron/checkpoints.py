@@ -33,7 +33,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, printable
-from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
+from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync, temporary_folder
 from dlm_bridge.files.reading import read_json
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
@@ -52,14 +52,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.processes import (
-    end_with_parent,
-    how_it_ended,
-    leave_inherited,
-    signals_blocked,
-    temporary_folder,
-    was_killed,
-)
+from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked, was_killed
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
