@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import warnings
 from typing import Any
@@ -13,9 +12,9 @@ def run() -> None:
     signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported, until there is more to end
     # torch says so where nvidia-resiliency-ext is installed, which brings that package.
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
-    from dlm_bridge import processes
+    from dlm_bridge import distributed, processes
 
-    if processes.launched_by_torchrun():
+    if distributed.launched_by_torchrun():
         processes.end_with_parent(os.getppid())
     from dlm_bridge.cli.app import main
 
@@ -26,9 +25,7 @@ def run() -> None:
             main()
         except SystemExit as end:
             if not end.code:
-                if (runner := sys.modules.get("dlm_bridge.generation.runtime.runner")) is not None:
-                    runner.forget_graphs()  # NCCL would wait for graphs that hold its collectives
-                processes.destroy_process_groups()
+                processes.end_process_group()
             raise
     except BaseException as error:
         # KeyboardInterrupt before or after the command's own work, or what a library has made of it.
@@ -43,6 +40,7 @@ def run() -> None:
 
 
 def _end_at_once(*_: Any) -> None:
+    # Nothing can be imported here: not `distributed.is_main` either.
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"dlm-bridge: interrupted\n")
     os._exit(130)

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.distributed import Replicas
+from dlm_bridge.distributed import Replicas, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialRows
@@ -44,7 +44,7 @@ from dlm_bridge.generation.texts import (
     write_texts,
 )
 from dlm_bridge.hub import checkpoint_folder
-from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model, process_group_ends
+from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
 
 def run(request: Request) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.files.reading import check_characters, check_readable, read_json, reading
 
@@ -70,7 +71,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _log_taken(run: Path, folder: Path, what: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         logger.warning(printable(f"{run} is a training run: {folder} is taken, {what}"))
 
 
@@ -191,7 +192,7 @@ def check_named_base(named: Any, base: str | None, where: str, compared: bool = 
             f"{where}: is an adapter of {named}, not of {base}: give its own base, or correct base_model_name_or_path "
             f"in {ADAPTER_CONFIG}"
         )
-    if not compared and os.environ.get("RANK", "0") == "0":
+    if not compared and is_main():
         logger.warning(
             printable(f"{where}: names {named} as its base; whether {base} has the same weights is not known")
         )

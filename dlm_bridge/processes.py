@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from dlm_bridge import distributed
+from dlm_bridge.errors import DlmBridgeError
+
 GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _KILLED = "was killed by signal"
 _interrupts: list[int] = []  # signals that have raised KeyboardInterrupt
-_CLAIM = "dlm_bridge/reported"  # key in the launcher's store
 _CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
 
 
@@ -140,20 +142,12 @@ def kill_children() -> None:
         child.kill()
 
 
-def destroy_process_groups(timeout_s: float = 10.0) -> None:
-    """Destroy torch's process groups at the end of a command that succeeded in all processes, as NCCL asks for; a
-    process that this takes longer than `timeout_s` ends without."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
+def end_process_group(timeout_s: float = 10.0) -> None:
+    """End torch's process groups after a command that succeeded in all processes, as NCCL asks for; a process that
+    this takes longer than `timeout_s` ends without."""
     timer = _end_after(timeout_s, 0)
-    distributed.destroy_process_group()
+    distributed.end_process_group()
     timer.cancel()
-
-
-def launched_by_torchrun() -> bool:
-    """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def report(message: str) -> None:
@@ -171,13 +165,11 @@ def _print(message: str) -> None:
 
 def _is_first_to_report() -> bool:
     """Whether no other process of the job has asked; without torchrun's store each is the first."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    from torch.distributed import TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(address, port, is_master=False, timeout=_CLAIM_TIMEOUT)
-        return int(store.add(f"{_CLAIM}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)) == 1
-    except RuntimeError:  # the launcher has gone
+        if distributed.world_size() == 1:
+            return True
+        return int(distributed.launcher_store(_CLAIM_TIMEOUT).add("reported", 1)) == 1
+    except (RuntimeError, DlmBridgeError):  # the launcher has gone, or its variables are damaged
         return True

@@ -32,6 +32,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 )
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
+from dlm_bridge.distributed import from_all, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync, temporary_folder
 from dlm_bridge.files.reading import read_json
@@ -56,12 +57,10 @@ from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited,
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
-    from_all,
     gather_digests,
     how_to_go_on,
     load_failure,
     named_checkpoints,
-    raised_everywhere,
     remove_checkpoint,
     save_tokenizer,
     write_rank_digests,
