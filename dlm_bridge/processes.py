@@ -1,4 +1,8 @@
-"""Processes that belong together: those that one starts end with it; Ctrl-C, SIGTERM, and a launcher's one report."""
+"""Processes that belong together: children that end with their parent, Ctrl-C and SIGTERM, and one report of a job.
+
+Ctrl-C is Python's KeyboardInterrupt, and one thread that ends the process where this does not: a rank that waits in a
+collective operation, for a device or in a library never sees it, and a half-imported library may suppress it.
+"""
 
 from __future__ import annotations
 

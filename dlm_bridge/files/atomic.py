@@ -189,6 +189,19 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def replaced_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
+    """Yield the name of a hidden sibling of `path`, for a library to write; it becomes `path` when the block ends
+    without an exception, and else nothing is left of it. Raises DlmBridgeError where the disk refuses."""
+    temporary = path.with_name(f".{path.name}")  # the same suffix, by which libraries choose a format
+    with disk_errors(path, remedy):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def check_new_file(path: Path, overwrite: bool) -> None:
     """Raise DlmBridgeError where `path` exists, unless it is a file and `overwrite`."""
     if os.path.lexists(path) and not (overwrite and path.is_file()):
