@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.distributed import Replicas, process_group_ends
+from dlm_bridge.distributed import Replicas, is_main, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialRows
@@ -87,13 +87,13 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _span_token(loaded, settings))
     trace = None
-    if (request.show or request.html or request.svg) and _is_main():
+    if (request.show or request.html or request.svg) and is_main():
         trace = DenoisingTrace(
             TokenStrings(loaded.tokenizer, mask_token(loaded.model, settings) if loaded.diffusion else None), ids
         )
     with live(trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
-    if not _is_main():
+    if not is_main():
         return
     facts = {"model": request.model, "family": loaded.family, **_figures(result)}
     if trace is not None and request.html is not None:
@@ -171,7 +171,7 @@ def _sample_file(
                 stream.writelines(lines)
             if unfinished is not None and replicas.leads:
                 unfinished.remove()
-    if not _is_main():
+    if not is_main():
         return
     seconds = time.perf_counter() - began
     report = {
@@ -374,14 +374,10 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in facts.items()}
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def _stdout_or(request: Request) -> Iterator[TextIO]:
     """The output of the first process; that of the others is discarded."""
-    if not _is_main():
+    if not is_main():
         with open(os.devnull, "w") as stream:
             yield stream
     elif request.output is None:
@@ -395,7 +391,7 @@ def _stdout_or(request: Request) -> Iterator[TextIO]:
 def _progress(total: int) -> Iterator[Any]:
     """A bar over rows on stderr, where that is a terminal; called with the number of those done."""
     console = Console(stderr=True)
-    if not (console.is_terminal and _is_main()):
+    if not (console.is_terminal and is_main()):
         yield lambda number: None
         return
     with Progress(console=console, transient=True) as bar:
