@@ -27,10 +27,7 @@ def run() -> None:
             if not end.code:
                 processes.end_process_group()
             raise
-    except BaseException as error:
-        # KeyboardInterrupt before or after the command's own work, or what a library has made of it.
-        if isinstance(error, SystemExit) or not processes.was_interrupted():
-            raise
+    except KeyboardInterrupt:  # before or after the command's own work
         processes.report("interrupted")
         raise SystemExit(130) from None
     finally:

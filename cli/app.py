@@ -146,7 +146,5 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
-    if processes.was_interrupted() and code != 130:  # of which a library has made another exception
-        message, code = "interrupted", 130
     processes.report(message)
     raise SystemExit(code)

@@ -1,7 +1,7 @@
 """Processes that belong together: children that end with their parent, Ctrl-C and SIGTERM, and one report of a job.
 
-Ctrl-C is Python's KeyboardInterrupt, and one thread that ends the process where this does not: a rank that waits in a
-collective operation, for a device or in a library never sees it, and a half-imported library may suppress it.
+Ctrl-C is Python's KeyboardInterrupt, but in two phases, in which users would wait or see a traceback: an import, which
+ends at once, and a wait in a collective operation, for a device or in a library, which a thread ends after seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 from dlm_bridge import distributed
@@ -23,7 +24,6 @@ from dlm_bridge.errors import DlmBridgeError
 GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _KILLED = "was killed by signal"
-_interrupts: list[int] = []  # signals that have raised KeyboardInterrupt
 _CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
 
 
@@ -73,11 +73,21 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
     `grace_s` later, without. `is_over`: whether nothing is left to interrupt.
 
     Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
-    another process in a collective operation, for a device or in a library. A library may also suppress it, or make
-    another exception of it (`was_interrupted`), above all one that is being imported.
+    another process in a collective operation, for a device or in a library. While a module is being imported, which
+    takes most of a command's start, the process ends at once, as if it were killed: torch's own import suppresses one
+    KeyboardInterrupt in ten, or aborts, and numpy makes an ImportError of it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    owner = os.getpid()
+
+    def interrupt(_: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != owner or not _is_importing(frame):
+            raise KeyboardInterrupt
+        if distributed.is_main():  # the launcher's store would need an import
+            _print("interrupted")
+        kill_children()
+        os._exit(130)
 
     def watch() -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
@@ -92,17 +102,16 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
     # A forked process has the same pipe, but a SIGINT of its own is not this one's.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, _raise_interrupt)
+    signal.signal(signal.SIGINT, interrupt)
 
 
-def _raise_interrupt(number: int, _: object) -> None:
-    _interrupts.append(number)
-    raise KeyboardInterrupt
-
-
-def was_interrupted() -> bool:
-    """Whether SIGINT has come, whatever exception a library has made of it."""
-    return bool(_interrupts)
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported in a stack."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_after(seconds: float, code: int) -> threading.Timer:
