@@ -86,7 +86,6 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
             raise KeyboardInterrupt
         if distributed.is_main():  # the launcher's store would need an import
             _print("interrupted")
-        kill_children()
         os._exit(130)
 
     def watch() -> None:
