@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import warnings
 from typing import Any
@@ -11,24 +10,22 @@ from typing import Any
 def run() -> None:
     """Run the command line in a process that ends with its launcher, and soon after Ctrl-C whatever it waits for."""
     signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported, until there is more to end
-    from dlm_bridge import processes
+    # torch says so where nvidia-resiliency-ext is installed, which brings that package.
+    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
+    from dlm_bridge import distributed, processes
+
+    if distributed.launched_by_torchrun():
+        processes.end_with_parent(os.getppid())
+    from dlm_bridge.cli.app import main
 
     ended = threading.Event()
     try:
         processes.end_when_interrupted(ended.is_set)
-        if processes.launched_by_torchrun():
-            processes.end_with_parent(os.getppid())
-        # torch says so where nvidia-resiliency-ext is installed, which brings that package.
-        warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
-        from dlm_bridge.cli.app import main
-
         try:
             main()
         except SystemExit as end:
             if not end.code:
-                if (runner := sys.modules.get("dlm_bridge.generation.runtime.runner")) is not None:
-                    runner.forget_graphs()  # NCCL would wait for graphs that hold its collectives
-                processes.destroy_process_groups()
+                processes.end_process_group()
             raise
     except KeyboardInterrupt:  # before or after the command's own work
         processes.report("interrupted")
@@ -40,6 +37,7 @@ def run() -> None:
 
 
 def _end_at_once(*_: Any) -> None:
+    # Nothing can be imported here: not `distributed.is_main` either.
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"dlm-bridge: interrupted\n")
     os._exit(130)

@@ -163,11 +163,12 @@ def evaluate(
     # Imported only now: a mistyped option should answer at once.
     from transformers.utils import logging
 
-    from dlm_bridge.convert.partial import PartialRows
+    from dlm_bridge.distributed import process_group_ends
     from dlm_bridge.evaluation.report import RESULTS, report, write
     from dlm_bridge.evaluation.resume import FinishedParts
+    from dlm_bridge.files.partial import PartialRows
     from dlm_bridge.hub import checkpoint_folder
-    from dlm_bridge.loading import Placement, join_replicas, load_model, process_group_ends
+    from dlm_bridge.loading import Placement, join_replicas, load_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

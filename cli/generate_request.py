@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import DlmBridgeError
 
 # The settings that most calls need; --set has every other one. Each is a field of DiffusionGenerationConfig.
@@ -87,7 +87,7 @@ class Request:
             raise DlmBridgeError("--system is a message of a chat: give --chat as well")
         if self.template_args and not self.chat and self.jsonl is None:
             raise DlmBridgeError("--chat-template-args is of a chat: give --chat as well")
-        if self.jsonl == "-" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self.jsonl == "-" and world_size() > 1:
             raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
 
 

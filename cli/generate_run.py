@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import Request
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.convert.atomic import atomic_file, check_new_file
-from dlm_bridge.convert.partial import PartialRows
-from dlm_bridge.distributed import Replicas
+from dlm_bridge.distributed import Replicas, is_main, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
+from dlm_bridge.files.atomic import atomic_file, check_new_file
+from dlm_bridge.files.partial import PartialRows
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
@@ -39,7 +39,7 @@ from dlm_bridge.generation.offline import (
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.hub import checkpoint_folder
-from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model, process_group_ends
+from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
 
 def run(request: Request) -> None:
@@ -82,11 +82,11 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     trace = None
-    if (request.show or request.html or request.svg) and _is_main():
+    if (request.show or request.html or request.svg) and is_main():
         trace = DenoisingTrace(TokenStrings(loaded.tokenizer), ids)
     with live(trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
-    if not _is_main():
+    if not is_main():
         return
     facts = {"model": request.model, "family": loaded.family, **_figures(result)}
     if trace is not None and request.html is not None:
@@ -162,7 +162,7 @@ def _sample_file(
                 stream.writelines(lines)
             if unfinished is not None and replicas.leads:
                 unfinished.remove()
-    if not _is_main():
+    if not is_main():
         return
     seconds = time.perf_counter() - began
     report = {
@@ -334,14 +334,10 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 2) if isinstance(value, float) else value for name, value in facts.items()}
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextmanager
 def _stdout_or(request: Request) -> Iterator[TextIO]:
     """The output of the first process; that of the others is discarded."""
-    if not _is_main():
+    if not is_main():
         with open(os.devnull, "w") as stream:
             yield stream
     elif request.output is None:
@@ -355,7 +351,7 @@ def _stdout_or(request: Request) -> Iterator[TextIO]:
 def _progress(total: int) -> Iterator[Any]:
     """A bar over rows on stderr, where that is a terminal; called with the number of those done."""
     console = Console(stderr=True)
-    if not (console.is_terminal and _is_main()):
+    if not (console.is_terminal and is_main()):
         yield lambda number: None
         return
     with Progress(console=console, transient=True) as bar:

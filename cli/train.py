@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.help import completes, family_names, objective_names
+from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
@@ -94,7 +94,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
             given["data"] = [*given["data"], *more]
         config = load_config(given, None if file is None else Path(file), resume, task)
         if shown is not None:
-            if os.environ.get("RANK", "0") == "0":
+            if is_main():
                 _preview(config, shown, as_json)
             return
         if planned is None:
@@ -121,7 +121,7 @@ class AskedDryRun:
         """Show what `plan` gives, on the first of a launcher's processes."""
         from dlm_bridge.cli.dry_run_views import show_dry_run
 
-        if os.environ.get("RANK", "0") == "0":
+        if is_main():
             show_dry_run(plan(), self.as_json)
 
 

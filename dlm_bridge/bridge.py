@@ -16,7 +16,8 @@ from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveChec
 from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
 from dlm_bridge.convert.transfer import write_hub, write_megatron
 from dlm_bridge.convert.workers import Progress
-from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import reading
 from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping

@@ -1,27 +1,182 @@
-"""Rows over the processes of a launcher: each, or each group of them, holds the model and takes its share of the
-batches."""
+"""Which process of a job this one is, and what the processes of a job do together.
+
+A launcher (torchrun, accelerate launch) says it in environment variables; without one there is one process. Groups of
+processes that an engine makes (megatron-core's parallel state, Accelerate's) stay with the engine. torch is imported
+where processes communicate.
+"""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from dlm_bridge.errors import DlmBridgeError
 
 T = TypeVar("T")
 # The first process may have hours of rows more than another, or of scoring what was written.
 TIMEOUT = datetime.timedelta(days=7)
+_before_end: list[Callable[[], None]] = []
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def launched_by_torchrun() -> bool:
+    """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def rank() -> int:
+    """Number of this process among those of the job."""
+    return _number("RANK") or 0
+
+
+def is_main() -> bool:
+    """Whether this process is the one that prints and logs for all."""
+    return rank() == 0
+
+
+def world_size() -> int:
+    """Number of processes of the job."""
+    size = _number("WORLD_SIZE")
+    return 1 if size is None else size
+
+
+def local_rank() -> int | None:
+    """Number of this process among those of its node, None without a launcher."""
+    return _number("LOCAL_RANK")
+
+
+def local_world_size() -> int:
+    """Number of the job's processes on this node."""
+    return _number("LOCAL_WORLD_SIZE") or world_size()
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise DlmBridgeError(f"{name}={text} is not a number: start the processes with torchrun")
+    return int(text)
+
+
+# -- the launcher's store, and the default process group
+
+
+def store_address() -> tuple[str, int] | None:
+    """Host and port of the launcher's store, None without one."""
+    port = _number("MASTER_PORT")
+    return None if port is None else (os.environ.get("MASTER_ADDR", "localhost"), port)
+
+
+def launcher_store(timeout: datetime.timedelta) -> Any:
+    """The launcher's store, as it is for this attempt of the job. Raises RuntimeError where it does not answer."""
+    address = store_address()
+    assert address is not None, "no launcher"
+    store = _dist().TCPStore(*address, is_master=False, timeout=timeout)
+    return _dist().PrefixStore(f"dlm_bridge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def start_process_group(backend: str, device: Any = None) -> None:
+    """Initialise torch's process group, of the launcher's processes or of this one alone; an existing one stays."""
+    dist, processes = _dist(), world_size()
+    if dist.is_initialized():
+        return
+    if processes == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise DlmBridgeError(f"WORLD_SIZE={processes}, but {', '.join(missing)} is not set: start with torchrun")
+    dist.init_process_group(backend, device_id=device)
+
+
+def end_process_group() -> None:
+    """Destroy torch's process groups, where there are any, after what was registered by `before_end`."""
+    if _is_initialized():
+        for release in _before_end:
+            release()
+        _dist().destroy_process_group()
+
+
+def before_end(release: Callable[[], None]) -> Callable[[], None]:
+    """Decorator of what has to be called before process groups are destroyed."""
+    _before_end.append(release)
+    return release
+
+
+@contextmanager
+def process_group_ends() -> Iterator[None]:
+    """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
+    joined = _is_initialized()
+    try:
+        yield
+    finally:
+        if not joined:
+            end_process_group()
+
+
+def _is_initialized() -> bool:
+    return "torch.distributed" in sys.modules and _dist().is_available() and _dist().is_initialized()
+
+
+def _dist() -> Any:
+    from torch import distributed
+
+    return distributed
+
+
+# -- work of all processes
+
+
+def from_all(value: T) -> list[T]:
+    """What each process of the run has, by rank. Every process calls it."""
+    if not _is_initialized():
+        return [value]
+    values: list[Any] = [None] * _dist().get_world_size()
+    _dist().all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def raised_everywhere() -> Iterator[None]:
+    """A DlmBridgeError of one process's block is raised in every process. They all enter and leave it, and wait for no
+    other within."""
+    failed: DlmBridgeError | None = None
+    try:
+        yield
+    except DlmBridgeError as error:
+        failed = error
+    messages = from_all(None if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    if found := [message for message in messages if message is not None]:
+        raise DlmBridgeError(found[0])
+
+
+def first_on_main(action: Callable[[], T]) -> T:
+    """What `action` returns, run on the first process before the others; an error there is raised everywhere."""
+    main = not _is_initialized() or _dist().get_rank() == 0
+    with raised_everywhere():
+        result = action() if main else None
+    return result if main else action()  # type: ignore[return-value]
+
+
+# -- replicas
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The processes of a job, as one of them sees them. Without a launcher there is one, `ALONE`.
+    """Processes that work together, as one of them sees them, and the replicas of a model that they hold. Without a
+    launcher there is one process, `ALONE`.
 
     A share is every n-th of the batches (or rows) that one process would run, so that each of them is computed exactly
     as in one process. Objects go between CPUs, from process to process: whoever waits knows the one that has ended.
@@ -41,9 +196,16 @@ class Replicas:
 
     @classmethod
     def of_launcher(cls, tp: int) -> Replicas:
-        """The launcher's processes, whose process group is initialised. All of them call it."""
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(dist.get_rank(), dist.get_world_size(), tp, group)
+        """The launcher's processes. All of them call it."""
+        if world_size() == 1:
+            return ALONE
+        start_process_group("gloo")  # of replicas, which exchange texts and figures alone
+        return cls.of_group(_dist().new_group(backend="gloo", timeout=TIMEOUT), tp)
+
+    @classmethod
+    def of_group(cls, group: Any, tp: int = 1) -> Replicas:
+        """The processes of a group between CPUs."""
+        return cls(group.rank(), group.size(), tp, group)
 
     @property
     def leads(self) -> bool:
@@ -106,12 +268,12 @@ class Replicas:
 
     def _send(self, value: Any, rank: int) -> None:
         with self._waiting_for(rank):
-            dist.send_object_list([value], dst=rank, group=self.group)
+            _dist().send_object_list([value], group_dst=rank, group=self.group)
 
     def _receive(self, rank: int) -> Any:
         received = [None]
         with self._waiting_for(rank):
-            dist.recv_object_list(received, src=rank, group=self.group)
+            _dist().recv_object_list(received, group_src=rank, group=self.group)
         return received[0]
 
     @contextmanager
@@ -119,8 +281,9 @@ class Replicas:
         try:
             yield
         except RuntimeError as error:  # gloo's connection is closed
+            number = _dist().get_global_rank(self.group, rank)
             raise DlmBridgeError(
-                f"rank {rank} has ended before its rows were done: what it printed says why; start the job again"
+                f"rank {number} has ended before its rows were done: what it printed says why; start the job again"
             ) from error
 
 

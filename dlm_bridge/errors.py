@@ -19,6 +19,10 @@ class DlmBridgeError(ValueError):
         super().__init__(shortened(message))
 
 
+class WorkerKilledError(DlmBridgeError):
+    """A process was ended from outside; what the others have done is not lost."""
+
+
 LOGITS = (
     "the model's logits are NaN or infinite: look for NaN in its weights, and at settings that change logits; float16 "
     "overflows where bfloat16 does not"
@@ -76,29 +80,3 @@ def first_of(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{found[0]}{more}"
-
-
-@contextmanager
-def reading(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn whatever a library raises while it reads `what`, a file or folder of the user's, into a DlmBridgeError.
-
-    A damaged file can make a library fail with anything: a TypeError, a RecursionError, a panic of Rust code, which is
-    no Exception. Only calls that read such a file belong in the block, so that our own mistakes keep their traceback.
-    """
-    try:
-        yield
-    except DlmBridgeError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # an interrupt
-        raise DlmBridgeError(f"{what}: {library_cause(error)}{remedy}") from error
-
-
-def library_cause(error: BaseException) -> str:
-    """What a library says of a file that it could not read, on one line."""
-    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    cause = f"{kind}{one_line(error)[:300]}"
-    if "weights_only" in cause:  # torch advises to switch its protection off
-        return "torch does not take it for weights: it is damaged, or holds code"
-    return cause

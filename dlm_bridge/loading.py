@@ -19,26 +19,27 @@ from safetensors import safe_open
 
 from dlm_bridge.convert.checkpoints import is_megatron, open_checkpoint
 from dlm_bridge.convert.formats.hub_weights import check_safetensors
-from dlm_bridge.convert.formats.unpickler import check_torch_file, restricted_loading
 from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
-from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, first_of, printable
-from dlm_bridge.generation.settings import refuse_prompt_learning
-from dlm_bridge.hub import (
-    ADAPTER_CONFIG,
-    CONFIG_FILE,
-    check_plain_file,
-    checkpoint_folder,
-    opening,
-    read_config,
-    resolve,
+from dlm_bridge.distributed import (
+    Replicas,
+    from_all,
+    is_main,
+    local_rank,
+    raised_everywhere,
+    start_process_group,
+    world_size,
 )
+from dlm_bridge.errors import DlmBridgeError, first_of, printable
+from dlm_bridge.files.atomic import temporary_folder
+from dlm_bridge.files.pickles import check_torch_file, restricted_loading
+from dlm_bridge.files.reading import check_plain_file, opening
+from dlm_bridge.generation.settings import refuse_prompt_learning
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, read_config, resolve
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES, parse_dtype
 from dlm_bridge.models.families import FamilySpec, class_names, families, find_family
 from dlm_bridge.models.special_tokens import align_special_tokens
-from dlm_bridge.processes import temporary_folder
 
 logger = logging.getLogger(__name__)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -64,11 +65,11 @@ class Placement:
     @property
     def tp_size(self) -> int:
         """How many of the launcher's processes hold one copy of the model."""
-        return (self.tp or int(os.environ.get("WORLD_SIZE", "1"))) if self.tensor_parallel else 1
+        return (self.tp or world_size()) if self.tensor_parallel else 1
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        processes = world_size()
         if sum([self.device is not None, self.device_map is not None, self.tensor_parallel]) > 1:
             cut = "--tp-plan" if self.tp is None else "--tp"
             raise DlmBridgeError(f"--device, --device-map and {cut} each say where the model goes: give one of them")
@@ -120,7 +121,7 @@ class Placement:
             return device
         if device.index is not None:
             raise DlmBridgeError(f"--device {self.device}: each process has a GPU of its own: give {device.type}")
-        local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        local, count = local_rank() or 0, torch.accelerator.device_count()
         if local >= count:
             raise DlmBridgeError(
                 f"a process for each GPU, of which this machine has {count}: start no more, or give --device cpu"
@@ -208,25 +209,7 @@ def load_model(
 
 def join_replicas(placement: Placement) -> Replicas:
     """The launcher's processes, each with its model, or its shard of one, loaded."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ALONE
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")  # of replicas, which exchange texts and figures alone
     return Replicas.of_launcher(placement.tp_size)
-
-
-@contextmanager
-def process_group_ends() -> Iterator[None]:
-    """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
-    from dlm_bridge.generation.runtime.runner import forget_graphs
-
-    joined = dist.is_initialized()
-    try:
-        yield
-    finally:
-        if dist.is_initialized() and not joined:
-            forget_graphs()
-            dist.destroy_process_group()
 
 
 def load_tokenizer(
@@ -260,7 +243,7 @@ def _load_folder(
     model = _load_weights(folder, where, dtype, spec, name)
     align_special_tokens(model, loaded, name)
     note = precision_note(name, model.dtype, model.device.type) if dtype is None else None
-    if note is not None and os.environ.get("RANK", "0") == "0":
+    if note is not None and is_main():
         logger.warning(note)
     return LoadedModel(
         model=model.eval(),
@@ -374,7 +357,7 @@ def load_pretrained(model_class: Any, place: str | os.PathLike[str], name: str, 
         raise DlmBridgeError(
             f"{name}: {tensor} has shape {tuple(found)} in the checkpoint, {tuple(wanted)} by the config"
         )
-    if (unexpected := sorted(info["unexpected_keys"])) and os.environ.get("RANK", "0") == "0":
+    if (unexpected := sorted(info["unexpected_keys"])) and is_main():
         logger.warning(unused_text(name, unexpected))
     return model
 
@@ -440,35 +423,21 @@ def _exported(root: Path, like: str | None, family: str | None, base: str | None
             return
         Bridge.from_megatron(root, like=like, family=family).to_hf(folder / "hub")
 
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size() == 1:
         with temporary_folder() as folder:
             export(folder)
             yield folder / "hub"
         return
-    _init_process_group()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and not dist.is_initialized():
+        torch.cuda.set_device(local_rank() or 0)
+    start_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")  # as transformers does for tensor parallelism
     with temporary_folder() as own:
-        said: list[Any] = [own, None]
-        if dist.get_rank() == 0:
-            try:
+        with raised_everywhere():
+            if is_main():
                 export(own)
-            except DlmBridgeError as error:
-                said[1] = str(error)
-        dist.broadcast_object_list(said)
-        if said[1] is not None:
-            raise DlmBridgeError(said[1])
-        yield said[0] / "hub"
+        yield from_all(own)[0] / "hub"
         dist.barrier()  # the first process removes what the others read
-
-
-def _init_process_group() -> None:
-    """Initialise the launcher's process group, as transformers does for tensor parallelism."""
-    if dist.is_initialized():
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
 
 
 # By the last part of a plan's rule: what it cuts, in words, and the configuration's field that counts it.

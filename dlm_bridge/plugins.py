@@ -4,12 +4,12 @@ versions of those that this one stands on."""
 from __future__ import annotations
 
 import logging
-import os
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
+from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def untested(distribution: str) -> str | None:
 def warn_if_untested(distribution: str) -> None:
     """Log `untested` once a process, on the first of a launcher's processes."""
     sentence = untested(distribution)
-    if sentence is not None and os.environ.get("RANK", "0") == "0":
+    if sentence is not None and is_main():
         logger.warning(sentence)
 
 

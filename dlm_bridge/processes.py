@@ -1,4 +1,8 @@
-"""Processes that belong together: those that one starts end with it; Ctrl-C, SIGTERM, and a launcher's one report."""
+"""Processes that belong together: children that end with their parent, Ctrl-C and SIGTERM, and one report of a job.
+
+Ctrl-C is Python's KeyboardInterrupt, but in two phases, in which users would wait or see a traceback: an import, which
+ends at once, and a wait in a collective operation, for a device or in a library, which a thread ends after seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,17 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+from dlm_bridge import distributed
+from dlm_bridge.errors import DlmBridgeError
 
 GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _KILLED = "was killed by signal"
-_to_undo: list[object] = []  # a mark for each `undone_when_interrupted` that has begun
-_CLAIM = "dlm_bridge/reported"  # key in the launcher's store
 _CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
 
 
@@ -66,40 +69,30 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) -> None:
-    """Let SIGINT end this process with one line and exit code 130: by KeyboardInterrupt, and where that cannot be, or
-    the process is still there `grace_s` later, without. `is_over`: whether nothing is left to interrupt.
+    """Let SIGINT end this process with one line and exit code 130: by KeyboardInterrupt, and where it is still there
+    `grace_s` later, without. `is_over`: whether nothing is left to interrupt.
 
     Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
     another process in a collective operation, for a device or in a library. While a module is being imported, which
-    takes most of a command's start, it would leave half of it, and libraries turn it into something else: the process
-    then ends at once, or inside `undone_when_interrupted` gets its exception after the import.
+    takes most of a command's start, the process ends at once, as if it were killed: torch's own import suppresses one
+    KeyboardInterrupt in ten, or aborts, and numpy makes an ImportError of it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    owner, main = os.getpid(), threading.main_thread().ident
-    assert main is not None
-    wanted = raised = False
+    owner = os.getpid()
 
-    def raise_interrupt(number: int, frame: types.FrameType | None) -> None:
-        nonlocal wanted, raised
-        wanted = wanted or number == signal.SIGINT
-        if wanted and not (os.getpid() == owner and _is_importing(frame)):
-            wanted, raised = False, True
+    def interrupt(_: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != owner or not _is_importing(frame):
             raise KeyboardInterrupt
+        if distributed.is_main():  # the launcher's store would need an import
+            _print("interrupted")
+        os._exit(130)
 
     def watch() -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
             pass
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline:
-            if not (raised or _to_undo) and _is_importing(sys._current_frames().get(main)):
-                # To ask the launcher's store could import what is imported.
-                if os.environ.get("RANK", "0") == "0" and not is_over():
-                    _print("interrupted")
-                os._exit(130)
-            # The kernel may have given SIGINT to another thread, which does not wake the main one.
-            signal.pthread_kill(main, signal.SIGURG)
-            time.sleep(0.05)
+        time.sleep(grace_s)
+        _end_after(grace_s, 130)  # where the report waits as well, for a module that is being imported
         if not is_over():
             report("interrupted")
         os._exit(130)
@@ -107,9 +100,25 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
     # A forked process has the same pipe, but a SIGINT of its own is not this one's.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    signal.signal(signal.SIGURG, raise_interrupt)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, raise_interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported in a stack."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_after(seconds: float, code: int) -> threading.Timer:
+    """A started timer that ends this process, unless it is cancelled before."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 @contextlib.contextmanager
@@ -124,33 +133,6 @@ def catch_sigterm() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def undone_when_interrupted() -> Iterator[None]:
-    """Context of what has to be undone at Ctrl-C, such as a temporary folder: `end_when_interrupted`."""
-    mark = object()
-    _to_undo.append(mark)
-    try:
-        yield
-    finally:
-        _to_undo.remove(mark)
-
-
-@contextlib.contextmanager
-def temporary_folder(prefix: str = "dlm-bridge-", place: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, in `place` or where the system has them, that Ctrl-C leaves none of."""
-    with undone_when_interrupted(), tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
-        yield Path(name)
-
-
-def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether a module is being imported in a stack."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def how_it_ended(exitcode: int | None) -> str:
@@ -172,22 +154,12 @@ def kill_children() -> None:
         child.kill()
 
 
-def destroy_process_groups(timeout_s: float = 10.0) -> None:
-    """Destroy torch's process groups at the end of a command that succeeded in all processes, as NCCL asks for; a
-    process that this takes longer than `timeout_s` ends without."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    timer = threading.Timer(timeout_s, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-    distributed.destroy_process_group()
+def end_process_group(timeout_s: float = 10.0) -> None:
+    """End torch's process groups after a command that succeeded in all processes, as NCCL asks for; a process that
+    this takes longer than `timeout_s` ends without."""
+    timer = _end_after(timeout_s, 0)
+    distributed.end_process_group()
     timer.cancel()
-
-
-def launched_by_torchrun() -> bool:
-    """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def report(message: str) -> None:
@@ -205,13 +177,11 @@ def _print(message: str) -> None:
 
 def _is_first_to_report() -> bool:
     """Whether no other process of the job has asked; without torchrun's store each is the first."""
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    from torch.distributed import TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = TCPStore(address, port, is_master=False, timeout=_CLAIM_TIMEOUT)
-        return int(store.add(f"{_CLAIM}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)) == 1
-    except RuntimeError:  # the launcher has gone
+        if distributed.world_size() == 1:
+            return True
+        return int(distributed.launcher_store(_CLAIM_TIMEOUT).add("reported", 1)) == 1
+    except (RuntimeError, DlmBridgeError):  # the launcher has gone, or its variables are damaged
         return True

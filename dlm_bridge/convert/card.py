@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from dlm_bridge.convert.manifest import Manifest
-from dlm_bridge.hub import HUB_ID, parse_yaml, public_name, read_config
+from dlm_bridge.files.reading import parse_yaml
+from dlm_bridge.hub import HUB_ID, public_name, read_config
 from dlm_bridge.models.families import FamilySpec, families
 
 CARD = "README.md"

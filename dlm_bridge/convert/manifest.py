@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 import xxhash
 
 from dlm_bridge.convert.formats.hub_weights import ShardRecord
-from dlm_bridge.convert.streaming import Sink, bytes_digest, file_digest, tensor_bands
+from dlm_bridge.convert.streaming import Sink, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config, read_json
+from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
 from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
 
 if TYPE_CHECKING:

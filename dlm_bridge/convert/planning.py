@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.atomic import check_output
 from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS, load_kind
 from dlm_bridge.convert.formats.hub_weights import ShardPlan, ShardRecord, plan_by_size, plan_like
@@ -21,8 +20,10 @@ from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.streaming import BAND
-from dlm_bridge.convert.workers import Progress, check_processes, gc_paused, in_flight, worker_count
+from dlm_bridge.convert.workers import Progress, check_processes, in_flight, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import check_output
+from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping

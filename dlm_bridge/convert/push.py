@@ -16,7 +16,8 @@ from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_pe
 from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, read_manifest, renamed_source
 from dlm_bridge.convert.verify import check_recorded
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, public_name, read_config, read_json
+from dlm_bridge.files.reading import read_json
+from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, public_name, read_config
 
 # Files of an adapter -> the key that names its base, as a local path where it was trained on one.
 _NAMES_A_BASE = {ADAPTER_CONFIG: "base_model_name_or_path", "base.json": "base"}

@@ -16,7 +16,7 @@ import yaml
 
 from dlm_bridge.convert.checkpoint import Checkpoint, Derived
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import parse_yaml
+from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping

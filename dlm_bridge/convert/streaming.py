@@ -6,7 +6,6 @@ of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one 
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from bisect import bisect_right
@@ -24,6 +23,7 @@ import xxhash
 
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import VirtualFile
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 
@@ -297,39 +297,6 @@ def digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
 
 
-def bytes_digest(data: bytes) -> str:
-    """xxh3_128 of some bytes."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def file_digest(path: Path) -> str:
-    """xxh3_128 of a file."""
-    state = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            state.update(chunk)
-    return state.hexdigest()
-
-
-def range_digest(path: Path, offset: int, length: int) -> str:
-    """xxh3_128 of a file's bytes from `offset` on; of fewer than `length` where the file ends before."""
-    state = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        while length and (chunk := stream.read(min(length, 1 << 20))):
-            state.update(chunk)
-            length -= len(chunk)
-    return state.hexdigest()
-
-
-def combined_digests(items: Iterable[tuple[str, int, bytes]]) -> dict[str, str]:
-    """One xxh3_128 for each file, of the digests of its items in their order: (file, offset, digest)."""
-    states: dict[str, Any] = {}
-    for file, _, found in sorted(items, key=lambda item: item[:2]):
-        states.setdefault(file, xxhash.xxh3_128()).update(found)
-    return {file: state.hexdigest() for file, state in states.items()}
-
-
 def read_into(path: Path, offset: int, view: memoryview) -> None:
     """Fill the view from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
     fd = os.open(path, os.O_RDONLY)
@@ -364,49 +331,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
         done += os.pwrite(fd, view[done : done + _ONE_WRITE], offset + done)
 
 
-class _VirtualFile(io.RawIOBase):
-    """A file of `size` bytes that is read through `readinto`."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self._position = size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start")
-        self._position = base + offset
-        return self._position
-
-    def _part(self, buffer: Any) -> memoryview:
-        """As much of `buffer` as there are bytes left."""
-        view = memoryview(buffer).cast("B")
-        return view[: max(0, min(len(view), self.size - self._position))]
-
-
-class FileWindow(_VirtualFile):
-    """The bytes [offset, offset + length) of an open file, as a file of their own."""
-
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
-        super().__init__(length)
-        self._stream, self._offset = stream, offset
-
-    def readinto(self, buffer: Any) -> int:
-        self._stream.seek(self._offset + self._position)
-        count = int(self._stream.readinto(self._part(buffer)))
-        self._position += count
-        return count
-
-
-class SparseFile(_VirtualFile):
+class SparseFile(VirtualFile):
     """A file in memory that keeps what is written, in `segments`, and reads what was skipped as zeros."""
 
     def __init__(self) -> None:

@@ -17,7 +17,9 @@ from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import CONFIG_FILE, inside, read_config, read_json, resolve
+from dlm_bridge.files.atomic import temporary_folder
+from dlm_bridge.files.reading import read_json
+from dlm_bridge.hub import CONFIG_FILE, inside, read_config, resolve
 from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models import bailing_moe
 from dlm_bridge.models.derived import BODIES, forms_of
@@ -25,7 +27,6 @@ from dlm_bridge.models.families import UNSUPPORTED, FamilySpec, families, family
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
 from dlm_bridge.models.special_tokens import aligned_ids
-from dlm_bridge.processes import temporary_folder
 
 # The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}

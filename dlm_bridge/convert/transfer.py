@@ -18,16 +18,6 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.atomic import (
-    JOURNAL,
-    Journal,
-    JournalEntry,
-    atomic_output,
-    check_output,
-    fingerprint,
-    has_progress,
-    matches,
-)
 from dlm_bridge.convert.card import CARD, folder_card
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, spec_bytes
 from dlm_bridge.convert.checkpoints.huggingface import (
@@ -39,6 +29,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
     write_side_files,
 )
 from dlm_bridge.convert.formats.hub_weights import HubWriter, ShardRecord, plan_like
+from dlm_bridge.convert.journal import JOURNAL, Journal, JournalEntry, fingerprint, has_progress, matches
 from dlm_bridge.convert.manifest import (
     MANIFEST,
     ChangedTensorsError,
@@ -62,7 +53,6 @@ from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
     SliceRange,
-    bytes_digest,
     digested,
     distribute,
     read_bands,
@@ -70,6 +60,8 @@ from dlm_bridge.convert.streaming import (
     with_zero_rows,
 )
 from dlm_bridge.convert.workers import TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
+from dlm_bridge.files.atomic import atomic_output, check_output
+from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout

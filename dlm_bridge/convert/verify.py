@@ -29,9 +29,10 @@ from dlm_bridge.convert.manifest import (
     read_manifest,
     record_of,
 )
-from dlm_bridge.convert.streaming import count_non_finite, file_digest, raw_bytes
+from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import file_digest
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
 

@@ -6,7 +6,6 @@ and sends what they return to the first one.
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import sys
@@ -19,7 +18,8 @@ from math import prod
 from multiprocessing import connection, get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, WorkerKilledError
+from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked
 
 if TYPE_CHECKING:
@@ -74,10 +74,6 @@ def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> 
     finally:
         stop.set()
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-class WorkerKilledError(DlmBridgeError):
-    """A process was ended from outside; what the others have done is not lost."""
 
 
 def check_processes(processes: int) -> None:
@@ -177,18 +173,6 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     block = memory._take(nbytes)
     _task.taken.append(block)
     return torch.frombuffer(block, dtype=dtype, count=prod(shape)).view(tuple(shape))
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, whose work grows faster than the number of objects that a plan makes."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Budget:

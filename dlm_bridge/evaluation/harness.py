@@ -22,10 +22,11 @@ from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
 from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, library_cause, rows_named
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.evaluation.resume import FinishedParts
+from dlm_bridge.files.reading import library_cause
 from dlm_bridge.generation.autoregressive import FiniteLogits, drawing_from, refusals_named
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.gemma import gemma_keywords, is_gemma

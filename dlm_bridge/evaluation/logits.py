@@ -17,8 +17,8 @@ import torch
 from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
+from dlm_bridge.distributed import process_group_ends
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.loading import process_group_ends
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.models.rope import rope_parameters, window_settings
 

@@ -30,8 +30,9 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
-from dlm_bridge.hub import CONFIG_FILE, check_plain_files, read_json, resolve
-from dlm_bridge.processes import temporary_folder
+from dlm_bridge.files.atomic import temporary_folder
+from dlm_bridge.files.reading import check_plain_files, read_json
+from dlm_bridge.hub import CONFIG_FILE, resolve
 
 PROMPT, STEPS = 8, 16  # tokens of the greedy sample, one committed a step
 # Of the program that loads a checkpoint, not of its maths.

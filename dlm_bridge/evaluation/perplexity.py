@@ -15,8 +15,8 @@ from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, likelihood_bounds
 from dlm_bridge.evaluation.resume import FinishedParts
+from dlm_bridge.files.reading import check_text_file
 from dlm_bridge.generation.gemma import is_gemma
-from dlm_bridge.hub import check_text_file
 
 WINDOW = 1024
 NO_LIKELIHOOD = (

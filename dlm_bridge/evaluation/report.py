@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.evaluation.likelihood import bound_estimator
 from dlm_bridge.evaluation.perplexity import Perplexity
+from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.loading import LoadedModel
 

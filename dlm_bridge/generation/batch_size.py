@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.distributed import Replicas
+from dlm_bridge.distributed import Replicas, local_world_size
 from dlm_bridge.generation.canvas import cache_columns
 from dlm_bridge.generation.engine import choose_cache, input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
@@ -136,7 +135,7 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = _meminfo("MemAvailable")
-    return (available if available is not None else 2**32) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (available if available is not None else 2**32) // local_world_size()
 
 
 def _meminfo(name: str) -> int | None:

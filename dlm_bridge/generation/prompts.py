@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import check_characters, check_text_file
 from dlm_bridge.generation.request import MASK
-from dlm_bridge.hub import check_characters, check_text_file
 
 logger = logging.get_logger(__name__)
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one

@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file
 
 from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import share_weights
+from dlm_bridge.files.atomic import share_weights
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import diffusion_loss, weighted_loss
 from dlm_bridge.objectives.registry import family_objective, noise_process

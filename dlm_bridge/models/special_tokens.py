@@ -7,10 +7,10 @@ stops. Where they differ both end a text: an id that a checkpoint declares is ne
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
+from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def align_special_tokens(model: Any, tokenizer: Any, where: str) -> None:
         for name, value in new.items() if target is not None else ():
             setattr(target, name, value)
         changed |= new
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main():
         return
     if changed:
         taken = ", ".join(f"{name} {value}" for name, value in sorted(changed.items()))

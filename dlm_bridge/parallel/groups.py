@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dlm_bridge import distributed
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout
 from dlm_bridge.parallel import mcore_patches, platform
@@ -95,28 +96,13 @@ def _check_communication(current: Platform, parallel: ContextParallelConfig, ins
 def _join(current: Platform, layout: Layout, parallel: ContextParallelConfig) -> None:
     """Initialise torch.distributed unless it is."""
     need = parallel.world_size(layout)
-    if dist.is_initialized():
-        world = dist.get_world_size()
-    else:
-        try:
-            world = int(os.environ.get("WORLD_SIZE", "1"))
-        except ValueError:
-            raise DlmBridgeError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is not a number of processes") from None
+    world = dist.get_world_size() if dist.is_initialized() else distributed.world_size()
     if world % need:
         raise DlmBridgeError(
             f"the layout {_sizes(layout, parallel)} needs a multiple of {need} processes, but {world} run: "
             f"start with torchrun --nproc-per-node {need}, or choose another layout"
         )
-    if dist.is_initialized():
-        return
-    device = current.group_device()
-    if world == 1:
-        dist.init_process_group(current.backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    else:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise DlmBridgeError(f"WORLD_SIZE={world}, but {', '.join(missing)} is not set: start with torchrun")
-        dist.init_process_group(current.backend, device_id=device)
+    distributed.start_process_group(current.backend, current.group_device())
 
 
 def _check_groups(layout: Layout, parallel: ContextParallelConfig, instances: int | None = None) -> None:
@@ -164,8 +150,7 @@ def check_userbuffers(tp: int) -> None:
     several nodes."""
     if not platform.current().uses_transformer_engine():
         raise NotInstalledError("--tp-overlap needs Transformer Engine and GPUs: pip install 'dlm-bridge[te]'")
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    if local.isdecimal() and int(local) % tp:
+    if (local := distributed.local_world_size()) % tp:
         raise DlmBridgeError(
             f"--tp-overlap: ranks of --tp {tp} must be of one node, and a node has {local} processes: change --tp, or "
             "leave it out"

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from dlm_bridge.distributed import local_rank
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.overrides import Overrides
 from dlm_bridge.plugins import load_entry_points
@@ -151,15 +152,15 @@ class Accelerator(Platform):
         return str(self._module().get_device_name(self.device()))
 
     def set_device(self) -> None:
-        rank, count = os.environ.get("LOCAL_RANK"), self.device_count()
+        rank, count = local_rank(), self.device_count()
         if rank is None:
             return
-        if not rank.isdecimal() or int(rank) >= count:
+        if rank >= count:
             raise DlmBridgeError(
                 f"LOCAL_RANK={rank}, but this process sees {count} {self.name} devices: start at most {count} "
                 "processes a node, or set LOCAL_RANK=0 where each process sees a device of its own"
             )
-        self._module().set_device(int(rank))
+        self._module().set_device(rank)
 
     def group_device(self) -> torch.device | None:
         return self.device()

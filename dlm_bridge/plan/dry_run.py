@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dlm_bridge import distributed
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.objectives.base import Objective
@@ -161,16 +161,14 @@ def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[
 
 def world_size(gpus: int | None) -> int:
     """The number of processes: the launcher's, else `gpus`, else 1. Raises DlmBridgeError where they differ."""
-    launched = os.environ.get("WORLD_SIZE")
-    if launched is None:
+    if not distributed.launched():
         if gpus is not None and gpus < 1:
             raise DlmBridgeError(f"--gpus must be at least 1, not {gpus}")
         return gpus or 1
-    if not launched.isdigit():
-        raise DlmBridgeError(f"WORLD_SIZE={launched} is not a number of processes")
-    if gpus not in (None, int(launched)):
+    launched = distributed.world_size()
+    if gpus not in (None, launched):
         raise DlmBridgeError(f"--gpus {gpus}: the launcher started {launched} processes: leave it out")
-    return int(launched)
+    return launched
 
 
 def _resume_point(config: TrainConfig, output: Path) -> ResumePoint:

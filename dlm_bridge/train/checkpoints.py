@@ -37,15 +37,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from dlm_bridge.convert.atomic import atomic_folder, disk_errors
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.formats import dcp
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
-from dlm_bridge.convert.formats.unpickler import load_torch_file, restricted_loading
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
-from dlm_bridge.convert.streaming import FileWindow
-from dlm_bridge.errors import DlmBridgeError, first_of, library_cause
-from dlm_bridge.hub import STEP_NAME, read_json
+from dlm_bridge.distributed import from_all
+from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.files.atomic import atomic_folder, disk_errors
+from dlm_bridge.files.pickles import load_torch_file, restricted_loading
+from dlm_bridge.files.reading import FileWindow, library_cause, read_json
+from dlm_bridge.hub import STEP_NAME
 
 STATE = "trainer_state.pt"
 RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way
@@ -302,7 +303,7 @@ def _problem(folder: Path, required: str) -> str | None:
             return f"is incomplete: it has no {required}"
         if not (folder / FILE_DIGESTS).is_file():
             return _incomplete(folder)
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         changed = [each for each in check_files(folder, rank=rank, ranks=ranks) if not each.is_new]
     except (DlmBridgeError, OSError) as error:
         return f"is damaged: {error}"
@@ -334,38 +335,6 @@ def _aside(folder: Path) -> Path:
     while os.path.lexists(aside):
         aside, number = folder.with_name(f"{folder.name}{DAMAGED}-{number}"), number + 1
     return aside
-
-
-# -- several processes
-
-
-def from_all(value: T) -> list[T]:
-    """What each process of the run has, by rank. Every process calls it."""
-    if not _is_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@contextlib.contextmanager
-def raised_everywhere() -> Iterator[None]:
-    """A DlmBridgeError of one process's block is raised in every process. They all enter and leave it, and wait for no
-    other within."""
-    failed: DlmBridgeError | None = None
-    try:
-        yield
-    except DlmBridgeError as error:
-        failed = error
-    messages = from_all(None if failed is None else str(failed))
-    if failed is not None:
-        raise failed
-    if found := [message for message in messages if message is not None]:
-        raise DlmBridgeError(found[0])
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 # -- tokenizers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from dlm_bridge.distributed import rank
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
@@ -137,7 +137,7 @@ class DiffusionCollator:
             return Uniforms.keyed(self.seed, 0, keys, length, Purpose.EVAL_NOISE)
         worker = get_worker_info()
         workers, number = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        stream = int(os.environ.get("RANK", "0")) * workers + number
+        stream = rank() * workers + number
         self._batches += 1
         rows = [(self._batches << 24) + row for row in range(len(samples))]
         return Uniforms.keyed(self.seed, stream, rows, length, Purpose.COLLATOR)

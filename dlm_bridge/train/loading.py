@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
 from dlm_bridge.convert.formats.hub_weights import BIN_FILE, BIN_INDEX, SAFETENSORS_INDEX, SINGLE_FILE
-from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
-from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
+from dlm_bridge.distributed import is_main
+from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.files.reading import opening, reading
+from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, read_config, resolve
 from dlm_bridge.models.families import FamilySpec, class_names, families, family_by_name, find_family
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.chat_template import set_chat_template
@@ -124,7 +125,7 @@ def _check_unused(config: TrainConfig, model: Any, unused: list[str]) -> None:
     weight, and for a model of this package, which is refused."""
     if hasattr(model, "family") or not model.state_dict().keys().isdisjoint(unused):
         raise NotInRangesError(f"{unused[0]} is stored besides the model's tensors")
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         logger.warning(loading.unused_text(f"--model {config.model.path}", unused))
 
 

@@ -14,13 +14,14 @@ import xxhash
 from torch import nn
 
 from dlm_bridge.convert.card import CARD, base_family, folder_card
-from dlm_bridge.convert.formats.unpickler import restricted_loading
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.pickles import restricted_loading
+from dlm_bridge.files.reading import opening
 from dlm_bridge.generation.gemma import is_gemma
-from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, opening, read_config
+from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, read_config
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.objectives.registry import mask_token_id
 from dlm_bridge.train.config import TrainConfig

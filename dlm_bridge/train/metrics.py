@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from dlm_bridge.convert.atomic import append_line, atomic_file, disk_errors
 from dlm_bridge.errors import printable
-from dlm_bridge.hub import check_plain_file
+from dlm_bridge.files.atomic import append_line, atomic_file, disk_errors, replaced_file
+from dlm_bridge.files.reading import check_plain_file
 
 logger = logging.getLogger(__name__)
 # Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
@@ -190,13 +190,8 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = path.with_name(f".{path.name}")
-    with disk_errors(path, MAKE_ROOM):
-        try:
-            figure.savefig(temporary, format="png")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with replaced_file(path, MAKE_ROOM) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def moving_average(values: list[float], span: int) -> list[float]:

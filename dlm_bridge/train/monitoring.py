@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import append_line, disk_errors
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import append_line, disk_errors, replaced_file
 from dlm_bridge.generation.autoregressive import random_state_preserved
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
@@ -257,9 +256,5 @@ class StepProfiler:
         self._profile.start()
 
     def _write(self, name: str, export: Any) -> None:
-        temporary = self._folder / f".{name}"  # whose end says to torch that it is compressed
-        try:
+        with replaced_file(self._folder / name, MAKE_ROOM) as temporary:
             export(str(temporary))
-            os.replace(temporary, self._folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge import processes
+from dlm_bridge import distributed, processes
 
 INTERVAL_S = 5.0  # between two signs of life
 STORE_GRACE_S = 30.0  # for a run to end after the store's process has
@@ -104,7 +104,7 @@ class Watchdog:
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` without a sign of life end the run. Every process makes one."""
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.timeout_s = timeout_s
         self.interval_s = min(INTERVAL_S, timeout_s / 8)
         self.most_rounds = math.ceil(timeout_s / self.interval_s)
@@ -130,10 +130,7 @@ class Watchdog:
             os._exit(2)
 
     def _store(self) -> Any:
-        timeout = datetime.timedelta(seconds=self.timeout_s)
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        return dist.PrefixStore(f"dlm_bridge/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore("ranks", distributed.launcher_store(datetime.timedelta(seconds=self.timeout_s)))
 
     def _first_watches(self, store: Any) -> str | None:
         """On the first rank: the one that has become silent; None where the run has ended before."""
@@ -179,6 +176,6 @@ def _named(rank: int, sign: str) -> str:
 
 def start_watchdog(timeout_min: float) -> Watchdog | None:
     """A run's `Watchdog`, where several processes run together and `timeout_min` is not zero."""
-    if not timeout_min or int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_PORT" not in os.environ:
+    if not timeout_min or distributed.world_size() == 1 or distributed.store_address() is None:
         return None
     return Watchdog(60 * timeout_min)

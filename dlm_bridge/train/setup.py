@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import atomic_file
+from dlm_bridge import distributed
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
+from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import image_token_ids
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
@@ -39,7 +40,6 @@ from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
     named_checkpoints,
-    raised_everywhere,
     remove_old_checkpoints,
 )
 from dlm_bridge.train.config import TrainConfig
@@ -135,7 +135,7 @@ def training_errors(
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
         output = Path(config.checkpoint.output)
-        main = os.environ.get("RANK", "0") == "0"
+        main = distributed.is_main()
         made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
         watchdog = start_watchdog(config.parallel.rank_timeout)
         try:
@@ -145,7 +145,7 @@ def training_errors(
                 raise
             reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
             raise DlmBridgeError(
-                f"rank {os.environ.get('RANK', '0')}: another process of the run has ended or does not answer "
+                f"rank {distributed.rank()}: another process of the run has ended or does not answer "
                 f"({reason}): the launcher names one that was killed; start again with --resume"
             ) from error
         finally:

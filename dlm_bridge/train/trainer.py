@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.processes import catch_sigterm
-from dlm_bridge.train.checkpoints import check_finite, raised_everywhere
+from dlm_bridge.train.checkpoints import check_finite
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler, Prefetcher

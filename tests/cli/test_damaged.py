@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError
-from dlm_bridge.errors import reading
+from dlm_bridge.files.reading import reading
 from dlm_bridge.generation.prompts import read_prompts
 from dlm_bridge.loading import load_model, load_tokenizer
 from dlm_bridge.plan.dry_run import dry_run

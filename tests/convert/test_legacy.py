@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.formats.unpickler import read_torch_file
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.files.pickles import read_torch_file
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_hub_folder, write_llada
 from tests.convert.helpers import hub_tensors, run_cli, same, tree

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert import atomic, streaming
-from dlm_bridge.convert.workers import WorkerKilledError, gc_paused, run_forked
+from dlm_bridge.convert import journal, streaming
+from dlm_bridge.convert.workers import run_forked
+from dlm_bridge.errors import WorkerKilledError
+from dlm_bridge.files.reading import gc_paused
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -55,14 +57,14 @@ def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
     tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Bridge.from_hf(llada).to_megatron(tmp_path / "whole", LAYOUT)
-    monkeypatch.setattr(atomic, "_EVERY", 1)
+    monkeypatch.setattr(journal, "_EVERY", 1)
     output = tmp_path / "here" / "out"
     with monkeypatch.context() as patch:
         fails_in_a_child(patch, 30, lambda: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(WorkerKilledError, match=r"SIGKILL\): .*out was not written; the same command with"):
             Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, workers=1)
     (left,) = (tmp_path / "here").iterdir()
-    assert atomic.has_progress(left)
+    assert journal.has_progress(left)
     Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, resume=True)
     assert tree(output) == tree(tmp_path / "whole")
     assert no_leftovers(tmp_path / "here")

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert import atomic, streaming, transfer
+from dlm_bridge.convert import journal, streaming, transfer
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistWriter
 from dlm_bridge.convert.formats.hub_weights import HubWriter
 from dlm_bridge.convert.manifest import MANIFEST
+from dlm_bridge.files import atomic
 from dlm_bridge.processes import leave_inherited
 from tests.checkpoints import write_llada
 from tests.convert.helpers import no_leftovers, run_cli, tree
@@ -70,7 +71,7 @@ def killed_run(action: str, source: Path, output: Path, moment: int, resume: boo
 
 def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) -> None:
     leave_inherited()
-    atomic._EVERY = 1  # every param is flushed and noted at once
+    journal._EVERY = 1  # every param is flushed and noted at once
     left = moment
 
     def counted(module: Any, name: str) -> None:
@@ -86,7 +87,7 @@ def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) 
         setattr(module, name, call)
 
     for module, name in (
-        (streaming, "write_at"), (atomic, "_sync"), (atomic.Journal, "_append"),
+        (streaming, "write_at"), (journal, "_sync"), (journal.Journal, "_append"),
         (atomic, "sync_tree"), (atomic, "_put_in_place"), (atomic.shutil, "rmtree"), (os, "fsync"), (os, "rename"),
     ):  # fmt: skip
         counted(module, name)
@@ -136,18 +137,18 @@ def test_killed_when_all_is_written(
 
 def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
     leave_inherited()
-    atomic._EVERY = 1
-    setattr(atomic.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
+    journal._EVERY = 1
+    setattr(journal.Journal, "close", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (mypy)
     convert(action, source, output)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output: Path, after: int) -> str:
     """Interrupt a conversion once `after` params are noted as done. The interruption's message."""
-    monkeypatch.setattr(atomic, "_EVERY", 1)
+    monkeypatch.setattr(journal, "_EVERY", 1)
     count = 0
-    real = atomic.Journal.add
+    real = journal.Journal.add
 
-    def add(self: atomic.Journal, *arguments: Any) -> None:
+    def add(self: journal.Journal, *arguments: Any) -> None:
         nonlocal count
         real(self, *arguments)
         count += 1
@@ -155,7 +156,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic.Journal, "add", add)
+        patch.setattr(journal.Journal, "add", add)
         with pytest.raises(KeyboardInterrupt) as stopped:
             convert(action, source, output, workers=1)
     return str(stopped.value)
@@ -191,7 +192,7 @@ def test_resume_goes_on_where_it_was(
         f"interrupted: {output} was not written; the same command with --resume goes on from what is done "
         f"({left.name}), without it starts clean"
     )
-    done = set(atomic.Journal(left, "?", []).done)
+    done = set(journal.Journal(left, "?", []).done)
     assert 9 <= len(done) < 20  # tasks that were under way come to their end
     names = written(monkeypatch)
     convert(action, sources[action], output, resume=True)
@@ -215,10 +216,10 @@ def test_what_is_damaged_meanwhile_is_written_again(
         data = bytearray(file.read_bytes())
         data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
         file.write_bytes(data)
-    lines = (left / atomic.JOURNAL).read_text().splitlines()
+    lines = (left / journal.JOURNAL).read_text().splitlines()
     lines[3] = lines[3][: len(lines[3]) // 2]  # a line that is no line
     lines.append('["decoder.final_layernorm.weight", {"tensors": 5}]')
-    (left / atomic.JOURNAL).write_text("\n".join(lines))
+    (left / journal.JOURNAL).write_text("\n".join(lines))
     convert("import", sources["import"], output, resume=True)
     assert whole(output) == expected["import"]
 

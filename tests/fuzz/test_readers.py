@@ -26,8 +26,8 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, object_item
 from dlm_bridge.convert.formats.dcp import open_tensor_item, read_item_rows, read_metadata
 from dlm_bridge.convert.formats.hub_weights import HubReader, build_header
-from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler
 from dlm_bridge.convert.streaming import raw_bytes
+from dlm_bridge.files.pickles import RestrictedUnpickler
 from tests.checkpoints import write_llada
 from tests.fuzz.hostile import BOMBS
 

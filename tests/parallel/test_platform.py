@@ -120,9 +120,7 @@ def test_cuda_is_the_default_only_where_there_is_one(monkeypatch: pytest.MonkeyP
 def test_a_process_without_a_device_is_told(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with pytest.raises(
-        DlmBridgeError, match=f"^LOCAL_RANK={rank}, but this process sees 2 cuda devices: start at most"
-    ):
+    with pytest.raises(DlmBridgeError, match=f"^LOCAL_RANK={rank}"):
         CUDA().set_device()
 
 

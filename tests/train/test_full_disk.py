@@ -21,8 +21,8 @@ import pytest
 from rich.console import Console
 from safetensors import SafetensorError
 
-from dlm_bridge.convert.atomic import atomic_file, disk_refusal
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import atomic_file, disk_refusal
 from dlm_bridge.train import monitoring
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile

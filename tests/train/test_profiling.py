@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import monitoring
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {"eval_interval": 0, "save_interval": 2, "warmup_steps": 0, "lr_schedule": "constant"}
@@ -47,7 +46,7 @@ def test_a_disk_that_refuses_is_one_line(tmp_path: Path, run: Run, monkeypatch: 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(monitoring, "os", SimpleNamespace(replace=full))  # of this module alone
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
     with pytest.raises(DlmBridgeError, match="profile"):
         run(tmp_path / "run", steps=2, profile_steps="1:1", **OPTIONS)
     assert list((tmp_path / "run/profile").iterdir()) == []

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, HubCheckpoint, open_hub
-from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_files, checkpoint_folder
+from dlm_bridge.files.reading import check_plain_files, gc_paused
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, checkpoint_folder
 
 # In the order in which they are asked whether a folder is theirs, with patterns of which such a folder has one. Only
 # where it has they are imported: a Hub folder's headers are read without torch.

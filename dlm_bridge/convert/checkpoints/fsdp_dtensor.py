@@ -23,8 +23,8 @@ from dlm_bridge.convert.formats.dcp import (
     read_metadata,
 )
 from dlm_bridge.convert.formats.legacy_writer import rank_names
-from dlm_bridge.convert.formats.unpickler import Inert, read_torch_item
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.pickles import Inert, read_torch_item
 from dlm_bridge.mapping.rules import GatedMLP, ParamMapping, Vocabulary
 
 _MODEL = re.compile(r"model0?\.(?:module\.)*")

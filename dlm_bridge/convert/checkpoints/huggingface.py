@@ -26,14 +26,9 @@ from dlm_bridge.convert.formats.hub_weights import (
     index_text,
 )
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, ChangedFile, Manifest, TensorRecord, record_of
-from dlm_bridge.convert.streaming import (
-    FileRegion,
-    SliceRange,
-    file_digest,
-    range_digest,
-)
-from dlm_bridge.convert.workers import gc_paused
+from dlm_bridge.convert.streaming import FileRegion, SliceRange
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import file_digest, gc_paused
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import families, find_family
@@ -153,7 +148,7 @@ class HubCheckpoint(ByNameCheckpoint):
         if manifest.format != self.format:
             return []
         found = {shard.file: shard for shard in self.reader.shards()}
-        headers = {name: range_digest(file.path, 0, file.start) for name, file in self.reader.files.items()}
+        headers = {name: file_digest(file.path, 0, file.start) for name, file in self.reader.files.items()}
         wrong = {shard.file for shard in manifest.shards if found.get(shard.file) != shard}
         return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
 

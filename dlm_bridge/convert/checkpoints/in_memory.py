@@ -12,12 +12,12 @@ import torch
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.checkpoints.huggingface import list_side_files
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.initialisation import InitialisationRule, initialise
-from dlm_bridge.processes import temporary_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,10 +25,10 @@ from dlm_bridge.convert.formats.legacy_writer import (
     plan_legacy,
     rank_names,
 )
-from dlm_bridge.convert.formats.unpickler import FileTensor, Inert, read_torch_file, tensors_in
 from dlm_bridge.convert.run_settings import megatron_args
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.pickles import FileTensor, Inert, read_torch_file, tensors_in
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name, promote, same_bits
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 

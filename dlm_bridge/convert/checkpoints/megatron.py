@@ -24,7 +24,8 @@ from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_sett
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import CONFIG_FILE, TRACKER, check_plain_file, read_config
+from dlm_bridge.files.reading import check_plain_file
+from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import family_by_name

@@ -29,7 +29,6 @@ from dlm_bridge.convert.formats.dcp import (
     StoredTensor,
     read_metadata,
 )
-from dlm_bridge.convert.formats.unpickler import Inert, read_torch_file, read_torch_item
 from dlm_bridge.convert.optimizer_state import (
     AVERAGED,
     COMMON_STATE,
@@ -43,14 +42,13 @@ from dlm_bridge.convert.streaming import (
     SliceRange,
     SparseFile,
     allocate,
-    combined_digests,
     distribute,
     in_rows,
-    range_digest,
     slice_range,
 )
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import read_json
+from dlm_bridge.files.pickles import Inert, read_torch_file, read_torch_item
+from dlm_bridge.files.reading import combined_digests, file_digest, read_json
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
@@ -271,7 +269,7 @@ class TorchDistWriter:
         """Whether the parameter's items lie there already, from a run before this one."""
         places = self._places(param)
         return len(places) == len(digests) and all(
-            range_digest(self._folder / place.file, place.offset, place.length) == digest
+            file_digest(self._folder / place.file, place.offset, place.length) == digest
             for place, digest in zip(places, digests, strict=True)
         )
 

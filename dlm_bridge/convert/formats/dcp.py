@@ -19,18 +19,11 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.formats.unpickler import FileTensor, RestrictedUnpickler, read_torch_item
-from dlm_bridge.convert.streaming import (
-    FileRegion,
-    SliceRange,
-    combined_digests,
-    range_digest,
-    raw_bytes,
-    read_into,
-)
+from dlm_bridge.convert.streaming import FileRegion, SliceRange, raw_bytes, read_into
 from dlm_bridge.convert.workers import new_tensor
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import check_plain_file
+from dlm_bridge.files.pickles import FileTensor, RestrictedUnpickler, read_torch_item
+from dlm_bridge.files.reading import check_plain_file, combined_digests, file_digest
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
@@ -219,7 +212,7 @@ class ChunkedReader:
         places = {chunk.place for tensor in self.contents.tensors.values() for chunk in tensor.chunks}
         places.update(self.contents.objects.values())
         return combined_digests(
-            (file, offset, bytes.fromhex(range_digest(self.folder / file, offset, length)))
+            (file, offset, bytes.fromhex(file_digest(self.folder / file, offset, length)))
             for file, offset, length in map(astuple, places)
         )
 

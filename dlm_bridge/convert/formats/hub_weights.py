@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from dlm_bridge.convert.streaming import (
-    FileRegion,
-    Sink,
-    SliceRange,
-    allocate,
-    range_digest,
-    read_tensor,
-    tensor_bands,
-)
+from dlm_bridge.convert.streaming import FileRegion, Sink, SliceRange, allocate, read_tensor, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import file_digest
 from dlm_bridge.hub import inside
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, torch_dtype
 
@@ -185,7 +178,7 @@ def read_bin(path: Path) -> SafetensorsFile:
 
     Raises DlmBridgeError for what is not a state dict of weights, and as `read_torch_file` does.
     """
-    from dlm_bridge.convert.formats.unpickler import FileTensor, read_torch_file
+    from dlm_bridge.files.pickles import FileTensor, read_torch_file
     from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
 
     content = read_torch_file(path)
@@ -344,7 +337,7 @@ class HubWriter:
         """Whether all these tensors (name -> digest) lie in the files already, from a run before this one."""
         for name, digest in digests.items():
             path, entry = self._where[name]
-            if range_digest(path, entry.offset, entry.nbytes) != digest:
+            if file_digest(path, entry.offset, entry.nbytes) != digest:
                 return False
         return True
 

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dlm_bridge.convert.formats.unpickler import ArchiveRecord, read_records
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
@@ -34,11 +33,12 @@ from dlm_bridge.convert.streaming import (
     allocate,
     distribute,
     in_rows,
-    range_digest,
     slice_range,
     write_at,
 )
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.pickles import ArchiveRecord, read_records
+from dlm_bridge.files.reading import file_digest
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
@@ -153,7 +153,7 @@ class LegacyWriter:
         """Whether the parameter's items lie there already, from a run before this one."""
         targets = self._plan.targets[param.megatron_name]
         return len(targets) == len(digests) and all(
-            range_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
+            file_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
             for target, text in zip(targets, digests, strict=True)
         )
 
@@ -200,7 +200,7 @@ def legacy_file_digest(path: Path, known: dict[int, bytes] | None = None) -> str
             state.update(stream.read(record.start - position))
             digest = (known or {}).get(record.start)
             if digest is None:
-                digest = bytes.fromhex(range_digest(path, record.start, record.length))
+                digest = bytes.fromhex(file_digest(path, record.start, record.length))
             state.update(digest)
             position = record.start + record.length
         stream.seek(position)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.card import CARD, folder_card, training_run
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.lora.megatron import (
@@ -25,6 +24,7 @@ from dlm_bridge.convert.lora.peft import (
 )
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import atomic_output
 from dlm_bridge.hub import ADAPTER_CONFIG, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.atomic import atomic_output
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, copy_files, list_side_files
 from dlm_bridge.convert.checkpoints.megatron import is_extra_state, iteration_folder
@@ -49,7 +48,9 @@ from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
-from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER, parse_yaml, read_json
+from dlm_bridge.files.atomic import atomic_output
+from dlm_bridge.files.reading import parse_yaml, read_json
+from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dlm_bridge.distributed import before_end
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.request import MASK
@@ -346,9 +347,10 @@ def release(model: Any) -> None:
 
 
 @atexit.register
+@before_end
 def forget_graphs() -> None:
-    """Drop the recorded graphs of every model. Call it before a process group is destroyed: NCCL waits until no graph
-    is left that has recorded one of the group's collectives."""
+    """Drop the recorded graphs of every model, before process groups are destroyed: NCCL waits until no graph is left
+    that has recorded one of the group's collectives."""
     for body in _graphed_bodies.values():
         body.forget()
 

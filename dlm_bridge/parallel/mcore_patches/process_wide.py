@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.convert.workers import gc_paused
+from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
 
 # Modules that make tensors with `device="cuda"`, or use streams.

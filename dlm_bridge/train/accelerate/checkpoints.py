@@ -8,12 +8,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.checkpoints import (
     STATE,
     damaged_state,
     load_state,
-    raised_everywhere,
     remove_old_checkpoints,
     save_checkpoint,
     step_folder,

@@ -33,13 +33,13 @@ from dlm_bridge.convert.formats.hub_weights import (
     index_text,
     plan_by_size,
 )
+from dlm_bridge.distributed import process_group_ends, raised_everywhere, start_process_group
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.checkpoints import (
     RestrictedReader,
     atomic_checkpoint,
     checkpoint_errors,
-    raised_everywhere,
     temporary_folder,
     write_rank_digests,
     write_state,
@@ -79,15 +79,10 @@ def with_launcher_settings(config: Config) -> Config:
 def process_group(config: TrainConfig) -> Iterator[None]:
     """A process group of one process for FSDP (which can offload to the CPU), unless a launcher has made a larger
     one."""
-    own = config.parallel.shards and not dist.is_initialized()
-    if own:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group_ends():
+        if config.parallel.shards:
+            start_process_group("nccl" if torch.cuda.is_available() else "gloo")
         yield
-    finally:
-        if own:
-            dist.destroy_process_group()
 
 
 def device_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlm_bridge.hub import checkpoint_folder, parse_yaml
+from dlm_bridge.files.reading import parse_yaml
+from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import Option, OptionError, options_of, typed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_bridge.hub import parse_yaml
+from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.config.options import OptionError, option
 
 SAMPLED = ("grpo", "diffu-grpo", "block-grpo", "tracerl")  # methods on sampled completions and their rewards

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.hub import parse_yaml
+from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
 from dlm_bridge.train.config.options import (
     TRAINING,

@@ -19,8 +19,8 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
-from dlm_bridge.errors import DlmBridgeError, reading
-from dlm_bridge.hub import check_characters, check_readable
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import check_characters, check_readable, reading
 from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"

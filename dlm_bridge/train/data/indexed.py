@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import atomic_file, disk_errors
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.train.data.blocks import Rows, section_sizes

@@ -13,9 +13,9 @@ from typing import Any
 
 import datasets
 
-from dlm_bridge.errors import DlmBridgeError, one_line, reading
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import check_characters, reading
 from dlm_bridge.generation.prompts import with_joined_text
-from dlm_bridge.hub import check_characters
 from dlm_bridge.train.data.documents import (
     TABLE_ROWS,
     NamedDataset,

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import parse_yaml
+from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.data.blocks import (
     MOCK,
     Blend,

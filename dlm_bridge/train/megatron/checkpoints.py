@@ -22,7 +22,6 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import (
     CARRIED_FILE,
@@ -33,8 +32,11 @@ from dlm_bridge.convert.checkpoints.huggingface import (
 )
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
+from dlm_bridge.distributed import from_all, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
-from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync, temporary_folder
+from dlm_bridge.files.reading import read_json
+from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
@@ -51,23 +53,14 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.processes import (
-    end_with_parent,
-    how_it_ended,
-    leave_inherited,
-    signals_blocked,
-    temporary_folder,
-    was_killed,
-)
+from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked, was_killed
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
     find_resume_point,
-    from_all,
     gather_digests,
     how_to_go_on,
     load_failure,
     named_checkpoints,
-    raised_everywhere,
     remove_checkpoint,
     save_tokenizer,
     write_rank_digests,

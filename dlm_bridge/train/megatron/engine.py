@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.distributed import first_on_main, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
@@ -25,7 +26,7 @@ from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_o
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
-from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
+from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
@@ -263,17 +264,3 @@ def _data_parallel_class(config: TrainConfig) -> Any:
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel
-
-
-def first_on_main(action: Callable[[], T]) -> T:
-    """What `action` returns, run on the main process before the others; an error there is raised everywhere."""
-    message: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except DlmBridgeError as error:
-            message = [str(error)]
-    dist.broadcast_object_list(message)
-    if message[0] is not None:
-        raise DlmBridgeError(message[0])
-    return result if dist.get_rank() == 0 else action()

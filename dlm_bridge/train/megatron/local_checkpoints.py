@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -22,11 +21,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.distributed import from_all, local_world_size, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
-from dlm_bridge.hub import read_json
+from dlm_bridge.files.atomic import atomic_file, disk_errors
+from dlm_bridge.files.reading import read_json
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
-from dlm_bridge.train.checkpoints import from_all, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError, options_of
 from dlm_bridge.train.megatron import loaded_state
@@ -95,7 +94,7 @@ class LocalCheckpoints:
         self.record, self.start = from_all((record, start))[0]
         self.settings = _settings(config)
         self.folder = Path(str(options.local_folder)).absolute() / f"run-{self.record.run}"
-        self.node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))  # processes
+        self.node = local_world_size()  # processes
         if dist.get_world_size() % (self.node * self.copies):
             raise OptionError(
                 "--local-copies",

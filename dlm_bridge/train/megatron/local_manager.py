@@ -24,14 +24,14 @@ from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import
 )
 from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
 
-from dlm_bridge.convert.atomic import atomic_folder
-from dlm_bridge.convert.formats.unpickler import load_torch_file
 from dlm_bridge.convert.manifest import check_files, digests_of, write_digests
+from dlm_bridge.distributed import from_all
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.files.atomic import atomic_folder
+from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict, ShardedObject, ShardedTensor, nested_values
 from dlm_bridge.parallel.mcore_patches.process_wide import original_device, replicas_on_cpu
-from dlm_bridge.train.checkpoints import from_all
 
 FILE = "state.pt"
 _NAME = re.compile(r"step-(\d{7,})\.rank-(\d+)")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.lora import open_adapter
 from dlm_bridge.convert.lora.experts import expert_modules
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
 from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import atomic_file, disk_errors
 from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.parallel.handover import LiveAdapter
 from dlm_bridge.parallel.lora import LiveFactor, add_adapters, live_adapter_tensors

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
@@ -31,7 +32,6 @@ from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
 from dlm_bridge.parallel.self_attention import scales_queries
-from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler

@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
-from dlm_bridge.errors import DlmBridgeError, reading
+from dlm_bridge.distributed import ALONE
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.reading import reading
 from dlm_bridge.loading import check_whole
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
@@ -40,7 +42,6 @@ from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.trainer import (
     VALUE_FOLDER,
-    RankGroup,
     RLTrainer,
     UpdateEngine,
     UpdatePart,
@@ -92,7 +93,7 @@ def assembled(
 class AccelerateUpdates(UpdateEngine):
     """Model, reference and optimizer on each process, data parallel or sharded by FSDP2."""
 
-    replica = RankGroup()
+    replica = ALONE
     value_model: ValueModel | None = None
 
     def __init__(

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
+from dlm_bridge.distributed import Replicas, first_on_main, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
@@ -27,7 +28,6 @@ from dlm_bridge.parallel.core import named_refusals
 from dlm_bridge.parallel.handover import InPlaceWriter, write_hf_weights
 from dlm_bridge.parallel.lora import LiveFactor, adapters_disabled
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.loading import (
@@ -43,12 +43,7 @@ from dlm_bridge.train.megatron.checkpoints import (
     remove_leftovers,
     write_hub_files,
 )
-from dlm_bridge.train.megatron.engine import (
-    begin_run,
-    build_trained_model,
-    describe_layout,
-    first_on_main,
-)
+from dlm_bridge.train.megatron.engine import begin_run, build_trained_model, describe_layout
 from dlm_bridge.train.megatron.lora import LoraRun
 from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
 from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
@@ -58,7 +53,6 @@ from dlm_bridge.train.rl.pipelined import PipelinedModel
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.trainer import (
     VALUE_FOLDER,
-    RankGroup,
     RLTrainer,
     UpdateEngine,
     UpdatePart,
@@ -198,7 +192,7 @@ class MegatronUpdates(UpdateEngine):
         """Every rank has the whole model, or its shard of it, of the weights that all ranks gather one at a time."""
         assert self.rollout_model is not None
         with self.rollout_model.allocated(self.processes.device) as model:
-            writer = self.rollout_model.hub_writer() if self.samplers.size > 1 else InPlaceWriter(model)
+            writer = self.rollout_model.hub_writer() if self.samplers.processes > 1 else InPlaceWriter(model)
             with gathered_weights(self.chunks):
                 trained = None
                 if self.adapter is not None:
@@ -235,7 +229,7 @@ class MegatronUpdates(UpdateEngine):
         return state
 
 
-def _replica_ranks(processes: Processes) -> tuple[RankGroup, Any]:
+def _replica_ranks(processes: Processes) -> tuple[Replicas, Any]:
     """The ranks of this process's data parallel replica, and their group between CPUs."""
     replica_of: list[Any] = [None] * processes.world_size
     dist.all_gather_object(replica_of, processes.replica, group=processes.cpu_group)
@@ -244,7 +238,7 @@ def _replica_ranks(processes: Processes) -> tuple[RankGroup, Any]:
         for replica in range(processes.replicas)
     }
     group = groups[processes.replica]
-    return RankGroup.of(group), group
+    return Replicas.of_group(group), group
 
 
 def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.device) -> Any:

@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
+from dlm_bridge.distributed import ALONE, Replicas, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import free_memory
 from dlm_bridge.generation.runtime.runner import release
 from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
 from dlm_bridge.loading import check_tensor_parallel_split
-from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.lazy_weights import HubRange, NotInRangesError, hub_ranges, replace_parameters
-from dlm_bridge.train.rl.trainer import RankGroup
 
 GIB = 2**30
 
@@ -121,12 +120,12 @@ class ShardWriter:
         self._model.write(parameter, tensor, part.start)
 
 
-def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
+def sampler_ranks(config: RLConfig) -> tuple[Replicas, Any]:
     """The `--rollout-tp` neighbouring processes that sample from one model together, and their group on the devices
     (None for one). Every process calls it. Raises OptionError where the processes do not divide."""
     size = config.rl.rollout_tp
     if size == 1:
-        return RankGroup(), None
+        return ALONE, None
     processes = dist.get_world_size()
     check_divides(size, processes)
     own: Any = None
@@ -135,7 +134,7 @@ def sampler_ranks(config: RLConfig) -> tuple[RankGroup, Any]:
         groups = dist.new_group(ranks, backend="gloo"), dist.new_group(ranks)
         if dist.get_rank() in ranks:
             own = groups
-    return RankGroup.of(own[0]), own[1]
+    return Replicas.of_group(own[0]), own[1]
 
 
 def check_divides(size: int, processes: int) -> None:

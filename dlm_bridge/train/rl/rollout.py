@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.offline import open_engine
@@ -25,7 +26,6 @@ from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.replica import no_room
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers
 from dlm_bridge.train.rl.rows import Problem
-from dlm_bridge.train.rl.trainer import RankGroup
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Rollouts:
     scaled: bool = False  # advantages over the group's standard deviation
     autoregressive: bool = False
     remedy: str = ""  # how to make room, for the error where there is none
-    ranks: RankGroup = field(default_factory=RankGroup)  # that share their completions
-    samplers: RankGroup = field(default_factory=RankGroup)  # that have the model to sample from together
+    ranks: Replicas = ALONE  # that share their completions
+    samplers: Replicas = ALONE  # that have the model to sample from together
 
     def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
         """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
@@ -68,7 +68,7 @@ class Rollouts:
         rewards that fail, NonFiniteError where the model's logits are NaN."""
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
-        begin, end = (len(repeated) * rank // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        begin, end = (len(repeated) * rank // self.ranks.processes for rank in (self.ranks.rank, self.ranks.rank + 1))
         own = self._complete(model, repeated[begin:end], samples[begin:end], step, self.temperature)
         parts = self.ranks.gather((own, self._scores(own, repeated[begin:end])))
         completed = [one for rows, _ in parts for one in rows]

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 
+from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import torch_seed
@@ -42,26 +42,6 @@ class UpdatePart:
 
     noisy: NoisyBatch
     loss: LogpLoss
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks that work together."""
-
-    rank: int = 0  # of this process, among them
-    size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda own: [own]  # each rank's object, by rank, on all of them
-
-    @classmethod
-    def of(cls, group: Any) -> RankGroup:
-        """The ranks of a process group between CPUs."""
-
-        def gather(own: Any) -> list[Any]:
-            found: list[Any] = [None] * group.size()
-            dist.all_gather_object(found, own, group=group)
-            return found
-
-        return cls(group.rank(), group.size(), gather)
 
 
 VALUE_FOLDER = "value"  # in a checkpoint
@@ -113,8 +93,8 @@ class UpdateEngine(abc.ABC):
     together, with as many micro-batches each, but for what says otherwise."""
 
     processes: Processes
-    replica: RankGroup  # that hold one replica of the trained model: what they sample they share
-    samplers: RankGroup = RankGroup()  # that have one model to sample from
+    replica: Replicas  # that hold one replica of the trained model: what they sample they share
+    samplers: Replicas = ALONE  # that have one model to sample from
     plain_model: Any  # family and config; its weights only where each process holds them
     value_model: ValueUpdates | None = None
 

@@ -23,9 +23,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from dlm_bridge.convert.streaming import FileWindow
-from dlm_bridge.convert.workers import gc_paused
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import FileWindow, gc_paused
 
 _PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
 _KEY_LIMIT = 5_000  # values in a pickle's keys that are neither text nor small numbers, which is what real ones are

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlm_bridge.convert.atomic import append_line, disk_errors, make_parent
-from dlm_bridge.convert.streaming import bytes_digest
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import check_plain_file
+from dlm_bridge.files.atomic import append_line, disk_errors, make_parent
+from dlm_bridge.files.reading import bytes_digest, check_plain_file
 
 MARK = "_partial"  # key of a row in the file: the row's index or name, and the digest of the call
 MAKE_ROOM = "the finished rows are kept: make room there, then --resume"

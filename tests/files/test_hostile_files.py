@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from dlm_bridge import DlmBridgeError
-from dlm_bridge.convert.formats.unpickler import (
+from dlm_bridge.files.pickles import (
     RestrictedUnpickler,
     check_torch_file,
     load_torch_file,
     read_torch_file,
     restricted_loading,
 )
-from dlm_bridge.hub import parse_yaml
+from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.data.sources import find_sources

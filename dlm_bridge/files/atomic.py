@@ -1,11 +1,7 @@
-"""Atomic output folders, and the journal of an unfinished one.
+"""Atomic output files and folders, and the errors of a disk.
 
 An output folder is written under a hidden sibling's name, flushed, then renamed. A killed run leaves at most a hidden
 sibling; the next run to the same output resumes it, or removes it. A running one holds a file lock on its sibling.
-
-The journal lies in the unfinished folder. Its first line identifies the conversion; each other line is one parameter
-that was flushed to the disk before the line was. What a line says is checked against the bytes before it is
-trusted.
 """
 
 from __future__ import annotations
@@ -14,36 +10,24 @@ import ctypes
 import errno
 import fcntl
 import io
-import json
 import os
 import re
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-import torch
-import xxhash
 from safetensors import SafetensorError
 
-from dlm_bridge.convert.manifest import TensorRecord, tool_version
-from dlm_bridge.convert.workers import WorkerKilledError
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.hub import share_weights
-from dlm_bridge.processes import undone_when_interrupted
+from dlm_bridge.errors import DlmBridgeError, WorkerKilledError, one_line
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _NAMED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")  # as Python and safetensors name it
 _TORCH_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")  # torch.save forgets the errno
 _FULL = 1 << 20  # bytes; with less than this free a disk is full where nothing names the reason
-JOURNAL = ".dlm_bridge.journal"
-_EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
-_ITERATION = re.compile(r"iter_\d+|release")
 
 
 @contextmanager
@@ -74,7 +58,7 @@ def atomic_output(
             temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
             lock = os.open(temporary, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        with disk_errors(output), undone_when_interrupted():
+        with disk_errors(output):
             yield temporary
             temporary.chmod(0o777 & ~_umask())
             publish_folder(temporary, output, overwrite)
@@ -102,7 +86,7 @@ def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> I
 
     After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses, with the `remedy`.
     """
-    with disk_errors(output, remedy), undone_when_interrupted():
+    with disk_errors(output, remedy):
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -121,6 +105,15 @@ def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> Non
     sync_tree(temporary)
     _put_in_place(temporary, output, overwrite)
     shutil.rmtree(temporary, ignore_errors=True)  # the older one, where the two were exchanged
+
+
+def share_weights(folder: Path) -> None:
+    """Give the safetensors files in a folder the mode that its other new files have: safetensors creates them readable
+    by their owner alone."""
+    mode = folder.stat().st_mode & 0o666  # of a new folder: by the umask
+    for file in folder.rglob("*.safetensors"):
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(mode)
 
 
 @contextmanager
@@ -169,6 +162,13 @@ def _free(output: Path) -> int:
 
 
 @contextmanager
+def temporary_folder(prefix: str = "dlm-bridge-", place: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary folder, in `place` or where the system has them, which is removed when the block ends."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
+        yield Path(name)
+
+
+@contextmanager
 def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     """Yield a text file to write into; it becomes `path` when the block ends without an exception, and else nothing
     is left of it. Raises DlmBridgeError for a file that exists, unless `overwrite`, and for a place that cannot be
@@ -177,7 +177,7 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
     make_parent(path.absolute())
     temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
     try:
-        with undone_when_interrupted(), temporary.open("w", encoding="utf-8") as stream:
+        with temporary.open("w", encoding="utf-8") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -187,6 +187,19 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
         raise DlmBridgeError(full or f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
+    """Yield the name of a hidden sibling of `path`, for a library to write; it becomes `path` when the block ends
+    without an exception, and else nothing is left of it. Raises DlmBridgeError where the disk refuses."""
+    temporary = path.with_name(f".{path.name}")  # the same suffix, by which libraries choose a format
+    with disk_errors(path, remedy):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def check_new_file(path: Path, overwrite: bool) -> None:
@@ -318,141 +331,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-@dataclass(frozen=True)
-class JournalEntry:
-    """One param: what was read and written of each of its Hub tensors, and the digests of its items in the output."""
-
-    tensors: tuple[tuple[TensorRecord, TensorRecord], ...]
-    items: tuple[str, ...]
-
-
-class Journal:
-    """Flushes what is written as it comes, in a thread of its own, and notes what is flushed.
-
-    `done` is what the run before this one has noted, by the parameter's name.
-    """
-
-    def __init__(self, folder: Path, fingerprint: str, files: Iterable[str]) -> None:
-        path = folder / JOURNAL
-        self.fingerprint = fingerprint
-        self.done: dict[str, JournalEntry] = _read(path)
-        self._files = [folder / file for file in files]
-        self._stream = path.open("a", encoding="utf-8")
-        if self._stream.tell() == 0:
-            self._append([json.dumps(fingerprint)])
-        elif path.read_bytes()[-1:] != b"\n":  # a line that was cut off
-            self._append([""])
-        self._waiting: list[str] = []
-        self._bytes = 0
-        self._error: OSError | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._flush, name="dlm-bridge-flush", daemon=True)
-        self._thread.start()
-
-    def add(self, key: str, entry: JournalEntry, nbytes: int) -> None:
-        """A param is written: so many bytes. Raises OSError where earlier ones could not be flushed."""
-        line = json.dumps([key, asdict(entry)])
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            self._waiting.append(line)
-            self._bytes += nbytes
-            if self._bytes >= _EVERY:
-                self._changed.notify()
-
-    def close(self, remove: bool) -> None:
-        """Stop flushing; `remove` the journal of an output that is whole."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-        self._stream.close()
-        if remove:
-            Path(self._stream.name).unlink()
-            if self._error is not None:
-                raise self._error
-
-    def _flush(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._bytes >= _EVERY)
-                lines, self._waiting, self._bytes = self._waiting, [], 0
-                closed = self._closed
-            try:
-                if lines:
-                    for path in self._files:
-                        _sync(path)
-                    self._append(lines)
-            except OSError as error:
-                self._error = error
-                return
-            if closed:
-                return
-
-    def _append(self, lines: Sequence[str]) -> None:
-        self._stream.write("".join(f"{line}\n" for line in lines))
-        self._stream.flush()
-
-
-def matches(folder: Path, fingerprint: str) -> bool:
-    """Whether an unfinished folder is of this conversion."""
-    try:
-        with (folder / JOURNAL).open(encoding="utf-8") as stream:
-            return bool(json.loads(stream.readline()) == fingerprint)
-    except (OSError, ValueError):
-        return False
-
-
-def has_progress(folder: Path) -> bool:
-    """Whether going on from an unfinished folder would save anything."""
-    return bool(_read(folder / JOURNAL))
-
-
-def fingerprint(folders: Iterable[Path], iteration: Path | None, facts: dict[str, Any]) -> str:
-    """What must be the same for a conversion to go on: `facts`, this tool, and every file that could be read.
-
-    `folders` are the source's; of a Megatron checkpoint's iterations only the folder `iteration` counts.
-    """
-    state = xxhash.xxh3_128(json.dumps([facts, tool_version(), torch.__version__], sort_keys=True).encode())
-    for folder in folders:
-        for directory, subfolders, files in os.walk(folder):
-            here = Path(directory)
-            others = {name for name in subfolders if _ITERATION.fullmatch(name) and here / name != iteration}
-            subfolders[:] = sorted({*subfolders} - others)
-            for name in sorted(files):
-                try:
-                    found = (here / name).stat()
-                except OSError:
-                    continue
-                facts_of = [str(here / name), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-                state.update(json.dumps(facts_of).encode())
-    return state.hexdigest()
-
-
-def _read(path: Path) -> dict[str, JournalEntry]:
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, ValueError):
-        return {}
-    done = {}
-    for line in lines[1:]:
-        try:
-            key, entry = json.loads(line)
-            done[key] = JournalEntry(
-                tuple((TensorRecord.parse(read), TensorRecord.parse(written)) for read, written in entry["tensors"]),
-                tuple(entry["items"]),
-            )
-        except (ValueError, TypeError, KeyError):  # cut off by a crash
-            continue
-    return done
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)

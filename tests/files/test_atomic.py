@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main
-from dlm_bridge.convert import atomic, streaming, transfer
-from dlm_bridge.convert.atomic import atomic_output
+from dlm_bridge.convert import streaming, transfer
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.files import atomic
+from dlm_bridge.files.atomic import atomic_output
 from dlm_bridge.processes import leave_inherited
 from tests.convert.helpers import no_leftovers, run_cli, tree
 

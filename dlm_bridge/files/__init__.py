@@ -1,0 +1,1 @@
+"""Files, for every other package: atomic output (`atomic`, `partial`), safe reading (`reading`, `pickles`)."""
