@@ -202,7 +202,7 @@ def _whole_number(option: Option) -> Callable[[str], int]:
 def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
     if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.engine import train
+        from dlm_bridge.parallel.train.assembly import train
     else:
         from dlm_bridge.train.accelerate.trainer import train
     train(config, resume)

@@ -146,14 +146,14 @@ def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[
     check_output(output, resume)
     untested: list[str] = []
     if megatron:
-        from dlm_bridge.train.megatron.settings import check_settings
+        from dlm_bridge.parallel.train.settings import check_settings
 
         untested = check_settings(config)
     point = _resume_point(config, output) if resume else ResumePoint()
     if (checkpoint := point.folder) is not None:
         check_same_model(config, checkpoint.parent if megatron else checkpoint)
         if megatron:
-            from dlm_bridge.train.megatron.checkpoints import check_resumable
+            from dlm_bridge.parallel.train.checkpoints import check_resumable
 
             check_resumable(checkpoint, config)
     return point, [*untested, *point.notes]
@@ -175,7 +175,7 @@ def world_size(gpus: int | None) -> int:
 
 def _resume_point(config: TrainConfig, output: Path) -> ResumePoint:
     if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.checkpoints import find_iteration
+        from dlm_bridge.parallel.train.checkpoints import find_iteration
 
         return find_iteration(output)
     return find_resume_point(named_checkpoints(output / "checkpoints"), STATE)
@@ -255,7 +255,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objecti
     """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import NotInstalledError
-    from dlm_bridge.train.megatron.mcore_config import (
+    from dlm_bridge.parallel.train.mcore_config import (
         DTYPES,
         check_cuda_graphs,
         check_experts,
@@ -264,7 +264,7 @@ def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objecti
         check_sequence,
         prediction_fields,
     )
-    from dlm_bridge.train.megatron.settings import passed_on
+    from dlm_bridge.parallel.train.settings import passed_on
 
     with contextlib.suppress(NotInstalledError):  # it may be installed where the run is
         check_mcore_config(config)

@@ -59,7 +59,7 @@ def import_engines() -> None:
 
     import dlm_bridge.cli.app
     import dlm_bridge.train.accelerate.trainer
-    import dlm_bridge.train.megatron.engine  # noqa: F401
+    import dlm_bridge.parallel.train.assembly  # noqa: F401
 
     torch.set_num_threads(1)
     undrawn(pytest.MonkeyPatch())

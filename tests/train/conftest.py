@@ -129,7 +129,7 @@ def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     pytest.importorskip("megatron.core")
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
     from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
+    from dlm_bridge.parallel.train.assembly import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
         config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
@@ -148,7 +148,7 @@ def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
     """`run` in bf16 on the Megatron engine, with a stand-in for Transformer Engine's Adam where it has settings."""
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
     from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
+    from dlm_bridge.parallel.train.assembly import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
         fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}

@@ -76,7 +76,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """The recipe's classes are found under their own names."""
     from megatron.core.extensions import transformer_engine
 
-    import dlm_bridge.train.megatron.engine  # noqa: F401 (megatron-core looks for Transformer Engine as it is imported)
+    import dlm_bridge.parallel.train.assembly  # noqa: F401 (megatron-core looks for Transformer Engine as it is imported)
 
     recipes = "transformer_engine.common.recipe"
     for name in ("transformer_engine", "transformer_engine.common", recipes):

@@ -45,7 +45,7 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     from dlm_bridge.parallel.core import TransformerLayer
     from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, whole
     from dlm_bridge.parallel.parallelize import build_megatron_model
-    from dlm_bridge.train.megatron.mcore_config import data_parallel_config
+    from dlm_bridge.parallel.train.mcore_config import data_parallel_config
 
     source = Bridge.from_hf(folder).checkpoint
     (plain,) = build_megatron_model(source, Layout(), dtype)

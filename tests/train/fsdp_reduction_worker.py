@@ -117,7 +117,7 @@ def gradients(
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
     from dlm_bridge.parallel.mcore_patches.fsdp import is_sharded, patch_unshared_gradients, whole
-    from dlm_bridge.train.megatron.mcore_config import data_parallel_config
+    from dlm_bridge.parallel.train.mcore_config import data_parallel_config
 
     rank = dist.get_rank()
     torch.manual_seed(0)

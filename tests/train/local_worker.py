@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.train.megatron import local_manager
-from dlm_bridge.train.megatron.trainer import MegatronTrainer
+from dlm_bridge.parallel.train import local_manager
+from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
 
 def kill() -> None:

@@ -30,10 +30,10 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.data.loader import Prefetcher
-from dlm_bridge.train.megatron import engine
-from dlm_bridge.train.megatron import trainer as trainer_module
-from dlm_bridge.train.megatron.checkpoints import CheckpointManager
-from dlm_bridge.train.megatron.schedule import gathered_weights
+from dlm_bridge.parallel.train import assembly
+from dlm_bridge.parallel.train import trainer as trainer_module
+from dlm_bridge.parallel.train.checkpoints import CheckpointManager
+from dlm_bridge.parallel.train.schedule import gathered_weights
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
 from tests.train.conftest import read_metrics, without_speed
@@ -73,7 +73,7 @@ def equals_one_process(files: Files, cell: Cell, **changes: Any) -> None:
 def overlaps_expert_communication(files: Files, cell: Cell, **changes: Any) -> None:
     """As `equals_one_process`, two micro-batches at a time. In fp32, which megatron-core's configuration refuses: it
     is set when everything has been built."""
-    assemble, plans, planned = engine.assemble, BridgeGPTModel.build_schedule_plan, []
+    assemble, plans, planned = assembly.assemble, BridgeGPTModel.build_schedule_plan, []
 
     def overlapping(*arguments: Any, **options: Any) -> Any:
         trainer = assemble(*arguments, **options)
@@ -86,7 +86,7 @@ def overlaps_expert_communication(files: Files, cell: Cell, **changes: Any) -> N
         return planned[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "assemble", overlapping)
+        patch.setattr(assembly, "assemble", overlapping)
         patch.setattr(BridgeGPTModel, "build_schedule_plan", counted)
         equals_one_process(files, cell, **changes)
     assert len(planned) == 2 * changes.get("vp", 1)  # of each of the step's micro-batches, and of no evaluation
@@ -113,7 +113,7 @@ def masters_are_as_stored(files: Files, cell: Cell, **changes: Any) -> None:
     options = files.options(cell, optimizer="adamw", **changes)
     _fit_groups(options)
     config = TrainConfig.from_flags(**options, precision="bf16")
-    trainer = engine.assemble(config, Console(quiet=True))
+    trainer = assembly.assemble(config, Console(quiet=True))
     trainer.close()
     source = trainer.source.bridge.checkpoint
     stored = build_megatron_model(source, config.parallel.layout, "fp32", config.parallel.context)
@@ -331,7 +331,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
     """The figures of one step, and by how much it moved every Hub tensor."""
     _fit_groups(options)
     config = TrainConfig.from_flags(**options, norm_interval=1)
-    trainer = engine.assemble(config, Console(quiet=True))
+    trainer = assembly.assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer.produce, 1, depth=1)
     try:
         row, _ = trainer.step(1, False)
@@ -351,7 +351,7 @@ def _measured(options: dict[str, Any]) -> dict[str, Any]:
 
 def _train(options: dict[str, Any], resume: bool = False) -> None:
     _fit_groups(options)
-    engine.train(TrainConfig.from_flags(**options), resume, Console(quiet=True))
+    assembly.train(TrainConfig.from_flags(**options), resume, Console(quiet=True))
 
 
 def _fit_groups(options: dict[str, Any]) -> None:

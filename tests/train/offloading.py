@@ -18,7 +18,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.optimizer import cpu_offloading, distrib_optimizer
     from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 
-    from dlm_bridge.train.megatron import mcore_config
+    from dlm_bridge.parallel.train import mcore_config
 
     precision_aware.install(patch)
     event = SimpleNamespace(synchronize=lambda: None, wait=lambda *_: None)

@@ -65,7 +65,7 @@ def test_a_run_is_the_same(
 def test_rows_with_a_mask_end_the_run(
     tmp_path: Path, values: dict[str, Any], graphs: type[graph_standin.Graph]
 ) -> None:
-    from dlm_bridge.train.megatron.engine import assemble
+    from dlm_bridge.parallel.train.assembly import assemble
 
     config = TrainConfig.from_flags(**{**values, **GRAPHS, "output": str(tmp_path / "run")})
     trainer = assemble(config, Console(quiet=True))
@@ -104,7 +104,7 @@ def test_what_options_exclude(options: dict[str, Any], named: str) -> None:
 
 @pytest.mark.parametrize("setting", ["cuda_graph_impl=local", "enable_cuda_graph=true", "cuda_graph_scope=attn"])
 def test_megatron_cores_names(setting: str) -> None:
-    from dlm_bridge.train.megatron.settings import check_settings
+    from dlm_bridge.parallel.train.settings import check_settings
 
     given = {"megatron": [f"transformer.{setting}"], "engine": "megatron"}
     with pytest.raises(OptionError, match="--cuda-graphs"):
@@ -115,7 +115,7 @@ def test_what_models_and_machines_exclude(monkeypatch: pytest.MonkeyPatch) -> No
     from dlm_bridge.objectives.single_stream import MaskedDiffusion
     from dlm_bridge.objectives.two_streams import BlockDiffusion
     from dlm_bridge.parallel.core import NotInstalledError
-    from dlm_bridge.train.megatron.mcore_config import check_cuda_graphs, check_mcore_config, check_overlap
+    from dlm_bridge.parallel.train.mcore_config import check_cuda_graphs, check_mcore_config, check_overlap
 
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
     config = TrainConfig.from_flags(model="m", data=["mock"], output="o", **GRAPHS)

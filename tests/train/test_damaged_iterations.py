@@ -37,7 +37,7 @@ def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
         patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
         undrawn(patch)
         from dlm_bridge.parallel import groups, overrides
-        from dlm_bridge.train.megatron.engine import train
+        from dlm_bridge.parallel.train.assembly import train
 
         def _train(output: Path, resume: bool = False, **changes: Any) -> str:
             said = io.StringIO()
@@ -70,7 +70,7 @@ def names(run: Path) -> list[str]:
 
 
 def test_a_flipped_bit_in_any_file_is_found(finished: Path, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron.checkpoints import find_iteration
+    from dlm_bridge.parallel.train.checkpoints import find_iteration
 
     files = file_names(finished / "checkpoints" / LAST)
     assert {".metadata", "common.pt", "metadata.json"} < set(files)
@@ -150,7 +150,7 @@ def test_a_file_that_all_iterations_share(finished: Path, capsys: pytest.Capture
 
 def test_a_new_config_that_a_full_disk_refuses_leaves_the_old_one(finished: Path, values: dict[str, Any]) -> None:
     from dlm_bridge.train.loading import open_megatron_source
-    from dlm_bridge.train.megatron.checkpoints import write_hub_config
+    from dlm_bridge.parallel.train.checkpoints import write_hub_config
 
     source = open_megatron_source(TrainConfig.from_flags(**{**values, **OPTIONS, "output": str(finished)}), None)
     root, source.model.config.block_size = finished / "checkpoints", 4

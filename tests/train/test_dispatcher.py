@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     ],
 )
 def test_tokens_take_the_way_of_fewest_copies(options: dict[str, Any], passed: dict[str, Any], expected: str) -> None:
-    from dlm_bridge.train.megatron.mcore_config import _dispatcher
+    from dlm_bridge.parallel.train.mcore_config import _dispatcher
 
     given = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron", "moe_dispatcher": "auto"}
     config = TrainConfig.from_flags(**given | options)

@@ -14,7 +14,7 @@ import torch
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.mcore_patches import modules
-from dlm_bridge.train.megatron import loaded_state
+from dlm_bridge.parallel.train import loaded_state
 from tests.convert.test_bad_megatron_input import Exploit
 from tests.train import delayed_scaling
 from tests.train.conftest import Run

@@ -65,8 +65,8 @@ class Key:
     "name", ["gqa", "llada2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada_moe", PREDICTING))]
 )
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import fsdp_checkpoints
-    from dlm_bridge.train.megatron.loaded_state import read_mtp_shard
+    from dlm_bridge.parallel.train import fsdp_checkpoints
+    from dlm_bridge.parallel.train.loaded_state import read_mtp_shard
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
@@ -130,7 +130,7 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
 ) -> None:
     """Also of a vocabulary of 131 tokens, which a tensor parallel size of two pads to 132 rows."""
     from dlm_bridge.parallel.mcore_patches import fsdp
-    from dlm_bridge.train.megatron import fsdp_checkpoints
+    from dlm_bridge.parallel.train import fsdp_checkpoints
 
     case.write(tmp_path / "hub", vocab_size=131, embedding_size=131)
     bridge, folder = Bridge.from_hf(tmp_path / "hub"), tmp_path / "iter_0000007"
@@ -153,7 +153,7 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
 
 def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> None:
     from dlm_bridge.train.config import TrainConfig
-    from dlm_bridge.train.megatron import checkpoints, fsdp_checkpoints
+    from dlm_bridge.parallel.train import checkpoints, fsdp_checkpoints
 
     models()["gqa"].write(tmp_path / "hub")
     (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
@@ -173,7 +173,7 @@ def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> No
 def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
     """Gate and up of rank 1 of 2; a data parallel rank has the last row of gate and the two of up."""
     from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard
-    from dlm_bridge.train.megatron.fsdp_checkpoints import tensor_boxes
+    from dlm_bridge.parallel.train.fsdp_checkpoints import tensor_boxes
 
     rows = torch.arange(6.0).view(3, 2)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -194,7 +194,7 @@ def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
 def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    from dlm_bridge.train.megatron import fsdp_checkpoints, loaded_state
+    from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
 
     hub, folder, made = tmp_path / "hub", tmp_path / "iter_0000007", []
     models()[name].write(hub)

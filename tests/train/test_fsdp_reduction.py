@@ -12,7 +12,7 @@ from tests.processes import OK, launch
 
 @pytest.mark.parametrize("fsdp", [None, "optim", "optim_grads", "optim_grads_params"])
 def test_whole_gradients_are_summed_at_the_end(fsdp: str | None, tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron.mcore_config import data_parallel_config
+    from dlm_bridge.parallel.train.mcore_config import data_parallel_config
 
     config = TrainConfig.from_flags(
         task="pretrain", model="model", data=["data"], output=str(tmp_path), engine="megatron", steps=1, fsdp=fsdp

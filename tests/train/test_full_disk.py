@@ -86,7 +86,7 @@ def test_megatron(
     size: int, background: bool, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The common values, or the tensors, which processes of their own write."""
-    from dlm_bridge.train.megatron.trainer import MegatronTrainer
+    from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
     rows = on_megatron(tmp_path / "whole", **OPTIONS)
     output = tmp_path / "run"
@@ -101,8 +101,8 @@ def test_megatron(
 def test_a_background_save_that_fails_is_not_called_done(
     tmp_path: Path, values: dict[str, Any], on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron.engine import train
-    from dlm_bridge.train.megatron.trainer import MegatronTrainer
+    from dlm_bridge.parallel.train.assembly import train
+    from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
     start, said = MegatronTrainer.finish, io.StringIO()
 

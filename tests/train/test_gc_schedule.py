@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dlm_bridge.train.megatron.trainer import FULL_GC_EVERY, GCSchedule
+from dlm_bridge.parallel.train.trainer import FULL_GC_EVERY, GCSchedule
 
 
 class Node:

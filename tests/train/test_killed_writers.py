@@ -23,7 +23,7 @@ def test_one_line_names_the_signal(
     killed: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge.parallel.core import filesystem_async
-    from dlm_bridge.train.megatron import checkpoints
+    from dlm_bridge.parallel.train import checkpoints
 
     background = "background" in killed
     rows = on_megatron(tmp_path / "whole", **OPTIONS)

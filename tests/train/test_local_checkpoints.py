@@ -42,8 +42,8 @@ def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
         patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
         undrawn(patch)
         from dlm_bridge.parallel import groups, overrides
-        from dlm_bridge.train.megatron.engine import train
-        from dlm_bridge.train.megatron.trainer import MegatronTrainer
+        from dlm_bridge.parallel.train.assembly import train
+        from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
         def _train(output: Path, resume: bool = False, killed: int | None = None, **changes: Any) -> str:
             take, said = MegatronTrainer.start_step, io.StringIO()
@@ -201,7 +201,7 @@ def test_a_shorter_run_goes_on_from_before_its_end(copy: Path, train: Train) -> 
 
 
 def test_a_full_disk_is_one_line_and_the_one_before_stays(copy: Path, whole: Path, train: Train) -> None:
-    from dlm_bridge.train.megatron.local_manager import LocalManager
+    from dlm_bridge.parallel.train.local_manager import LocalManager
 
     local = {"local_folder": str(copy / "local"), "local_interval": 1}
     write = LocalManager.write
@@ -231,7 +231,7 @@ class Harm:
 
 def test_nothing_in_a_file_runs(copy: Path, train: Train, tmp_path: Path) -> None:
     """Not even in one whose digest is right."""
-    from dlm_bridge.train.megatron.local_manager import read_state
+    from dlm_bridge.parallel.train.local_manager import read_state
 
     (file,) = (copy / "local").rglob("state.pt")
     saved = torch.load(file, weights_only=True)
@@ -256,7 +256,7 @@ def test_a_damaged_record_is_named(content: str, copy: Path, train: Train) -> No
 
 
 def test_what_is_refused(train: Train, values: dict[str, Any], tmp_path: Path) -> None:
-    from dlm_bridge.train.megatron import mcore_config
+    from dlm_bridge.parallel.train import mcore_config
 
     for others in ({"fsdp": "optim"}, {"precision": "fp8", "fp8_params": True}, {"optimizer_cpu_offload": True}):
         with pytest.raises(OptionError) as raised:

@@ -48,7 +48,7 @@ def test_main_params_begin_with_the_sources_fp32(
     settings: list[str], tmp_path: Path, bf16_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge import Layout
-    from dlm_bridge.train.megatron import trainer as trainer_module
+    from dlm_bridge.parallel.train import trainer as trainer_module
 
     started = []
     monkeypatch.setattr(trainer_module.MegatronTrainer, "run", lambda trainer, _: started.append(trainer))
@@ -136,7 +136,7 @@ def _figures(rows: list[dict[str, Any]]) -> list[float]:
 def test_what_an_offloaded_optimizer_cannot_be(
     changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron.mcore_config import optimizer_config
+    from dlm_bridge.parallel.train.mcore_config import optimizer_config
 
     precision_aware.install(monkeypatch)
     monkeypatch.setattr(platform, "current", lambda: SimpleNamespace(name="cuda"))

@@ -90,7 +90,7 @@ def test_the_average_by_hand_through_a_resume_an_export_and_a_reshard(
 
 
 def test_what_is_refused(tmp_path: Path, on_megatron: Run, files: Files) -> None:
-    from dlm_bridge.train.megatron.mcore_config import optimizer_config
+    from dlm_bridge.parallel.train.mcore_config import optimizer_config
 
     given: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "engine": "megatron", "ema_decay": 0.9}
     for changes, flag in (

@@ -155,7 +155,7 @@ def test_the_accelerate_engine_keeps_none_either(tmp_path: Path, run: Run) -> No
 
 
 def test_a_nan_loss_ends_the_run(tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_bridge.train.megatron import trainer
+    from dlm_bridge.parallel.train import trainer
 
     step_of, seen = trainer.MegatronTrainer._run_schedule, []
 
@@ -182,10 +182,10 @@ def test_a_resume_of_another_model_is_refused(tmp_path: Path, on_megatron: Run, 
 def test_a_resume_with_fsdp_of_a_run_without_is_refused_before_anything_is_built(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import engine
+    from dlm_bridge.parallel.train import assembly
 
     on_megatron(tmp_path / "run", steps=1, eval_interval=0)
-    monkeypatch.setattr(engine, "assemble", None)
+    monkeypatch.setattr(assembly, "assemble", None)
     with pytest.raises(DlmBridgeError, match="iter_0000001: was saved without --fsdp"):
         on_megatron(tmp_path / "run", resume=True, steps=2, fsdp="optim")
 
@@ -365,7 +365,7 @@ class GatedOperation(torch.nn.Module):
 def test_a_run_with_transformer_engines_activation_saves_and_resumes(
     tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.train.megatron import mcore_config
+    from dlm_bridge.parallel.train import mcore_config
 
     plain = on_megatron(tmp_path / "plain", steps=4)
     built = []

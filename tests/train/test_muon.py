@@ -136,7 +136,7 @@ def test_half_precision_updates_main_params(tmp_path: Path, bf16_run: Run) -> No
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], named: str | None) -> None:
-    from dlm_bridge.train.megatron.mcore_config import optimizer_config
+    from dlm_bridge.parallel.train.mcore_config import optimizer_config
 
     with pytest.raises(DlmBridgeError) as raised:
         optimizer_config(TrainConfig.from_flags(model="m", data=["d"], output="o", **{**MUON, **changes}))

@@ -109,7 +109,7 @@ def config(**changes: Any) -> TrainConfig:
     ],
 )
 def test_options_that_exclude_it(changes: dict[str, Any], flag: str) -> None:
-    from dlm_bridge.train.megatron.settings import check_settings
+    from dlm_bridge.parallel.train.settings import check_settings
 
     with pytest.raises(OptionError) as raised:
         check_settings(config(**changes))
@@ -117,7 +117,7 @@ def test_options_that_exclude_it(changes: dict[str, Any], flag: str) -> None:
 
 
 def test_what_megatron_core_asserts_against() -> None:
-    from dlm_bridge.train.megatron.mcore_config import check_experts, data_parallel_config
+    from dlm_bridge.parallel.train.mcore_config import check_experts, data_parallel_config
 
     assert data_parallel_config(config()).num_distributed_optimizer_instances == 2
     with pytest.raises(DlmBridgeError, match=f"{FLAG} with --megatron ddp.reduce_scatter_with_fp32_accumulation"):

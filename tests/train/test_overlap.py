@@ -49,7 +49,7 @@ def configured(**options: Any) -> TrainConfig:
     ],
 )
 def test_what_options_exclude(options: dict[str, Any], flag: str, named: str) -> None:
-    from dlm_bridge.train.megatron.settings import check_settings
+    from dlm_bridge.parallel.train.settings import check_settings
 
     with pytest.raises(OptionError, match=named) as raised:
         check_settings(configured(**options))
@@ -62,7 +62,7 @@ def test_userbuffers_have_a_micro_batchs_tokens(
 ) -> None:
     """Which Transformer Engine's products take their sizes from, in evaluations as in steps."""
     from dlm_bridge.parallel import groups
-    from dlm_bridge.train.megatron.engine import assemble, initialize_userbuffers
+    from dlm_bridge.parallel.train.assembly import assemble, initialize_userbuffers
 
     made: list[int] = []
     monkeypatch.setattr(groups, "make_userbuffers", lambda tokens, *_, **__: made.append(tokens))
@@ -92,7 +92,7 @@ def test_what_goes_together() -> None:
 )
 def test_what_models_exclude(model: str, layout: dict[str, Any], named: str) -> None:
     from dlm_bridge.models.families import find_family
-    from dlm_bridge.train.megatron.mcore_config import check_overlap, prediction_fields
+    from dlm_bridge.parallel.train.mcore_config import check_overlap, prediction_fields
 
     chosen = models()[model]
     family = find_family(chosen.config, chosen.family)

@@ -74,9 +74,9 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron import fsdp_checkpoints, loaded_state
-from dlm_bridge.train.megatron.ema import MegatronAverages
-from dlm_bridge.train.megatron.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
+from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
+from dlm_bridge.parallel.train.ema import MegatronAverages
+from dlm_bridge.parallel.train.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
 from dlm_bridge.train.metrics import MAKE_ROOM
 
 NAME = re.compile(r"iter_(\d{7,})")

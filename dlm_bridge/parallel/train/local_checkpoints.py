@@ -29,12 +29,12 @@ from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
 from dlm_bridge.train.checkpoints import from_all, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError, options_of
-from dlm_bridge.train.megatron import loaded_state
-from dlm_bridge.train.megatron.checkpoints import STATE, named_load_errors, restore_state, sharded_state
-from dlm_bridge.train.megatron.mcore_config import check_mcore_config
+from dlm_bridge.parallel.train import loaded_state
+from dlm_bridge.parallel.train.checkpoints import STATE, named_load_errors, restore_state, sharded_state
+from dlm_bridge.parallel.train.mcore_config import check_mcore_config
 
 if TYPE_CHECKING:
-    from dlm_bridge.train.megatron.local_manager import LocalManager
+    from dlm_bridge.parallel.train.local_manager import LocalManager
 
 RECORD = "local_checkpoints.json"
 SAME_LAYOUT = "dp_reshardable"  # megatron-core's word for an optimizer state that each rank writes as it has it
@@ -176,7 +176,7 @@ class LocalCheckpoints:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _manager(self, start: str) -> LocalManager:
-        from dlm_bridge.train.megatron.local_manager import LocalManager
+        from dlm_bridge.parallel.train.local_manager import LocalManager
 
         return LocalManager(self.folder / start, self.node, self.copies)
 

@@ -30,7 +30,7 @@ from dlm_bridge.train.config import (
     check_sequence_of_experts,
     check_userbuffers,
 )
-from dlm_bridge.train.megatron.settings import passed_on
+from dlm_bridge.parallel.train.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused")

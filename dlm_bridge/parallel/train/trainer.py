@@ -36,19 +36,19 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.data.loader import BatchSampler
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron.checkpoints import (
+from dlm_bridge.parallel.train.checkpoints import (
     CheckpointManager,
     checkpoint_root,
     write_hub_config,
     write_hub_files,
 )
-from dlm_bridge.train.megatron.ema import MegatronAverages
-from dlm_bridge.train.megatron.loaded_state import describe_mtp
-from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints
-from dlm_bridge.train.megatron.lora import LoraRun
-from dlm_bridge.train.megatron.mcore_config import DTYPES
-from dlm_bridge.train.megatron.norms import MegatronLayerNorms
-from dlm_bridge.train.megatron.schedule import (
+from dlm_bridge.parallel.train.ema import MegatronAverages
+from dlm_bridge.parallel.train.loaded_state import describe_mtp
+from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
+from dlm_bridge.parallel.train.lora import LoraRun
+from dlm_bridge.parallel.train.mcore_config import DTYPES
+from dlm_bridge.parallel.train.norms import MegatronLayerNorms
+from dlm_bridge.parallel.train.schedule import (
     eval_mode,
     gathered_weights,
     optimizer_weights,

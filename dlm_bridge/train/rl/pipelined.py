@@ -23,7 +23,7 @@ from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.train.megatron.schedule import gathered_weights, run_schedule
+from dlm_bridge.parallel.train.schedule import gathered_weights, run_schedule
 from dlm_bridge.train.rl.trainer import UpdatePart
 from dlm_bridge.train.trainer import Processes
 

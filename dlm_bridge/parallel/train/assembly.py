@@ -29,13 +29,13 @@ from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
-from dlm_bridge.train.megatron import checkpoints, mcore_config
-from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
-from dlm_bridge.train.megatron.lora import LoraRun
-from dlm_bridge.train.megatron.muon import muon_optimizer
-from dlm_bridge.train.megatron.schedule import connect_schedule
-from dlm_bridge.train.megatron.settings import check_settings
-from dlm_bridge.train.megatron.trainer import MegatronTrainer
+from dlm_bridge.parallel.train import checkpoints, mcore_config
+from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints, go_on_without, open_local
+from dlm_bridge.parallel.train.lora import LoraRun
+from dlm_bridge.parallel.train.muon import muon_optimizer
+from dlm_bridge.parallel.train.schedule import connect_schedule
+from dlm_bridge.parallel.train.settings import check_settings
+from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
