@@ -78,8 +78,8 @@ def env(
 
 def environment() -> dict[str, Any]:
     """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
+    from dlm_bridge.attention import flash_attention
     from dlm_bridge.parallel import mcore_patches, platform
-    from dlm_bridge.parallel.fused import flash_attention
     from dlm_bridge.parallel.overrides import SUPPORTED
     from dlm_bridge.plugins import TESTED, untested
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.config import (
     ALTERNATIVES,

@@ -25,7 +25,7 @@ from dlm_bridge.plugins import load_entry_points
 if TYPE_CHECKING:
     import torch
 
-    from dlm_bridge.attention_mask import AttentionPattern
+    from dlm_bridge.attention.masks import AttentionPattern
 
 logger = logging.getLogger(__name__)
 

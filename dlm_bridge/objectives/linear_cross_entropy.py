@@ -16,6 +16,7 @@ from dlm_bridge.objectives.losses import Certainty, NoisePositions, balanced_wei
 CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
 TILE = 128  # rows; matrix products take as long for a part of one
 ALIGNED = 8  # tokens; matrix products over another number take several times as long
+SMALLEST_BUCKET = 64  # loss positions
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,13 @@ class LossPositions:
         if self.z_weights is None:
             return None
         return torch.where(self.weights != 0, self.z_weights / self.weights, 0.0)
+
+
+def loss_bucket(count: int, most: int) -> int:
+    """The size to which `count` loss positions are padded: `SMALLEST_BUCKET` or more, in steps of an eighth, at most
+    `most`."""
+    step = max(SMALLEST_BUCKET, 2 ** (max(count, 1).bit_length() - 4))
+    return min(max(-(-count // step), 1) * step, most)
 
 
 @dataclass(frozen=True)

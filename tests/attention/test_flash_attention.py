@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.parallel.fused import flash_attention
-from tests.parallel import flash_standin as standin
+from dlm_bridge.attention import flash_attention
+from tests.attention import flash_standin as standin
 
 NEEDS_KERNELS = pytest.mark.skipif(flash_attention.missing() is not None, reason="needs FlashAttention 4 and its GPU")
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
+from dlm_bridge.objectives import linear_cross_entropy as output_layer
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import balanced_weights
-from dlm_bridge.parallel import output_layer
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
 SIZE, VOCAB, ROWS = 32, 101, 104  # the last three rows of the weight are padding
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

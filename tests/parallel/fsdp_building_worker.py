@@ -2,7 +2,7 @@
 its rows of what the checkpoint holds, and never has the memory of all layers. CUDA is stood in for as in
 `fsdp_reduction_worker`. Each reads the bytes of its rows.
 
-python -m tests.train.fsdp_building_worker FOLDER
+python -m tests.parallel.fsdp_building_worker FOLDER
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.layouts.host_transport import NAME, register
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.parallel.weights import stored_dtype
 from dlm_bridge.train.config import TrainConfig
+from tests.parallel.fsdp_reduction_worker import stand_in
+from tests.parallel.megatron_cases import Files
 from tests.processes import work
-from tests.train.fsdp_reduction_worker import stand_in
-from tests.train.megatron_cases import Files
 from tests.train.sharding_worker import CountedReads
 
 SUBJECTS = ("masked", "masked-moe", "latent")

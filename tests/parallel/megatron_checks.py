@@ -27,17 +27,17 @@ from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import options_of
-from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.parallel.train import assembly
 from dlm_bridge.parallel.train import trainer as trainer_module
 from dlm_bridge.parallel.train.checkpoints import CheckpointManager
 from dlm_bridge.parallel.train.schedule import gathered_weights
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
+from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
+from tests.parallel.megatron_cases import Cell, Files, refusal
 from tests.train.conftest import read_metrics, without_speed
-from tests.train.megatron_cases import Cell, Files, refusal
 
 TOLERANCE = 1e-4  # relative; of a gradient, to its largest element
 FIGURES = ("loss", "grad_norm", "eval_loss")

@@ -1,6 +1,6 @@
 """--ema-decay in the Megatron engine on one, two and four processes: runs that stop in a layout and go on in another.
 
-python -m tests.train.megatron_ema_worker FOLDER
+python -m tests.parallel.megatron_ema_worker FOLDER
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.train.megatron_worker import LayoutChanges, main
+from tests.parallel.megatron_worker import LayoutChanges, main
 
 PLAIN = {"distributed_optimizer": False}
 CHANGES = LayoutChanges(

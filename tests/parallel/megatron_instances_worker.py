@@ -1,6 +1,6 @@
 """Several instances of the distributed optimizer on four processes: runs that stop in one layout and go on in another.
 
-python -m tests.train.megatron_instances_worker FOLDER NAME
+python -m tests.parallel.megatron_instances_worker FOLDER NAME
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.train.megatron_worker import LayoutChanges, main
+from tests.parallel.megatron_worker import LayoutChanges, main
 
 ONE, TWO, FOUR = ({"optimizer_instances": number} for number in (1, 2, 4))
 PLAIN = {"overlap_communication": False}

@@ -1,6 +1,6 @@
 """The cells that `megatron_worker` leaves out.
 
-python -m tests.train.megatron_layouts_worker FOLDER
+python -m tests.parallel.megatron_layouts_worker FOLDER
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.train.megatron_worker import Plan, layouts, main
+from tests.parallel.megatron_worker import Plan, layouts, main
 
 
 def plan(processes: int, root: Path = Path()) -> Plan:

@@ -1,6 +1,6 @@
 """Adapters in the Megatron engine on one, two and four processes: runs that stop in one layout and go on in another.
 
-python -m tests.train.megatron_lora_worker FOLDER
+python -m tests.parallel.megatron_lora_worker FOLDER
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.train.megatron_worker import LayoutChanges, main
+from tests.parallel.megatron_worker import LayoutChanges, main
 
 
 def adapter(root: Path, subject: str, name: str = "lora") -> Path:

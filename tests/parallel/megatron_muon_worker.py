@@ -1,6 +1,6 @@
 """Muon in the Megatron engine on one, two and four processes: runs that stop in one layout and go on in another.
 
-python -m tests.train.megatron_muon_worker FOLDER
+python -m tests.parallel.megatron_muon_worker FOLDER
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dlm_bridge.train import muon
-from tests.train.megatron_worker import LayoutChanges, main
+from tests.parallel.megatron_worker import LayoutChanges, main
 
 LR = 1e-3
 CHANGES = LayoutChanges(

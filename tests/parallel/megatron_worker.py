@@ -1,6 +1,6 @@
 """The processes that the Megatron engine's checks run in, all forked from one that has imported megatron-core.
 
-python -m tests.train.megatron_worker FOLDER
+python -m tests.parallel.megatron_worker FOLDER
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel.megatron_cases import STEPS, Cell, Files, cells
 from tests.processes import fork, forked, launch
-from tests.train.megatron_cases import STEPS, Cell, Files, cells
 
 WORLDS = (1, 2, 4)
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
@@ -234,7 +234,7 @@ def bad_input(files: Files, processes: int) -> Plan:
 
 def kill_a_run(root: Path) -> None:
     """Every process of a run, while it trains: `_two` resumes it."""
-    from tests.train import megatron_checks as checks
+    from tests.parallel import megatron_checks as checks
 
     os.environ["DLM_BRIDGE_PLATFORM"] = "cpu"
     options = {"layout": "tp2-sp", "async_save": True}
@@ -302,7 +302,7 @@ class LayoutChanges:
 
 def main(root: Path, make_plan: Callable[[int, Path], Plan] = plan, name: str = "world") -> None:
     """Each number of processes goes through its plan, and reports to ROOT/NAME and the number."""
-    from tests.train import megatron_checks as checks  # imports megatron-core
+    from tests.parallel import megatron_checks as checks  # imports megatron-core
     from tests.train.conftest import undrawn
 
     torch.set_num_threads(1)

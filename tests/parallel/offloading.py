@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train import precision_aware
+from tests.parallel import precision_aware
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
-from tests.train import graph_standin
+from tests.parallel import graph_standin
 from tests.train.conftest import Run, without_speed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")

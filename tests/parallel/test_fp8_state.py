@@ -16,9 +16,9 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.mcore_patches import modules
 from dlm_bridge.parallel.train import loaded_state
 from tests.convert.test_bad_megatron_input import Exploit
-from tests.train import delayed_scaling
+from tests.parallel import delayed_scaling
+from tests.parallel.delayed_scaling import Scaled, TEDelayedScaling
 from tests.train.conftest import Run
-from tests.train.delayed_scaling import Scaled, TEDelayedScaling
 
 KEY = "decoder.layers.0.mlp.linear_fc2._extra_state"
 

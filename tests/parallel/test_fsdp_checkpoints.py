@@ -16,7 +16,7 @@ from tests.convert.helpers import hub_tensors, same
 from tests.families import llada, llada_moe
 from tests.families.case import FamilyCase
 from tests.interop.cases import PREDICTING, models
-from tests.train import delayed_scaling
+from tests.parallel import delayed_scaling
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -152,8 +152,8 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
 
 
 def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> None:
-    from dlm_bridge.train.config import TrainConfig
     from dlm_bridge.parallel.train import checkpoints, fsdp_checkpoints
+    from dlm_bridge.train.config import TrainConfig
 
     models()["gqa"].write(tmp_path / "hub")
     (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())

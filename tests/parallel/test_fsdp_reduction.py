@@ -24,13 +24,13 @@ def test_whole_gradients_are_summed_at_the_end(fsdp: str | None, tmp_path: Path)
 
 
 def test_the_optimizer_gets_one_process_s_gradients(tmp_path: Path) -> None:
-    report = launch("tests.train.fsdp_reduction_worker", tmp_path, timeout_s=120)
+    report = launch("tests.parallel.fsdp_reduction_worker", tmp_path, timeout_s=120)
     assert len(report) == 7
     assert {name: said for name, said in report.items() if said != [OK] * 2} == {}
 
 
 def test_the_optimizer_of_each_instance_gets_one_process_s_gradients(tmp_path: Path) -> None:
     """--optimizer-instances: gradients are summed inside the instances and between them."""
-    report = launch("tests.train.fsdp_reduction_worker", tmp_path, processes=4, timeout_s=120)
+    report = launch("tests.parallel.fsdp_reduction_worker", tmp_path, processes=4, timeout_s=120)
     assert len(report) == 4
     assert {name: said for name, said in report.items() if said != [OK] * 4} == {}

@@ -12,9 +12,9 @@ import yaml
 
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import options_of
-from tests.train.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
-from tests.train.megatron_lora_worker import CHANGES as ADAPTERS
-from tests.train.megatron_lora_worker import DORA
+from tests.parallel.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
+from tests.parallel.megatron_lora_worker import CHANGES as ADAPTERS
+from tests.parallel.megatron_lora_worker import DORA
 
 pytest.importorskip("megatron.core")
 

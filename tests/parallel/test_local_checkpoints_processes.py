@@ -39,7 +39,7 @@ def launch(seed_folder: Path, corpus: Path) -> Launch:
         words += ["--resume"] if resume else []
         logs = [root / f"log_{rank}.txt" for rank in range(2)]
         each = [environment | {"LOCAL_WORLD_SIZE": "1", **extra} for environment in environments(2)]
-        ended = launcher.run("tests.train.local_worker", words, each, logs, 600)
+        ended = launcher.run("tests.parallel.local_worker", words, each, logs, 600)
         return ended, " ".join(logs[0].read_text().split())
 
     return _launch

@@ -25,7 +25,7 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
 )
 from dlm_bridge.train.config import TrainConfig
 from tests.interop.cases import PREDICTING, models
-from tests.train import offloading, precision_aware
+from tests.parallel import offloading, precision_aware
 from tests.train.conftest import Run
 
 AWARE = "optimizer.use_precision_aware_optimizer=true"

@@ -24,10 +24,10 @@ from dlm_bridge.cli.app import app
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import read_rows
 from tests.convert.helpers import hub_tensors
+from tests.parallel.megatron_cases import STEPS, Files
+from tests.parallel.megatron_worker import SINKS, WORLDS, plan
 from tests.processes import assert_ok, forked, launch
 from tests.train.conftest import read_metrics
-from tests.train.megatron_cases import STEPS, Files
-from tests.train.megatron_worker import SINKS, WORLDS, plan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 @pytest.fixture(scope="module")
 def said(files: Files) -> Said:
     """What each check said, by the number of processes."""
-    launch("tests.train.megatron_worker", files.root, processes=1, timeout_s=1100)
+    launch("tests.parallel.megatron_worker", files.root, processes=1, timeout_s=1100)
     return {processes: forked(files.root / f"world{processes}", processes) for processes in WORLDS}
 
 

@@ -16,11 +16,11 @@ from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
+from tests.parallel.megatron_cases import Files
+from tests.parallel.megatron_ema_worker import CHANGES
+from tests.parallel.megatron_worker import Results
 from tests.processes import assert_ok
 from tests.train.conftest import Run, without_speed
-from tests.train.megatron_cases import Files
-from tests.train.megatron_ema_worker import CHANGES
-from tests.train.megatron_worker import Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -143,7 +143,7 @@ def test_half_precision_averages_main_params(sharded: bool, tmp_path: Path, bf16
 
 @pytest.fixture(scope="module")
 def said(files: Files) -> Results:
-    return CHANGES.launch("tests.train.megatron_ema_worker", files.root)
+    return CHANGES.launch("tests.parallel.megatron_ema_worker", files.root)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dlm_bridge.parallel.train.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError, options_of
-from dlm_bridge.parallel.train.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
 MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argument parser has

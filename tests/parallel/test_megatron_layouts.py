@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.megatron_cases import Files
+from tests.parallel.megatron_layouts_worker import plan
+from tests.parallel.megatron_worker import WORLDS
 from tests.processes import assert_ok, forked, launch
-from tests.train.megatron_cases import Files
-from tests.train.megatron_layouts_worker import plan
-from tests.train.megatron_worker import WORLDS
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[str]]]:
     files = Files(tmp_path_factory.mktemp("layouts"))
     files.write()
-    launch("tests.train.megatron_layouts_worker", files.root, processes=1, timeout_s=1100)
+    launch("tests.parallel.megatron_layouts_worker", files.root, processes=1, timeout_s=1100)
     return {processes: forked(files.root / f"layouts{processes}", processes) for processes in WORLDS}
 
 

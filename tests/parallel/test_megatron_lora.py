@@ -18,12 +18,12 @@ from dlm_bridge.convert.lora.tensors import adapter_tensors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.lora import EXPERTS
 from tests.convert.helpers import run_cli
+from tests.parallel.megatron_cases import SUBJECTS as MODELS
+from tests.parallel.megatron_cases import Files
+from tests.parallel.megatron_lora_worker import CHANGES, DORA, adapter
+from tests.parallel.megatron_worker import LayoutChanges, Results
 from tests.processes import assert_ok
 from tests.train.conftest import Run
-from tests.train.megatron_cases import SUBJECTS as MODELS
-from tests.train.megatron_cases import Files
-from tests.train.megatron_lora_worker import CHANGES, DORA, adapter
-from tests.train.megatron_worker import LayoutChanges, Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 RANK, ALPHA = 3, 12
@@ -332,7 +332,7 @@ def said(files: Files) -> dict[str, Results]:
     for subject in DORA.subjects:
         targets = list(Bridge.from_hf(files.hub(subject)).family.lora_targets)
         write_adapter(adapter(files.root, subject, DORA.name), files.hub(subject), targets, dora=True)
-    found = CHANGES.launch("tests.train.megatron_lora_worker", files.root)
+    found = CHANGES.launch("tests.parallel.megatron_lora_worker", files.root)
     return {CHANGES.name: found, DORA.name: DORA.results(files.root)}
 
 

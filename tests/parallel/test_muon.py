@@ -15,11 +15,11 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train import muon
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.muon import ADAMW_RMS, muon_update, orthogonalised, takes_muon
+from tests.parallel.megatron_cases import Files
+from tests.parallel.megatron_muon_worker import CHANGES, LR
+from tests.parallel.megatron_worker import Results
 from tests.processes import assert_ok
 from tests.train.conftest import Run, without_speed
-from tests.train.megatron_cases import Files
-from tests.train.megatron_muon_worker import CHANGES, LR
-from tests.train.megatron_worker import Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 MUON = {"engine": "megatron", "optimizer": "muon", "distributed_optimizer": False}
@@ -145,7 +145,7 @@ def test_what_is_refused(changes: dict[str, Any], named: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def said(files: Files) -> Results:
-    return CHANGES.launch("tests.train.megatron_muon_worker", files.root)
+    return CHANGES.launch("tests.parallel.megatron_muon_worker", files.root)
 
 
 @pytest.mark.slow

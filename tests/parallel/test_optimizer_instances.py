@@ -13,14 +13,14 @@ import torch
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
+from tests.parallel.megatron_cases import Files
+from tests.parallel.megatron_instances_worker import AVERAGED, QUICK, SLOW
+from tests.parallel.megatron_worker import LayoutChanges, Results
 from tests.processes import assert_ok
 from tests.train.conftest import read_metrics
-from tests.train.megatron_cases import Files
-from tests.train.megatron_instances_worker import AVERAGED, QUICK, SLOW
-from tests.train.megatron_worker import LayoutChanges, Results
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-WORKER = "tests.train.megatron_instances_worker"
+WORKER = "tests.parallel.megatron_instances_worker"
 FLAG = "--optimizer-instances"
 
 

@@ -13,8 +13,8 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from tests.interop.cases import BLOCK_ROUTED, PREDICTING, models
+from tests.parallel.megatron_cases import Cell, Files
 from tests.train.conftest import Run
-from tests.train.megatron_cases import Cell, Files
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 TP = {"tp": 2, "tp_overlap": True, "precision": "bf16"}

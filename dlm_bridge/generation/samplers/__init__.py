@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DenoisingRule, LogitsBias

@@ -24,11 +24,6 @@ from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
-from dlm_bridge.parallel.weights import load_main_params
-from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource, open_megatron_source
-from dlm_bridge.train.lora import with_lora
 from dlm_bridge.parallel.train import checkpoints, mcore_config
 from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints, go_on_without, open_local
 from dlm_bridge.parallel.train.lora import LoraRun
@@ -36,6 +31,11 @@ from dlm_bridge.parallel.train.muon import muon_optimizer
 from dlm_bridge.parallel.train.schedule import connect_schedule
 from dlm_bridge.parallel.train.settings import check_settings
 from dlm_bridge.parallel.train.trainer import MegatronTrainer
+from dlm_bridge.parallel.weights import load_main_params
+from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import MegatronSource, open_megatron_source
+from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,

@@ -51,6 +51,9 @@ from dlm_bridge.parallel.mcore_patches.optimizers import (
     unpadded_param_index_map,
 )
 from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
+from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
+from dlm_bridge.parallel.train.ema import MegatronAverages
+from dlm_bridge.parallel.train.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
 from dlm_bridge.processes import (
     end_with_parent,
     how_it_ended,
@@ -74,9 +77,6 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
-from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
-from dlm_bridge.parallel.train.ema import MegatronAverages
-from dlm_bridge.parallel.train.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
 from dlm_bridge.train.metrics import MAKE_ROOM
 
 NAME = re.compile(r"iter_(\d{7,})")

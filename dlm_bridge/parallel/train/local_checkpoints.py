@@ -26,12 +26,12 @@ from dlm_bridge.convert.atomic import atomic_file, disk_errors
 from dlm_bridge.errors import DlmBridgeError, first_of, printable
 from dlm_bridge.hub import read_json
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict
-from dlm_bridge.train.checkpoints import from_all, raised_everywhere
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError, options_of
 from dlm_bridge.parallel.train import loaded_state
 from dlm_bridge.parallel.train.checkpoints import STATE, named_load_errors, restore_state, sharded_state
 from dlm_bridge.parallel.train.mcore_config import check_mcore_config
+from dlm_bridge.train.checkpoints import from_all, raised_everywhere
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import OptionError, options_of
 
 if TYPE_CHECKING:
     from dlm_bridge.parallel.train.local_manager import LocalManager

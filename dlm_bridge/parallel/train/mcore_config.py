@@ -24,13 +24,13 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
+from dlm_bridge.parallel.train.settings import passed_on
 from dlm_bridge.train.config import (
     TrainConfig,
     check_instances_of_experts,
     check_sequence_of_experts,
     check_userbuffers,
 )
-from dlm_bridge.parallel.train.settings import passed_on
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused")

@@ -31,11 +31,6 @@ from dlm_bridge.parallel.mcore_patches.fused_step import FusedOptimizerStep
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
 from dlm_bridge.parallel.self_attention import scales_queries
-from dlm_bridge.train.checkpoints import raised_everywhere
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
-from dlm_bridge.train.data.loader import BatchSampler
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.parallel.train.checkpoints import (
     CheckpointManager,
     checkpoint_root,
@@ -55,6 +50,11 @@ from dlm_bridge.parallel.train.schedule import (
     run_schedule,
     set_learning_rate,
 )
+from dlm_bridge.train.checkpoints import raised_everywhere
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.data.blocks import Samples
+from dlm_bridge.train.data.loader import BatchSampler
+from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector

@@ -1,5 +1,7 @@
 """The dry run: what it shows, that it writes nothing, and that it refuses what a run would refuse."""
 
+# ruff: noqa: F401, F811 (fixtures)
+
 from __future__ import annotations
 
 import json
@@ -21,6 +23,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.data.indexed import IndexedWriter
 from dlm_bridge.train.loading import load_model
+from tests.train.conftest import _cache, corpus, seed_folder, tokenizer, values
 
 SHORT = {"split": "100,0,0", "global_batch_size": 8}
 
