@@ -1,21 +1,107 @@
-"""Other packages: the entry points through which they register families, samplers, objectives and platforms, and the
-versions of those that this one stands on."""
+"""Registries: what extensions and other packages add to the core, found by name and imported when it is used.
+
+An extension is a package that imports the core and that nothing in the core imports, such as `dlm_bridge.parallel`.
+Its `__init__`, which imports nothing heavy, declares what it adds:
+
+    EXTENSION = Extension("parallel", extra="dlm-bridge[megatron]", engines={"megatron": "package.module:Class"})
+
+It can be deleted with its folder. Another package adds one by an entry point of the group `dlm_bridge.extensions`, and
+single families, objectives, samplers and platforms by groups of their own.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
+from typing import Any, Literal
 
-from dlm_bridge.errors import one_line
+from dlm_bridge.errors import DlmBridgeError, one_line
 
 logger = logging.getLogger(__name__)
 
+Kind = Literal["engines", "commands", "samplers", "kernels"]
+
+EXTENSIONS = ("parallel",)  # our own, each the package `dlm_bridge.NAME` where its folder is there
+ENTRY_POINTS = "dlm_bridge.extensions"
 # The oldest and the newest versions that the tests pass with, by distribution; Transformer Engine's on GPUs.
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds, by name: "module:attribute", imported when it is asked for."""
+
+    name: str
+    extra: str | None = None  # what pip installs for it, "dlm-bridge[megatron]"
+    engines: Mapping[str, str] = field(default_factory=dict)  # values of --engine: classes below `train.engine.Engine`
+    commands: Mapping[str, str] = field(default_factory=dict)  # functions that add the command to the Typer app
+    samplers: Mapping[str, str] = field(default_factory=dict)  # classes below `Sampler`
+    kernels: Mapping[str, str] = field(default_factory=dict)  # functions that swap a model's modules for fused ones
+
+
+CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
+
+
+@cache
+def extensions() -> dict[str, Extension]:
+    """The extensions of this installation by name, our own first. One of another package that fails to import, is not
+    an Extension or has a name that is taken is left out with a warning."""
+    there = [name for name in EXTENSIONS if _is_package(f"dlm_bridge.{name}")]
+    found: dict[str, Extension] = {name: importlib.import_module(f"dlm_bridge.{name}").EXTENSION for name in there}
+    for point, extension in load_entry_points(ENTRY_POINTS).items():
+        if not isinstance(extension, Extension):
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} is not an Extension, left out: {extension!r}")
+        elif extension.name in (CORE.name, *EXTENSIONS, *found):
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} has a name that is taken, left out")
+        else:
+            found[extension.name] = extension
+    return found
+
+
+def registered(kind: Kind) -> dict[str, Extension]:
+    """The names of one kind, each with the extension that adds it; the first one where several do."""
+    found: dict[str, Extension] = {}
+    for extension in (CORE, *extensions().values()):
+        for name in getattr(extension, kind):
+            found.setdefault(name, extension)
+    return found
+
+
+def load(kind: Kind, name: str) -> Any:
+    """The object that an extension registers under a name. Raises DlmBridgeError where no extension of this
+    installation has it, and where the extension lacks a package, with the extra to install."""
+    known = registered(kind)
+    if name not in known:
+        absent = [extension for extension in EXTENSIONS if extension not in extensions()]
+        more = f"; not in this installation: dlm_bridge.{', dlm_bridge.'.join(absent)}" if absent else ""
+        raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{more}")
+    extension = known[name]
+    module, _, attribute = getattr(extension, kind)[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a foreign package may raise anything while it is imported
+        if extension.name in EXTENSIONS and not _lacks_a_package(error):
+            raise  # our own mistake
+        remedy = f": pip install '{extension.extra}'" if extension.extra else ""
+        raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
+
+
+def _is_package(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None  # None: a folder that only has a __pycache__ left
+
+
+def _lacks_a_package(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "dlm_bridge"
 
 
 @cache

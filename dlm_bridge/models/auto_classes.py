@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from dlm_bridge.models.families import FamilySpec, families
-from dlm_bridge.plugins import warn_if_untested
+from dlm_bridge.registration import warn_if_untested
 
 CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
 TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"

@@ -22,7 +22,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.overrides import Overrides
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 VARIABLE = "DLM_BRIDGE_PLATFORM"
 GROUP = "dlm_bridge.platforms"

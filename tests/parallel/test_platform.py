@@ -21,7 +21,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
 from dlm_bridge.parallel.overrides import Overrides
 from dlm_bridge.parallel.platform import CPU, CUDA
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 MIB = 2**20
 AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]

@@ -26,7 +26,7 @@ from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import EXECUTIONS
 from dlm_bridge.generation.token_sampling import TokenSampling
 from dlm_bridge.objectives.base import NoiseName
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 logger = logging.get_logger(__name__)
 

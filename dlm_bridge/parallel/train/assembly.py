@@ -32,14 +32,13 @@ from dlm_bridge.parallel.train.schedule import connect_schedule
 from dlm_bridge.parallel.train.settings import check_settings
 from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
-from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
+from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
-    check_same_model,
     load_data,
     resolve_objective,
     start_run,
@@ -89,17 +88,7 @@ def begin_run(config: TrainConfig, resume: bool, console: Console) -> RunStart:
     main = dist.get_rank() == 0
     for line in untested if main else ():
         console.print(printable(line), highlight=False, soft_wrap=True)
-    return start_run(config, resume, main, console, resume_point)
-
-
-def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
-    """The iteration that the run goes on from. Raises DlmBridgeError where these options cannot resume from it."""
-    output = Path(config.checkpoint.output)
-    point = checkpoints.resume_point(output, main, console)
-    if point.folder is not None:
-        check_same_model(config, checkpoints.checkpoint_root(output))
-        checkpoints.check_resumable(point.folder, config)
-    return point
+    return start_run(config, resume, main, console, checkpoints.resume_point)
 
 
 def assemble(

@@ -78,6 +78,7 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.metrics import MAKE_ROOM
+from dlm_bridge.train.setup import check_same_model
 
 NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
@@ -110,9 +111,18 @@ def find_iteration(output: Path) -> ResumePoint:
     return point
 
 
-def resume_point(output: Path, main: bool, console: Console) -> ResumePoint:
-    """As `find_iteration`; those after it are set aside, and the tracker names it. Every process calls it."""
-    point, root = find_iteration(output), checkpoint_root(output)
+def find_checkpoint(config: TrainConfig) -> ResumePoint:
+    """As `find_iteration`. Raises DlmBridgeError also where these options cannot resume from it."""
+    point = find_iteration(Path(config.checkpoint.output))
+    if point.folder is not None:
+        check_same_model(config, point.folder.parent)
+        check_resumable(point.folder, config)
+    return point
+
+
+def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
+    """As `find_checkpoint`; those after it are set aside, and the tracker names it. Every process calls it."""
+    point, root = find_checkpoint(config), checkpoint_root(Path(config.checkpoint.output))
     with raised_everywhere():
         if main and point.folder is not None:
             notes = point.notes

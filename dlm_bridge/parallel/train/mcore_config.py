@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.mapping.rules import Dims
+from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.batch import rank_positions
-from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES
+from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES, model_config
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallelConfig,
@@ -286,6 +289,26 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         )
     with named_refusals():
         return OptimizerConfig(**settings)
+
+
+def check_model(
+    config: TrainConfig, family: FamilySpec, hub_config: dict[str, Any], dims: Dims, objective: Objective | None
+) -> None:
+    """Raise DlmBridgeError for what megatron-core, and this engine, do not support of a model and layout; `dims` count
+    its multi-token prediction layers. What this machine alone lacks is left to the run."""
+    with contextlib.suppress(NotInstalledError):
+        check_mcore_config(config)
+    if dims.experts:
+        check_experts(config)
+    check_sequence(config)
+    if objective is not None:
+        check_cuda_graphs(config, objective, family.attention_pattern)
+    own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
+    predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
+    check_overlap(config, dims.experts, bool(predicting), family.mapping.settings(hub_config))
+    layout, dtype = config.parallel.layout, DTYPES[config.precision.name]
+    with contextlib.suppress(NotInstalledError):
+        model_config(family.mapping, hub_config, dims, layout, dtype, config.parallel.context, **own, **predicting)
 
 
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
