@@ -79,9 +79,7 @@ def load(kind: Kind, name: str) -> Any:
     installation has it, and where the extension lacks a package, with the extra to install."""
     known = registered(kind)
     if name not in known:
-        absent = [extension for extension in EXTENSIONS if extension not in extensions()]
-        more = f"; not in this installation: dlm_bridge.{', dlm_bridge.'.join(absent)}" if absent else ""
-        raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{more}")
+        raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
     extension = known[name]
     module, _, attribute = getattr(extension, kind)[name].partition(":")
     try:
@@ -93,6 +91,12 @@ def load(kind: Kind, name: str) -> Any:
             raise  # our own mistake
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
         raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
+
+
+def absent() -> str:
+    """The end of a sentence that names our own extensions whose folders are not there, empty where all are."""
+    names = [f"dlm_bridge.{name}" for name in EXTENSIONS if name not in extensions()]
+    return f"; this installation lacks {', '.join(names)}" if names else ""
 
 
 def _is_package(module: str) -> bool:

@@ -319,9 +319,10 @@ def test_env_says_it_all_without_importing_megatron_core() -> None:
 
 def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.cli import env
+    from dlm_bridge.parallel import engine
 
     monkeypatch.setenv(platform.VARIABLE, "cpu")
-    monkeypatch.setattr(env, "version", lambda name: {"megatron-core": "0.17.0"}.get(name, "1.0"))
+    monkeypatch.setattr(engine, "version", lambda name: {"megatron-core": "0.17.0"}.get(name, "1.0"))
     env.env(as_json=False)
     said = capsys.readouterr().out
     assert "cpu (gloo)" in said
@@ -333,6 +334,7 @@ def test_env_lists_overrides_only_of_an_installed_megatron_core(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge.cli import env
+    from dlm_bridge.parallel import engine
 
     def version(name: str) -> str:
         if name == "megatron-core":
@@ -340,7 +342,7 @@ def test_env_lists_overrides_only_of_an_installed_megatron_core(
         return "1.0"
 
     monkeypatch.setenv(platform.VARIABLE, "cpu")
-    monkeypatch.setattr(env, "version", version)
+    monkeypatch.setattr(engine, "version", version)
     env.env(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["overrides"], found["patches"]) == (None, [])
