@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.parallel.train import local_manager
+from dlm_bridge.parallel.train import local_checkpoints
 from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
 
@@ -33,14 +33,14 @@ def kill_before(step: int) -> None:
 
 def kill_while_writing(step: int) -> None:
     """When the state is in the file, and its digest is not."""
-    digests_of = local_manager.digests_of
+    digests_of = local_checkpoints.digests_of
 
     def killed(folder: Any, names: Any) -> Any:
         if folder.name.startswith(f".step-{step:07d}"):
             kill()
         return digests_of(folder, names)
 
-    local_manager.digests_of = killed
+    local_checkpoints.digests_of = killed
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from dlm_bridge import Bridge
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.mcore_patches import modules
-from dlm_bridge.parallel.train import loaded_state
+from dlm_bridge.parallel.train import fp8_state
 from tests.convert.test_bad_megatron_input import Exploit
 from tests.parallel import delayed_scaling
 from tests.parallel.delayed_scaling import Scaled, TEDelayedScaling
@@ -26,7 +26,7 @@ KEY = "decoder.layers.0.mlp.linear_fc2._extra_state"
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     delayed_scaling.install(monkeypatch)
-    monkeypatch.setattr(loaded_state, "_recipe", lambda _: TEDelayedScaling())
+    monkeypatch.setattr(fp8_state, "_recipe", lambda _: TEDelayedScaling())
 
 
 def scaled(gemms: int = 1, recipe: Any = None) -> Scaled:
@@ -44,8 +44,8 @@ def in_bytes(value: Any) -> torch.Tensor:
 def restored(state: torch.Tensor, gemms: int = 1) -> Scaled:
     """What a module has after loading it as a resume does."""
     module = Scaled(gemms)
-    with loaded_state.rewritten_extra_states():
-        module.set_extra_state(loaded_state.rewrite_extra_states({KEY: state}, None)[KEY])
+    with fp8_state.rewritten_extra_states():
+        module.set_extra_state(fp8_state.rewrite_extra_states({KEY: state}, None)[KEY])
     return module
 
 
@@ -70,7 +70,7 @@ def test_the_parts_of_grouped_experts_are_views(delayed: None) -> None:
         "scale_bwd": whole.tensors["scale_bwd"].view(2, -1)[:, 2],
         "amax_history_bwd": whole.tensors["amax_history_bwd"].view(4, 2, -1)[:, :, 2],
     }
-    state = loaded_state.rewrite_extra_states({f"{KEY}2": part.get_extra_state()}, None)
+    state = fp8_state.rewrite_extra_states({f"{KEY}2": part.get_extra_state()}, None)
     found = pickle.loads(state[f"{KEY}2"].numpy().tobytes())
     for name, tensor in part.tensors.items():
         assert torch.equal(found[name], tensor)
@@ -103,12 +103,12 @@ def test_a_history_takes_the_length_of_the_runs_recipe(steps: int, delayed: None
 
 def test_what_keeps_no_scales_is_left_empty(delayed: None) -> None:
     for state in (torch.empty(0, dtype=torch.uint8), in_bytes({}), in_bytes({"recipe": TEDelayedScaling()})):
-        assert loaded_state.rewrite_extra_states({KEY: state}, None)[KEY].numel() == 0
-    assert loaded_state.rewrite_extra_states({KEY: None, "weight": 1}, None) == {KEY: None, "weight": 1}
+        assert fp8_state.rewrite_extra_states({KEY: state}, None)[KEY].numel() == 0
+    assert fp8_state.rewrite_extra_states({KEY: None, "weight": 1}, None) == {KEY: None, "weight": 1}
 
 
 def test_a_run_without_delayed_scaling_takes_none() -> None:
-    state = loaded_state.rewrite_extra_states({KEY: scaled().get_extra_state()}, SimpleNamespace(fp8=None))
+    state = fp8_state.rewrite_extra_states({KEY: scaled().get_extra_state()}, SimpleNamespace(fp8=None))
     assert state[KEY].numel() == 0
 
 
@@ -141,7 +141,7 @@ def test_nothing_of_a_pickle_runs(delayed: None, tmp_path: Path) -> None:
     ]
     for state, message in hostile:
         with pytest.raises(DlmBridgeError, match=message) as error:
-            loaded_state.rewrite_extra_states({KEY: state}, None)
+            fp8_state.rewrite_extra_states({KEY: state}, None)
         assert str(error.value).startswith(KEY)
         assert "\n" not in str(error.value)
     assert not marker.exists()

@@ -65,8 +65,8 @@ class Key:
     "name", ["gqa", "llada2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llada_moe", PREDICTING))]
 )
 def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) -> None:
-    from dlm_bridge.parallel.train import fsdp_checkpoints
-    from dlm_bridge.parallel.train.loaded_state import read_mtp_shard
+    from dlm_bridge.parallel.train import checkpoints
+    from dlm_bridge.parallel.train.checkpoints import read_mtp_shard
 
     hub, folder = tmp_path / "hub", tmp_path / "iter_0000007"
     models()[name].write(hub)
@@ -74,11 +74,11 @@ def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) ->
     (model,) = bridge.build_megatron_model(Layout())
     whole = Rank(model, 0, 1)
     share = read_mtp_shard(bridge.checkpoint)
-    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
+    checkpoints.save_fsdp(folder, 7, {"train_blocks": 3}, whole, whole.optimizer, share)
 
     for rank in range(3):
         wanted, found = Rank(model, rank, 3), Rank(model, rank, 3, fill=-1.0)
-        assert fsdp_checkpoints.load(folder, found, found.optimizer) == {"train_blocks": 3}
+        assert checkpoints.load_fsdp(folder, found, found.optimizer) == {"train_blocks": 3}
         assert found.optimizer.optimizer.param_groups[0]["step"] == 5
         for (key, mine), (_, other) in zip(found.named, wanted.named, strict=True):
             assert torch.equal(mine._local_tensor, other._local_tensor), key
@@ -130,13 +130,13 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
 ) -> None:
     """Also of a vocabulary of 131 tokens, which a tensor parallel size of two pads to 132 rows."""
     from dlm_bridge.parallel.mcore_patches import fsdp
-    from dlm_bridge.parallel.train import fsdp_checkpoints
+    from dlm_bridge.parallel.train import checkpoints
 
     case.write(tmp_path / "hub", vocab_size=131, embedding_size=131)
     bridge, folder = Bridge.from_hf(tmp_path / "hub"), tmp_path / "iter_0000007"
     (model,) = bridge.build_megatron_model(Layout())
     saved = Rank(TensorParallelPart(bridge, model, 0, 1, stored), 0, 1)
-    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, saved, saved.optimizer, {})
+    checkpoints.save_fsdp(folder, 7, {"train_blocks": 3}, saved, saved.optimizer, {})
     for rank in range(ranks):
         for prefix in ("get_tensor_model_parallel", "get_expert_tensor_parallel"):
             monkeypatch.setattr(fsdp.parallel_state, f"{prefix}_rank", lambda rank=rank: rank)
@@ -144,7 +144,7 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
         for replica in range(2):
             own = TensorParallelPart(bridge, model, rank, ranks, 131 if ranks == 1 else 132)
             wanted, found = Rank(own, replica, 2), Rank(own, replica, 2, fill=-1.0)
-            assert fsdp_checkpoints.load(folder, found, found.optimizer) == {"train_blocks": 3}
+            assert checkpoints.load_fsdp(folder, found, found.optimizer) == {"train_blocks": 3}
             for (key, mine), (_, other) in zip(found.named, wanted.named, strict=True):
                 assert torch.equal(mine._local_tensor, other._local_tensor), (rank, replica, key)
                 for kind, moments in wanted.optimizer.optimizer.state.get(other, {}).items():
@@ -152,14 +152,14 @@ def test_weights_and_moments_come_back_at_another_tensor_parallel_size(
 
 
 def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> None:
-    from dlm_bridge.parallel.train import checkpoints, fsdp_checkpoints
+    from dlm_bridge.parallel.train import checkpoints
     from dlm_bridge.train.config import TrainConfig
 
     models()["gqa"].write(tmp_path / "hub")
     (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
     rank = Rank(model, 0, 1)
     folder = tmp_path / "iter_0000007"
-    fsdp_checkpoints.save(folder, 7, {}, rank, rank.optimizer, {})
+    checkpoints.save_fsdp(folder, 7, {}, rank, rank.optimizer, {})
     asked = {"model": "m", "data": ["mock"], "output": "o", "engine": "megatron"}
     for tp in (1, 2):
         checkpoints.check_resumable(folder, TrainConfig.from_flags(**asked, fsdp="optim", tp=tp))
@@ -173,7 +173,7 @@ def test_what_is_no_checkpoint_of_megatron_fsdp_is_refused(tmp_path: Path) -> No
 def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
     """Gate and up of rank 1 of 2; a data parallel rank has the last row of gate and the two of up."""
     from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard
-    from dlm_bridge.parallel.train.fsdp_checkpoints import tensor_boxes
+    from dlm_bridge.parallel.train.checkpoints import tensor_boxes
 
     rows = torch.arange(6.0).view(3, 2)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -194,7 +194,7 @@ def test_halves_of_tensor_parallel_ranks_lie_apart() -> None:
 def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
-    from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
+    from dlm_bridge.parallel.train import checkpoints, fp8_state
 
     hub, folder, made = tmp_path / "hub", tmp_path / "iter_0000007", []
     models()[name].write(hub)
@@ -202,27 +202,27 @@ def test_scales_of_fp8_come_back(name: str, tmp_path: Path, monkeypatch: pytest.
     (model,) = bridge.build_megatron_model(Layout())
     delayed_scaling.install(monkeypatch)
     delayed_scaling.scale_outputs(monkeypatch, RowParallelLinear, made)
-    monkeypatch.setattr(loaded_state, "_recipe", lambda _: delayed_scaling.TEDelayedScaling())
+    monkeypatch.setattr(fp8_state, "_recipe", lambda _: delayed_scaling.TEDelayedScaling())
     rank = Rank(model, 0, 1)
     for module in model.modules():
         if isinstance(module, RowParallelLinear):
             module.get_extra_state()
             made[-1].tensors["scale_fwd"].fill_(len(made))
     saved = [scaled.tensors["scale_fwd"].clone() for scaled in made]
-    fsdp_checkpoints.save(folder, 7, {"train_blocks": 3}, rank, rank.optimizer, {})
+    checkpoints.save_fsdp(folder, 7, {"train_blocks": 3}, rank, rank.optimizer, {})
     for scaled in made:
         scaled.tensors["scale_fwd"].zero_()
-    with loaded_state.rewritten_extra_states():
-        fsdp_checkpoints.load(folder, rank, rank.optimizer)
+    with fp8_state.rewritten_extra_states():
+        checkpoints.load_fsdp(folder, rank, rank.optimizer)
     assert len(saved) > 3
     for scaled, wanted in zip(made, saved, strict=True):
         assert torch.equal(scaled.tensors["scale_fwd"], wanted)
     Bridge.from_megatron(folder, like=hub).to_hf(tmp_path / "out")
     assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in hub_tensors(tmp_path / "out").items())
     if name == "llada_moe":
-        monkeypatch.setattr(fsdp_checkpoints.parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+        monkeypatch.setattr(checkpoints.parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
         with (
-            loaded_state.rewritten_extra_states(),
+            fp8_state.rewritten_extra_states(),
             pytest.raises(DlmBridgeError, match="at their own --ep only, which was 1"),
         ):
-            fsdp_checkpoints.load(folder, rank, rank.optimizer)
+            checkpoints.load_fsdp(folder, rank, rank.optimizer)

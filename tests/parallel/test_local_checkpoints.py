@@ -201,7 +201,7 @@ def test_a_shorter_run_goes_on_from_before_its_end(copy: Path, train: Train) -> 
 
 
 def test_a_full_disk_is_one_line_and_the_one_before_stays(copy: Path, whole: Path, train: Train) -> None:
-    from dlm_bridge.parallel.train.local_manager import LocalManager
+    from dlm_bridge.parallel.train.local_checkpoints import LocalManager
 
     local = {"local_folder": str(copy / "local"), "local_interval": 1}
     write = LocalManager.write
@@ -231,7 +231,7 @@ class Harm:
 
 def test_nothing_in_a_file_runs(copy: Path, train: Train, tmp_path: Path) -> None:
     """Not even in one whose digest is right."""
-    from dlm_bridge.parallel.train.local_manager import read_state
+    from dlm_bridge.parallel.train.local_checkpoints import read_state
 
     (file,) = (copy / "local").rglob("state.pt")
     saved = torch.load(file, weights_only=True)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_o
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.train import checkpoints, mcore_config
-from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints, go_on_without, open_local
 from dlm_bridge.parallel.train.lora import LoraRun
 from dlm_bridge.parallel.train.muon import muon_optimizer
 from dlm_bridge.parallel.train.schedule import connect_schedule
@@ -46,6 +45,9 @@ from dlm_bridge.train.setup import (
     write_config,
 )
 
+if TYPE_CHECKING:
+    from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
+
 T = TypeVar("T")
 
 
@@ -61,7 +63,11 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     if start.finished is not None:
         return start.finished
     main = dist.get_rank() == 0
-    step, local = start.step, open_local(config)
+    step, local = start.step, None
+    if config.checkpoint.local_folder is not None:
+        from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
+
+        local = LocalCheckpoints(config)
     if local is not None and resume:
         step = local.find(start.step, start.checkpoint, console)
     trainer = assemble(config, console, start.checkpoint, step, local)
@@ -69,8 +75,10 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
         if local is not None:
             local.begin()
         if main:
-            if local is None and (note := go_on_without(start.output)):
-                console.print(printable(note), markup=False, highlight=False, soft_wrap=True)
+            if local is None and (start.output / checkpoints.LOCAL_RECORD).is_file():
+                from dlm_bridge.parallel.train.local_checkpoints import go_on_without
+
+                go_on_without(start.output, console)
             if start.checkpoint is None:
                 trainer.write_shared_files()
             checkpoints.remove_leftovers(start.output)

@@ -12,15 +12,27 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dlm_bridge.convert.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync
 from dlm_bridge.convert.checkpoint import Checkpoint
@@ -32,28 +44,35 @@ from dlm_bridge.convert.checkpoints.huggingface import (
     write_side_files,
 )
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
+from dlm_bridge.convert.formats.unpickler import restricted_loading
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
     AsyncRequest,
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
     dist_checkpointing,
     parallel_state,
     unwrap_model,
 )
 from dlm_bridge.parallel.lora import LiveFactor, adapter_state
+from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.parallel.mcore_patches.modules import patch_grouped_linear_state
 from dlm_bridge.parallel.mcore_patches.optimizers import (
     drop_offload_settings,
+    parts_of,
     patched_checkpoints,
     unpadded_param_index_map,
 )
-from dlm_bridge.parallel.mcore_patches.process_wide import start_results_queue
-from dlm_bridge.parallel.train import fsdp_checkpoints, loaded_state
+from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader, start_results_queue
+from dlm_bridge.parallel.train import fp8_state
 from dlm_bridge.parallel.train.ema import MegatronAverages
-from dlm_bridge.parallel.train.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp
+from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
 from dlm_bridge.processes import (
     end_with_parent,
     how_it_ended,
@@ -63,6 +82,7 @@ from dlm_bridge.processes import (
     was_killed,
 )
 from dlm_bridge.train.checkpoints import (
+    RestrictedReader,
     ResumePoint,
     find_resume_point,
     from_all,
@@ -82,9 +102,25 @@ from dlm_bridge.train.setup import check_same_model
 
 NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
+LOCAL_RECORD = "local_checkpoints.json"  # in a run's folder: see `local_checkpoints.Record`
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's word for an optimizer state that is loaded on any layout
 STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
+OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
+_EXPERT_GROUP = "is_expert_parallel"
+_GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # the others that distinguish megatron-core's param groups
+UNTRAINED_MTP = (
+    "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
+    "start from that"
+)
+
+# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
+MTPShard = dict[ParamMapping, torch.Tensor]
+FSDP_MODEL, FSDP_OPTIMIZER = "model.module.", "optimizer.state.module.module."
+FSDP_STATES = ("exp_avg", "exp_avg_sq")
+_VOCABULARY = re.compile(rf"\.({re.escape(EMBEDDING)}|{re.escape(OUTPUT)})(\.exp_avg(_sq)?)?$")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
+_GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_experts\.)?linear_fc1\.(weight|bias)\d*$")
 
 
 def checkpoint_root(output: Path) -> Path:
@@ -163,7 +199,7 @@ def check_resumable(folder: Path, config: TrainConfig) -> None:
         raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
     if fsdp:
         with named_load_errors(folder):
-            fsdp_checkpoints.check_readable(folder)
+            check_fsdp_readable(folder)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predicts: bool = False) -> None:
@@ -301,7 +337,7 @@ class CheckpointManager:
     def write(self, folder: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
         """Write an iteration into an empty folder; with `--async-save` what the background has to do."""
         if self.fsdp:
-            fsdp_checkpoints.save(folder, step, values, self.chunks[0], self.optimizer, self.mtp)
+            save_fsdp(folder, step, values, self.chunks[0], self.optimizer, self.mtp)
             return None
         weights_and_optimizer = sharded_state(self.chunks, self.optimizer, is_loading=False, factors=self.factors)
         state = {"iteration": step, "checkpoint_version": 3.0, STATE: values, **weights_and_optimizer}
@@ -367,21 +403,21 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             shutil.rmtree(_hidden(folder), ignore_errors=True)
 
-    @loaded_state.rewritten_extra_states()
+    @fp8_state.rewritten_extra_states()
     def load(self, folder: Path) -> dict[str, Any]:
         """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
         DlmBridgeError for a damaged checkpoint and for one of another model."""
         with named_load_errors(folder):
             if self.fsdp:
-                return fsdp_checkpoints.load(folder, self.chunks[0], self.optimizer)
+                return load_fsdp(folder, self.chunks[0], self.optimizer)
             request = sharded_state(self.chunks, self.optimizer, is_loading=True, factors=self.factors)
-            parts = loaded_state.optimizer_request(self.optimizer, request.pop(loaded_state.OPTIMIZER_KEY))
-            wanted = loaded_state.copy_tree(parts)
+            parts = optimizer_request(self.optimizer, request.pop(OPTIMIZER_KEY))
+            wanted = copy_tree(parts)
             if self.averages is not None:
                 request |= self.averages.requested(_weights_of(request, self.chunks))
-            with loaded_state.restricted_reading(folder):
-                state = dist_checkpointing.load({**request, loaded_state.REQUEST_KEY: parts}, str(folder))
-        restore = partial(loaded_state.restore_optimizer, self.optimizer, wanted, state)
+            with restricted_reading(folder):
+                state = dist_checkpointing.load({**request, REQUEST_KEY: parts}, str(folder))
+        restore = partial(restore_optimizer, self.optimizer, wanted, state)
         restore_state(folder, self.chunks, self.optimizer, state, restore, whole=self.factors is None)
         if self.averages is not None:
             self.averages.take(state)
@@ -424,7 +460,7 @@ def sharded_state(
         state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     if not is_loading:
         drop_offload_settings(optimizer, state)
-    return {**model, loaded_state.OPTIMIZER_KEY: state}
+    return {**model, OPTIMIZER_KEY: state}
 
 
 def restore_state(
@@ -439,7 +475,7 @@ def restore_state(
     `restore_optimizer` do so with the optimizer. Raises DlmBridgeError that names the `folder`."""
     named = list(zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True))
     try:
-        weights = {key: loaded_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
+        weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
         for key, chunk in named:
             chunk.load_state_dict(weights[key], strict=whole)
         with patched_checkpoints(optimizer):
@@ -495,3 +531,369 @@ def _chunk_keys(chunks: Sequence[Any]) -> list[str]:
 
 def _weights_of(state: dict[str, Any], chunks: Sequence[Any]) -> list[dict[str, Any]]:
     return [state[key] for key in _chunk_keys(chunks)]
+
+
+# -- the optimizer's state on any layout
+#
+# megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count
+# (steps, settings) as many times as there are of them. The tensors are global ones under names that no layout changes.
+# What is counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether
+# they are of sharded experts.
+
+
+@contextlib.contextmanager
+def restricted_reading(folder: Path) -> Iterator[None]:
+    """While this lasts, megatron-core reads the checkpoint in `folder` through the restricted reader. Every process
+    calls it. Raises DlmBridgeError."""
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
+    with restricted_loading(), distributed_reader(reader):
+        yield
+
+
+def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
+    """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
+    parts = parts_of(optimizer)
+    return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
+
+
+def copy_tree(state: Any) -> Any:
+    """The same tree with the same leaves: loading replaces those of the request."""
+    if isinstance(state, Mapping):
+        return {key: copy_tree(value) for key, value in state.items()}
+    return [copy_tree(value) for value in state] if isinstance(state, list) else state
+
+
+def restore_optimizer(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[str, Any]) -> None:
+    """Set every optimizer of a rank to what was `loaded` of an `optimizer_request`, of which `wanted` is a copy.
+    Raises DlmBridgeError where the checkpoint's optimizer has no such param groups."""
+    saved = _saved_parts(loaded[OPTIMIZER_KEY])
+    found = loaded.get(REQUEST_KEY, {})
+    states = {number: _filled(part, found.get(number)) for number, part in wanted.items()}
+    for state in states.values():
+        inner = _inner(state)
+        inner["param_groups"] = [_with_saved_settings(group, saved) for group in inner["param_groups"]]
+        counts = [_inner(part).get("state", {}) for part in saved]
+        if steps := [count["common_step"] for count in counts if "common_step" in count]:
+            inner["state"]["common_step"] = steps[0]
+        if scalers := [part["grad_scaler"] for part in saved if "grad_scaler" in part]:
+            state["grad_scaler"] = scalers[0]
+    optimizer.load_state_dict(states if len(states) != 1 else states[0])
+
+
+def _saved_parts(saved: Any) -> list[Any]:
+    """The states of the optimizers of the rank that wrote steps and settings."""
+    if "optimizer" in saved or "param_groups" in saved:
+        return [saved]
+    return [part for key, part in sorted(saved.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
+
+
+def _inner(state: Any) -> Any:
+    """The state of torch's optimizer within that of megatron-core's around it."""
+    return state.get("optimizer", state)
+
+
+def _with_saved_settings(group: dict[str, Any], saved: list[Any]) -> dict[str, Any]:
+    """A param group with the settings and the steps of the saved one of its kind, of experts or not."""
+    groups = [known for part in saved for known in _inner(part)["param_groups"]]
+    alike = [known for known in groups if all(known[name] == group[name] for name in _GROUP_SETTINGS)]
+    alike.sort(key=lambda known: known[_EXPERT_GROUP] != group[_EXPERT_GROUP])
+    if not alike:
+        kind = ", ".join(f"{name} {group[name]}" for name in _GROUP_SETTINGS)
+        raise DlmBridgeError(f"its optimizer has no parameters with {kind}")
+    kept = {name: group[name] for name in (*_GROUP_SETTINGS, _EXPERT_GROUP, "params") if name in group}
+    return {**group, **{name: value for name, value in alike[0].items() if name != "params"}, **kept}
+
+
+def _filled(wanted: Any, found: Any) -> Any:
+    """`wanted` with what was loaded where something was requested; lists may come back as mappings from their
+    indices."""
+    if isinstance(wanted, ShardedBase | LocalNonpersistentObject):
+        return found
+    if isinstance(wanted, Mapping):
+        return {key: _filled(value, _at(found, key)) for key, value in wanted.items()}
+    if isinstance(wanted, list):
+        return [_filled(value, _at(found, number)) for number, value in enumerate(wanted)]
+    return wanted
+
+
+def _at(found: Any, key: Any) -> Any:
+    if isinstance(found, Mapping):
+        return found.get(key)
+    return found[key] if isinstance(found, list) and isinstance(key, int) and key < len(found) else None
+
+
+# -- multi-token prediction (MTP)
+#
+# Layers that a run does not train are in every checkpoint as they were. Each rank holds a part of them on the CPU, from
+# the start, because the source of the run may be gone when it saves.
+
+
+def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
+    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
+    params = [param for param in checkpoint.params if param.is_mtp]
+    mine = params[dist.get_rank() :: dist.get_world_size()]
+    return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
+
+
+def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
+    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
+    return {
+        param.megatron_name: ShardedTensor.from_rank_offsets(
+            param.megatron_key,
+            tensor,
+            *((axis, index, size) for axis, (index, size) in enumerate(param.stack)),
+            prepend_axis_num=len(param.stack),
+        )
+        for param, tensor in shard.items()
+    }
+
+
+def describe_mtp(layers: int, factor: float) -> str:
+    """The line for the console about so many multi-token prediction layers."""
+    many = "s are" if layers > 1 else " is"
+    what = (
+        f"trained, with {factor:g} of the loss" if factor else "not trained: every checkpoint keeps what it came with"
+    )
+    return f"{layers} multi-token prediction layer{many} {what}"
+
+
+# -- Megatron FSDP's own format, `fsdp_dtensor`: each rank writes the rows that it holds, by parameter
+#
+# Names and boxes are Megatron-LM's: `model.module.decoder.layers.0...`, the gate and up matrices of a SwiGLU as
+# `weight_w` and `weight_v`, experts by their global number. Unlike there, no rank communicates which rows it holds, and
+# the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
+
+
+def save_fsdp(
+    folder: Path,
+    step: int,
+    values: dict[str, Any],
+    chunk: Any,
+    optimizer: Any,
+    mtp: Mapping[ParamMapping, torch.Tensor],
+) -> None:
+    """Write the iteration `step` into `folder`. Every process calls it, with its part `mtp` of the layers that are not
+    trained."""
+    run = {**values, **_optimizer_counters(optimizer)}
+    kept = {
+        FSDP_MODEL + param.megatron_name: TensorBox(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        for param, tensor in mtp.items()
+    }
+    numbers = {"iteration": step, "checkpoint_version": 3.0, STATE: json.dumps(run)}
+    state = {**_local_boxes(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
+
+
+def load_fsdp(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Set weights and optimizer state to those of an iteration, on any number of data and tensor parallel ranks, and
+    return our own values. Raises DlmBridgeError for another expert parallel size where there are scales of FP8."""
+    with raised_everywhere():
+        reader = RestrictedReader(folder)
+    run = _read_run(reader)
+    run.pop("tp", None)  # of versions that resumed at the same size only
+    init_optimizer_state(optimizer)  # what is loaded has to exist
+    state = dict(_padded_as_stored(_local_boxes(chunk, optimizer), reader.read_metadata()))
+    dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
+    _set_optimizer_counters(optimizer, run)
+    _set_scaling(chunk, reader, folder)
+    chunk.module.install_optimized_model_weights()
+    chunk.start_param_sync()
+    return run
+
+
+def check_fsdp_readable(folder: Path) -> None:
+    """Raise what torch's reader raises for an iteration whose metadata or own values are damaged."""
+    _read_run(RestrictedReader(folder))
+
+
+def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """The boxes of a vocabulary, which tensor parallelism pads to a multiple of its size, with as many rows as are
+    stored; what the stored tensor has no rows for is padding here, and zero."""
+    for key, box in state.items():
+        stored = metadata.state_dict_metadata.get(key)
+        size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else ()
+        padded = isinstance(box, TensorBox) and _VOCABULARY.search(key) and size[1:] == box.shape[1:]
+        if not padded or size == box.shape:
+            yield key, box
+            continue
+        rows = min(max(size[0] - box.offsets[0], 0), len(box.tensor))
+        box.tensor[rows:].zero_()
+        if rows:
+            yield key, TensorBox(box.tensor[:rows], box.offsets, size)
+
+
+def _read_run(reader: RestrictedReader) -> dict[str, Any]:
+    """Our own values, and what the optimizer counts; each process reads them for itself."""
+    state: dict[str, Any] = {STATE: ""}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each process reads for itself
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    found: dict[str, Any] = json.loads(state[STATE])
+    return found
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A box of a global tensor, with the methods that torch's checkpoint writer and reader call."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.size())
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.tensor)
+        data = TensorWriteData(self.chunk, properties, self.size())
+        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk]
+
+
+def tensor_boxes(part: FSDPShard, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, TensorBox]]:
+    """A rank's rows `tensor` of a parameter as boxes on disk: one, or one each of gate and up, which lie one after the
+    other in a tensor parallel rank's part."""
+    assert len(tensor) == part.rows, (name, tensor.shape, part)
+    if not part.rows:
+        return
+    if not _GATED_MLP.search(name):
+        yield name, TensorBox(tensor, *_box(part, part.part, part.start))
+        return
+    half = part.part[0] // 2
+    shape = (half, *part.part[1:])
+    for suffix, first in (("_w", 0), ("_v", half)):
+        begin, end = max(part.start, first), min(part.start + part.rows, first + half)
+        if begin < end:
+            rows = tensor[begin - part.start : end - part.start]
+            yield name + suffix, TensorBox(rows, *_box(part, shape, begin - first))
+
+
+def _box(part: FSDPShard, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, global shape) of rows from `start` on of a tensor parallel rank's part of `shape`."""
+    offsets, whole = [start, *(0 for _ in shape[1:])], list(shape)
+    if part.axis is not None:
+        offsets[part.axis] += part.rank * shape[part.axis]
+        whole[part.axis] *= part.ranks
+    return tuple(offsets), tuple(whole)
+
+
+def _local_boxes(chunk: Any, optimizer: Any) -> dict[str, Any]:
+    """Everything that this rank holds, by key; the tensors are the live ones."""
+    first = 0
+    if chunk.config.num_moe_experts:
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * chunk.config.num_moe_experts // ranks
+    found: dict[str, Any] = {
+        FSDP_MODEL + name: TensorBox(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
+        for name, buffer in buffers(chunk)
+    }
+    for part in fsdp_shards(chunk):
+        name = _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first}", part.name)
+        for key, piece in tensor_boxes(part, name, _local(part.parameter)):
+            found[FSDP_MODEL + key] = piece
+        for kind, tensor in optimizer.optimizer.state.get(part.parameter, {}).items():
+            if kind in FSDP_STATES:
+                for key, piece in tensor_boxes(part, name, _local(tensor)):
+                    found[f"{FSDP_OPTIMIZER}{key}.{kind}"] = piece
+    return found
+
+
+def _scaling(chunk: Any) -> dict[str, list[torch.Tensor]]:
+    """What Transformer Engine keeps for FP8, by key: objects, which are the same on every rank but for experts'."""
+    found = {_scaling_key(name): module.get_extra_state() for name, module in _scaled(chunk).items()}
+    return {key: [state] for key, state in found.items() if isinstance(state, torch.Tensor) and state.numel()}
+
+
+def _set_scaling(chunk: Any, reader: RestrictedReader, folder: Path) -> None:
+    scaled = _scaled(chunk)
+    if not scaled:
+        return
+    stored = reader.read_metadata().state_dict_metadata.keys()
+    state: dict[str, Any] = {key: "" for name in scaled if (key := _scaling_key(name)) in stored}
+    experts = [key for key in stored if ".experts." in key and "._extra_state/" in key]
+    if experts and not state.keys() & set(experts):
+        raise DlmBridgeError(
+            f"{folder}: FP8's scales of experts are resumed at their own --ep only, which was "
+            f"{experts[0].rpartition('_')[2]}: export it and start from that"
+        )
+    dcp.load(state, storage_reader=reader)
+    for name, module in scaled.items():
+        if (key := _scaling_key(name)) in state:
+            module.set_extra_state(fp8_state.rewrite_extra_states({name: state[key][0]}, chunk.config)[name])
+
+
+def _scaled(chunk: Any) -> dict[str, Any]:
+    return fp8_state.scaled_modules(chunk.module.module, chunk.config)
+
+
+def _scaling_key(name: str) -> str:
+    """The key of a module's state; those of experts name the expert parallel rank."""
+    if ".experts." not in name:
+        return FSDP_MODEL + name
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return f"{FSDP_MODEL}{name}/{rank}_{parallel_state.get_expert_model_parallel_world_size()}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows themselves, in the memory that the optimizer updates."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _optimizer_counters(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer counts: its steps, and the loss scale of fp16."""
+    groups = optimizer.optimizer.param_groups
+    step = max((float(group.get("step", 0)) for group in groups), default=0.0)
+    for state in optimizer.optimizer.state.values():
+        step = max(step, float(state.get("step", 0)))
+    scaler = getattr(optimizer, "grad_scaler", None)
+    scale = {name: float(value) for name, value in scaler.state_dict().items()} if scaler is not None else {}
+    return {"optimizer_step": step, "loss_scale": scale}
+
+
+def _set_optimizer_counters(optimizer: Any, run: dict[str, Any]) -> None:
+    step, scale = run.pop("optimizer_step"), run.pop("loss_scale")
+    for group in optimizer.optimizer.param_groups:
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].fill_(step)
+        elif "step" in group:
+            group["step"] = int(step)
+    for state in optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        elif "step" in state:
+            state["step"] = int(step)
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is not None and scale:
+        now = scaler.state_dict()
+        scaler.load_state_dict(
+            {
+                name: torch.full_like(now[name], value) if isinstance(now[name], torch.Tensor) else int(value)
+                for name, value in scale.items()
+            }
+        )
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, TensorBox) else super().lookup_object(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        # torch's own would look into the pieces for tensors without memory, and copy what it does not know.
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found = self.state_dict[index.fqn]
+        return found.tensor if isinstance(found, TensorBox) else super().lookup_tensor(index)

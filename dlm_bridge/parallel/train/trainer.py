@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,11 @@ from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.parallel.train.checkpoints import (
     CheckpointManager,
     checkpoint_root,
+    describe_mtp,
     write_hub_config,
     write_hub_files,
 )
 from dlm_bridge.parallel.train.ema import MegatronAverages
-from dlm_bridge.parallel.train.loaded_state import describe_mtp
-from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
 from dlm_bridge.parallel.train.lora import LoraRun
 from dlm_bridge.parallel.train.mcore_config import DTYPES
 from dlm_bridge.parallel.train.norms import MegatronLayerNorms
@@ -59,6 +58,9 @@ from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
 from dlm_bridge.train.trainer import Processes, StepBatches, Trainer
+
+if TYPE_CHECKING:
+    from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
 
 
 class MegatronTrainer(Trainer):
