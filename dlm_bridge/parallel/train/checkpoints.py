@@ -2,6 +2,9 @@
 
 Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
 iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
+
+In order: the iteration that a run resumes from, what all iterations share, `CheckpointManager`, the optimizer's state
+on any layout, multi-token prediction layers, and Megatron FSDP's own format.
 """
 
 from __future__ import annotations
@@ -113,9 +116,7 @@ UNTRAINED_MTP = (
     "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
     "start from that"
 )
-
-# Unsharded Megatron tensors of one layer (and expert), in their stored dtype.
-MTPShard = dict[ParamMapping, torch.Tensor]
+MTPShard = dict[ParamMapping, torch.Tensor]  # unsharded tensors of one layer (and expert), in their stored dtype
 FSDP_MODEL, FSDP_OPTIMIZER = "model.module.", "optimizer.state.module.module."
 FSDP_STATES = ("exp_avg", "exp_avg_sq")
 _VOCABULARY = re.compile(rf"\.({re.escape(EMBEDDING)}|{re.escape(OUTPUT)})(\.exp_avg(_sq)?)?$")
@@ -625,8 +626,8 @@ def _at(found: Any, key: Any) -> Any:
 
 # -- multi-token prediction (MTP)
 #
-# Layers that a run does not train are in every checkpoint as they were. Each rank holds a part of them on the CPU, from
-# the start, because the source of the run may be gone when it saves.
+# Layers that a run does not train are in every checkpoint as they were. Each rank holds a part of them on the CPU,
+# from the start, because the source of the run may be gone when it saves.
 
 
 def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
@@ -661,8 +662,8 @@ def describe_mtp(layers: int, factor: float) -> str:
 # -- Megatron FSDP's own format, `fsdp_dtensor`: each rank writes the rows that it holds, by parameter
 #
 # Names and boxes are Megatron-LM's: `model.module.decoder.layers.0...`, the gate and up matrices of a SwiGLU as
-# `weight_w` and `weight_v`, experts by their global number. Unlike there, no rank communicates which rows it holds, and
-# the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
+# `weight_w` and `weight_v`, experts by their global number. Unlike there, no rank communicates which rows it holds,
+# and the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
 
 
 def save_fsdp(

@@ -1,5 +1,7 @@
 """Local checkpoints of a Megatron run: each rank writes its own state to its node's disk or memory, often.
 
+For runs on many nodes whose shared storage takes minutes per checkpoint; tried on processes of one machine only.
+
 They are what a run resumes from where they are newer than its checkpoints, on the same number of processes and with
 the same options of layout, precision and engine; nothing else reads them. Each start of a run writes into a folder of
 its own, FOLDER/run-ID/START, and DIR/local_checkpoints.json names the one that counts: the files of another start, of
@@ -95,7 +97,7 @@ def go_on_without(output: Path, console: Console) -> None:
     One process calls it."""
     if (record := Record.read(output)).start is not None:
         dataclasses.replace(record, start=None).write(output)
-        console.print("without --local-folder: the run's local checkpoints are not used, now or later")
+        console.print("without --local-folder: the run's local checkpoints are not used, now or later", soft_wrap=True)
 
 
 class LocalCheckpoints:
