@@ -64,8 +64,6 @@ class MegatronEngine(Engine):
             megatron = version("megatron-core")
         except PackageNotFoundError:
             megatron = None
-        overrides = mcore_patches.overrides_of(chosen)
-        made_for = overrides.made_for if overrides else SUPPORTED
         return {
             "platform": {
                 "chosen": chosen.name,
@@ -85,9 +83,9 @@ class MegatronEngine(Engine):
             "overrides": None
             if megatron is None
             else {
-                "made_for": made_for,
-                "fits": megatron == made_for,
-                "names": sorted(overrides.table) if overrides else [],
+                "made_for": SUPPORTED,
+                "fits": megatron == SUPPORTED,
+                "names": sorted(mcore_patches.overrides_of(chosen)),
             },
             "patches": [
                 {

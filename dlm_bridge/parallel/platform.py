@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.overrides import Overrides
+from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.registration import load_entry_points
 
 VARIABLE = "DLM_BRIDGE_PLATFORM"
@@ -125,9 +125,9 @@ class Platform(ABC):
         """Whether megatron-core records CUDA graphs here."""
         return False
 
-    def overrides(self) -> Overrides | None:
+    def overrides(self) -> Table:
         """What of megatron-core and torch has to be replaced here, beside what `mcore_patches` replaces."""
-        return None
+        return {}
 
 
 class Accelerator(Platform):
