@@ -1,4 +1,5 @@
-"""The head of a value model, in the place of the output layer: one number for each loss position."""
+"""The head of a value model (TraceRL's, `rl --value-model`), in the place of the output layer: one number for each loss
+position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The moving average of a Megatron run's weights: of its fp32 main params, sharded as the optimizer has them.
+"""The moving average of a Megatron run's weights: of its fp32 main params, sharded as the optimizer has them. For runs
+that release their averaged weights (`--ema-decay`); run on CPU only.
 
 An iteration holds the averages as tensors of their own, `ema.decoder.layers...`, cut as the weights are: they are
 loaded on any layout, and `dlm-bridge export --ema` reads them in the weights' place. What no optimizer updates (an

@@ -1,4 +1,5 @@
-"""Muon in the Megatron engine: the step that one process, and the Accelerate engine, would take.
+"""Muon in the Megatron engine: the step that one process, and the Accelerate engine, would take. For runs with
+`--optimizer muon`; run on two GPUs at TP2 (November 2026).
 
 megatron-core's optimizers keep the main params, the order of the state and the checkpoints; the one inside each is
 replaced. A matrix is orthogonalised as the Hub has it (query, key and value apart, gate and up apart, each expert):

@@ -1,4 +1,5 @@
-"""Norms of parameters and gradients that megatron-core has distributed, each element counted on one rank."""
+"""Norms of parameters and gradients that megatron-core has distributed, each element counted on one rank: with
+`--norm-interval` they show in which layer a run begins to diverge."""
 
 from __future__ import annotations
 
