@@ -1,4 +1,4 @@
-"""The head of a value model (TraceRL's, `rl --value-model`), in the place of the output layer: one number for each loss
+"""The head of TraceRL's value model (`rl --value-model`), in the place of the output layer: one number for each loss
 position."""
 
 from __future__ import annotations
