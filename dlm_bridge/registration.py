@@ -81,9 +81,8 @@ def load(kind: Kind, name: str) -> Any:
     if name not in known:
         raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
     extension = known[name]
-    module, _, attribute = getattr(extension, kind)[name].partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return _imported(getattr(extension, kind)[name])
     except DlmBridgeError:
         raise
     except Exception as error:  # a foreign package may raise anything while it is imported
@@ -91,6 +90,20 @@ def load(kind: Kind, name: str) -> Any:
             raise  # our own mistake
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
         raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
+
+
+def deferred(place: str) -> Any:
+    """A method that calls the function "module:attribute", imported at the call."""
+
+    def method(_: Any, *arguments: Any, **options: Any) -> Any:
+        return _imported(place)(*arguments, **options)
+
+    return method
+
+
+def _imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def absent() -> str:

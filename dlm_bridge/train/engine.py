@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.registration import load
+from dlm_bridge.registration import deferred, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,12 +62,5 @@ class Engine(ABC):
 class AccelerateEngine(Engine):
     """Training on the Hub's own model classes, by Accelerate."""
 
-    def train(self, config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-        from dlm_bridge.train.accelerate.trainer import train
-
-        return train(config, resume, console)
-
-    def find_checkpoint(self, config: TrainConfig) -> ResumePoint:
-        from dlm_bridge.train.setup import find_checkpoint
-
-        return find_checkpoint(config)
+    train = deferred("dlm_bridge.train.accelerate.trainer:train")
+    find_checkpoint = deferred("dlm_bridge.train.setup:find_checkpoint")
