@@ -133,7 +133,7 @@ def assembled(config: TrainConfig) -> Iterator[Any]:
         with engine.assembled(config, accelerator, RunStart(Path(), 0, None, None), console) as trainer:
             yield trainer
         return
-    from dlm_bridge.train.megatron.engine import assemble, initialize_parallel
+    from dlm_bridge.parallel.train.assembly import assemble, initialize_parallel
 
     initialize_parallel(config)
     torch.cuda.reset_peak_memory_stats()

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.layouts.document import merge  # noqa: E402
+from tests.parallel.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, Files, cells, refusal  # noqa: E402
 from tests.processes import OK, forked  # noqa: E402
-from tests.train.megatron_cases import EXPERTS_ONLY, LARGE, LAYOUTS, SUBJECTS, Files, cells, refusal  # noqa: E402
 
 
 def main() -> None:

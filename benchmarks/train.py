@@ -186,8 +186,8 @@ def without(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], Non
 
 def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
     """A step of the engine as `pretrain` takes it."""
+    from dlm_bridge.parallel.train.assembly import assemble
     from dlm_bridge.train.data.loader import Prefetcher
-    from dlm_bridge.train.megatron.engine import assemble
 
     trainer = assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer.produce, 1)
@@ -214,16 +214,16 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.parallel.config import model_config
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
     from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
-    from dlm_bridge.parallel.weights import load
-    from dlm_bridge.train.loading import open_megatron_source
-    from dlm_bridge.train.megatron.engine import (
+    from dlm_bridge.parallel.train.assembly import (
         build_optimizer,
         initialize_parallel,
         initialize_userbuffers,
         wrap_chunks,
     )
-    from dlm_bridge.train.megatron.mcore_config import DTYPES
-    from dlm_bridge.train.megatron.settings import passed_on
+    from dlm_bridge.parallel.train.mcore_config import DTYPES
+    from dlm_bridge.parallel.train.settings import passed_on
+    from dlm_bridge.parallel.weights import load
+    from dlm_bridge.train.loading import open_megatron_source
 
     initialize_parallel(config)
     source = open_megatron_source(config, None)

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -32,6 +33,9 @@ from dlm_bridge.cli import (
 )
 from dlm_bridge.cli.help import App
 from dlm_bridge.errors import DlmBridgeError, printable, shortened
+from dlm_bridge.registration import absent, load, registered
+
+ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
 class _InterruptedError(Exception):
@@ -44,6 +48,13 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
             raise _InterruptedError(str(interrupt) or "interrupted") from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            error.message = f"{error.message.rstrip('.')}{absent()}"  # type: ignore[attr-defined]
+            raise
 
 
 app = App(
@@ -64,6 +75,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _unavailable(error: DlmBridgeError) -> Callable[[], None]:
+    """A command in place of one that cannot be imported."""
+
+    def command() -> None:
+        raise error
+
+    return command
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -78,6 +98,11 @@ for group in (
     push,
 ):  # fmt: skip
     group.register(app)
+for name in registered("commands"):
+    try:
+        load("commands", name)(app)
+    except DlmBridgeError as error:  # said when the command is called
+        app.command(name, hidden=True, context_settings=ANY_WORDS)(_unavailable(error))
 
 
 _AS_PYTHON_PRINTS = warnings.formatwarning

@@ -78,31 +78,12 @@ def env(
 
 def environment() -> dict[str, Any]:
     """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
-    from dlm_bridge.parallel import mcore_patches, platform
-    from dlm_bridge.parallel.fused import flash_attention
-    from dlm_bridge.parallel.overrides import SUPPORTED
-    from dlm_bridge.plugins import TESTED, untested
+    from dlm_bridge.registration import TESTED, load, registered, untested
 
-    chosen = platform.current()
-    megatron = _version("megatron-core")
-    overrides = mcore_patches.overrides_of(chosen)
-    made_for = overrides.made_for if overrides else SUPPORTED
-    return {
-        "platform": {
-            "chosen": chosen.name,
-            "backend": chosen.backend,
-            "available": {
-                name: {"class": f"{kind.__module__}.{kind.__qualname__}", "available": kind.available()}
-                for name, kind in platform.known().items()
-            },
-            "transformer_engine": chosen.uses_transformer_engine(),
-            "flash_attention": flash_attention.missing() is None,
-        },
-        "devices": {
-            "count": chosen.device_count(),
-            "name": chosen.device_name(),
-            "memory_bytes": chosen.total_memory(),
-        },
+    found: dict[str, Any] = {}
+    for name in registered("engines"):
+        found |= load("engines", name)().environment()
+    return found | {
         "versions": {
             "dlm-bridge": _version("dlm-bridge"),
             "python": sys.version.split()[0],
@@ -110,25 +91,6 @@ def environment() -> dict[str, Any]:
             "os": machine.platform(),
         },
         "untested": [sentence for name in TESTED if (sentence := untested(name)) is not None],
-        "overrides": None
-        if megatron is None
-        else {
-            "made_for": made_for,
-            "fits": megatron == made_for,
-            "names": sorted(overrides.table) if overrides else [],
-        },
-        "patches": [
-            {
-                "target": patch.target,
-                "what": patch.what,
-                "why": patch.why,
-                "source": f"megatron/core/{patch.source}",
-                "when": patch.when.words,
-                "active": patch.when.met(chosen),
-            }
-            for patch in mcore_patches.PATCHES
-            if megatron
-        ],
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -144,21 +106,8 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    platform, devices, overrides = found["platform"], found["devices"], found["overrides"]
     console = Console()
-    available = [name for name, kind in platform["available"].items() if kind["available"]]
-    missing = [name for name, kind in platform["available"].items() if not kind["available"]]
-    rows = {
-        "platform": f"{platform['chosen']} ({platform['backend']})",
-        "available": ", ".join(available) + (f" (not here: {', '.join(missing)})" if missing else ""),
-        "layers of": "Transformer Engine"
-        if platform["transformer_engine"]
-        else "megatron-core, without fused kernels",
-        "attention": "FlashAttention 4" if platform["flash_attention"] else "Transformer Engine's or torch's",
-        "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
-    }
-    if overrides is None:
-        del rows["layers of"]
+    rows = _machine(found) if "platform" in found else {}
     for title, cells in (("This machine", rows), ("Versions", found["versions"]), ("Variables", found["variables"])):
         if cells:
             table = Table(title=title, show_header=False, title_justify="left")
@@ -167,6 +116,7 @@ def _show(found: dict[str, Any]) -> None:
             console.print(table)
     for sentence in found["untested"]:
         console.print(f"note: {sentence}", soft_wrap=True, highlight=False)
+    overrides = found.get("overrides")
     if overrides is None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
         return
@@ -179,3 +129,22 @@ def _show(found: dict[str, Any]) -> None:
         style = None if patch["active"] else "dim"
         table.add_row("active" if patch["active"] else "-", patch["target"], patch["what"], patch["when"], style=style)
     console.print(table)
+
+
+def _machine(found: dict[str, Any]) -> dict[str, str]:
+    """Platform and devices, in words."""
+    platform, devices = found["platform"], found["devices"]
+    available = [name for name, kind in platform["available"].items() if kind["available"]]
+    missing = [name for name, kind in platform["available"].items() if not kind["available"]]
+    rows = {
+        "platform": f"{platform['chosen']} ({platform['backend']})",
+        "available": ", ".join(available) + (f" (not here: {', '.join(missing)})" if missing else ""),
+        "layers of": "Transformer Engine"
+        if platform["transformer_engine"]
+        else "megatron-core, without fused kernels",
+        "attention": "FlashAttention 4" if platform["flash_attention"] else "Transformer Engine's or torch's",
+        "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
+    }
+    if found["overrides"] is None:
+        del rows["layers of"]
+    return rows

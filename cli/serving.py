@@ -232,7 +232,7 @@ def transformers_command(
         refuse_chats_without_template()
     from transformers.cli.transformers import app
 
-    from dlm_bridge.registration import register_model_names
+    from dlm_bridge.models.auto_classes import register_model_names
 
     register_model_names()
     app(args=arguments, prog_name="dlm-bridge transformers")

@@ -201,11 +201,9 @@ def _whole_number(option: Option) -> Callable[[str], int]:
 
 def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
-    if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.engine import train
-    else:
-        from dlm_bridge.train.accelerate.trainer import train
-    train(config, resume)
+    from dlm_bridge.train.engine import find_engine
+
+    find_engine(config.engine.name).train(config, resume)
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:

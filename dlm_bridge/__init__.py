@@ -1,7 +1,7 @@
 """dlm-bridge: diffusion and autoregressive language models on the Hub's side, on Megatron's, and across.
 
 Importing this package makes transformers' Auto classes load every supported family; it imports neither torch nor
-transformers itself (see `dlm_bridge.registration`).
+transformers itself (see `dlm_bridge.models.auto_classes`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.registration import install as _install
+from dlm_bridge.models.auto_classes import install as _install
 
 if TYPE_CHECKING:
     from dlm_bridge.bridge import Bridge

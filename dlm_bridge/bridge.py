@@ -22,6 +22,7 @@ from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
 from dlm_bridge.models.families import FamilySpec
+from dlm_bridge.registration import load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -207,22 +208,16 @@ class Bridge:
     def build_megatron_model(
         self, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
     ) -> list[Any]:
-        """This rank's megatron-core GPTModel chunks with the weights loaded; see parallel.parallelize."""
-        from dlm_bridge.parallel.parallelize import build_megatron_model
-
-        return build_megatron_model(self.checkpoint, layout, dtype, **overrides)
+        """This rank's megatron-core GPTModel chunks with the weights loaded; see `parallel.parallelize`."""
+        return load("engines", "megatron")().build_model(self.checkpoint, layout, dtype, **overrides)
 
     def refresh_hf_model(self, hf_model: PreTrainedModel, megatron_model: Any) -> None:
-        """Copy a live Megatron model's weights into `hf_model` in place; see parallel.handover."""
-        from dlm_bridge.parallel.handover import refresh_hf_model
-
-        refresh_hf_model(self.checkpoint, hf_model, megatron_model)
+        """Copy a live Megatron model's weights into `hf_model` in place; see `parallel.handover`."""
+        load("engines", "megatron")().refresh_hf_model(self.checkpoint, hf_model, megatron_model)
 
     def stream_hf_weights(self, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a live Megatron model's weights under their Hub names, one at a time; see parallel.handover."""
-        from dlm_bridge.parallel.handover import stream_hf_weights
-
-        return stream_hf_weights(self.checkpoint, megatron_model)
+        """Yield a live Megatron model's weights under their Hub names, one at a time; see `parallel.handover`."""
+        return load("engines", "megatron")().stream_hf_weights(self.checkpoint, megatron_model)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every Hub tensor that the transformers model has and that is not a copy of another; each is read once."""

@@ -1,162 +1,165 @@
-"""Registration of the families with transformers' Auto classes, without importing transformers.
+"""Registries: what extensions and other packages add to the core, found by name and imported when it is used.
 
-If transformers' Auto modules are already imported, registration happens at once. Otherwise an import hook waits for
-them: a `sys.meta_path` finder that finds nothing itself, lets the normal import machinery load
-`transformers.models.auto.configuration_auto` and `.tokenization_auto`, and registers right after each has run. It
-touches no other module and removes nothing.
+An extension is a package that imports the core and that nothing in the core imports, such as `dlm_bridge.parallel`.
+Its `__init__`, which imports nothing heavy, declares what it adds:
 
-transformers' model modules import the Auto modules while they are being imported, so a family's classes cannot exist
-yet: AutoConfig and AutoTokenizer get stand-ins that delegate to the family's classes when they are used. Model classes
-are registered when the first config object of their family is made (`models.hub_config`), which is before any Auto
-class can look for them.
+    EXTENSION = Extension("parallel", extra="dlm-bridge[megatron]", engines={"megatron": "package.module:Class"})
+
+It can be deleted with its folder. Another package adds one by an entry point of the group `dlm_bridge.extensions`, and
+single families, objectives, samplers and platforms by groups of their own.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any, Literal
 
-from dlm_bridge.models.families import FamilySpec, families
-from dlm_bridge.plugins import warn_if_untested
+from dlm_bridge.distributed import is_main
+from dlm_bridge.errors import DlmBridgeError, one_line
 
-CONFIGURATION_AUTO = "transformers.models.auto.configuration_auto"
-TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"
+logger = logging.getLogger(__name__)
 
+Kind = Literal["engines", "commands", "samplers", "kernels"]
 
-def install() -> None:
-    """Register now where transformers is loaded, else when it is. Calling it again changes nothing."""
-    for name, action in _ACTIONS.items():
-        if name in sys.modules:
-            action()
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
-
-
-def register_model_names() -> None:
-    """Put the diffusion families' classes under their Hub names into transformers itself, where its own command line
-    looks for them (`getattr(transformers, config.architectures[0])`), beside no Auto class."""
-    import transformers
-
-    for family in families():
-        own = family.kind == "diffusion" and not family.native
-        for name in family.architectures if own else ():
-            if not hasattr(transformers, name):
-                setattr(transformers, name, _model_stand_in(family, name))
+EXTENSIONS = ("parallel",)  # our own, each the package `dlm_bridge.NAME` where its folder is there
+ENTRY_POINTS = "dlm_bridge.extensions"
+# The oldest and the newest versions that the tests pass with, by distribution; Transformer Engine's on GPUs.
+TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}
 
 
-def _model_stand_in(family: FamilySpec, name: str) -> type:
-    """A model class that loads what AutoModelForCausalLM does, or the family's own class where that knows none."""
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds, by name: "module:attribute", imported when it is asked for."""
 
-    class StandIn:
-        @classmethod
-        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-            from transformers import AutoModelForCausalLM
-
-            model_class = AutoModelForCausalLM if family.auto_classes else family.load("model_class")
-            return model_class.from_pretrained(*args, **kwargs)
-
-    StandIn.__name__ = name
-    return StandIn
+    name: str
+    extra: str | None = None  # what pip installs for it, "dlm-bridge[megatron]"
+    engines: Mapping[str, str] = field(default_factory=dict)  # values of --engine: classes below `train.engine.Engine`
+    commands: Mapping[str, str] = field(default_factory=dict)  # functions that add the command to the Typer app
+    samplers: Mapping[str, str] = field(default_factory=dict)  # classes below `Sampler`
+    kernels: Mapping[str, str] = field(default_factory=dict)  # functions that swap a model's modules for fused ones
 
 
-def _register_configs() -> None:
-    warn_if_untested("torch")
-    warn_if_untested("transformers")
-    auto = sys.modules[CONFIGURATION_AUTO]
-    # Where families share a model type the first one's config dispatches on `architectures`; never that of a family
-    # that a key tells from another, which takes every config for its own.
-    own_configs_first = sorted(families(), key=lambda family: family.told_from is not None)
-    for family in reversed(own_configs_first):
-        for model_type in (family.model_type, *family.other_model_types):
-            if family.auto_classes and model_type:
-                auto.AutoConfig.register(model_type, _config_stand_in(family, model_type), exist_ok=True)
+CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
 
 
-def _register_tokenizers() -> None:
-    auto = sys.modules[TOKENIZATION_AUTO]
-    for family in families():
-        if family.tokenizer_class:
-            # Found by its name, so also where a folder has a tokenizer and no config.json.
-            tokenizer_class = _tokenizer_stand_in(family)
-            stand_in = _config_stand_in(family, family.model_type)
-            auto.AutoTokenizer.register(stand_in, tokenizer_class=tokenizer_class, exist_ok=True)
+@cache
+def extensions() -> dict[str, Extension]:
+    """The extensions of this installation by name, our own first. One of another package that fails to import, is not
+    an Extension or has a name that is taken is left out with a warning."""
+    there = [name for name in EXTENSIONS if _is_package(f"dlm_bridge.{name}")]
+    found: dict[str, Extension] = {name: importlib.import_module(f"dlm_bridge.{name}").EXTENSION for name in there}
+    for point, extension in load_entry_points(ENTRY_POINTS).items():
+        if not isinstance(extension, Extension):
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} is not an Extension, left out: {extension!r}")
+        elif extension.name in (CORE.name, *EXTENSIONS, *found):
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} has a name that is taken, left out")
+        else:
+            found[extension.name] = extension
+    return found
 
 
-def _config_stand_in(family: FamilySpec, model_type: str) -> type:
-    """A config class that makes objects of the family's own, under one of its model types."""
-    from transformers.configuration_utils import PreTrainedConfig
-
-    class StandIn(PreTrainedConfig):
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return family.load("config_class")(*args, **kwargs)
-
-        @classmethod
-        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-            return family.load("config_class").from_dict(config_dict, **kwargs)
-
-    StandIn.model_type = model_type
-    StandIn.__name__ = family.config_class.partition(":")[2]  # transformers finds model types by class name
-    return StandIn
+def registered(kind: Kind) -> dict[str, Extension]:
+    """The names of one kind, each with the extension that adds it; the first one where several do."""
+    found: dict[str, Extension] = {}
+    for extension in (CORE, *extensions().values()):
+        for name in getattr(extension, kind):
+            found.setdefault(name, extension)
+    return found
 
 
-def _tokenizer_stand_in(family: FamilySpec) -> type:
-    """A tokenizer class that makes objects of the family's own."""
-
-    class StandIn:
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            return family.load("tokenizer_class")(*args, **kwargs)
-
-        @classmethod
-        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-            return family.load("tokenizer_class").from_pretrained(*args, **kwargs)
-
-    StandIn.__name__ = family.tokenizer_class.partition(":")[2]  # transformers finds tokenizers by class name
-    return StandIn
-
-
-_ACTIONS: dict[str, Callable[[], None]] = {
-    CONFIGURATION_AUTO: _register_configs,
-    TOKENIZATION_AUTO: _register_tokenizers,
-}
+def load(kind: Kind, name: str) -> Any:
+    """The object that an extension registers under a name. Raises DlmBridgeError where no extension of this
+    installation has it, and where the extension lacks a package, with the extra to install."""
+    known = registered(kind)
+    if name not in known:
+        raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
+    extension = known[name]
+    try:
+        return _imported(getattr(extension, kind)[name])
+    except DlmBridgeError:
+        raise
+    except Exception as error:  # a foreign package may raise anything while it is imported
+        if extension.name in EXTENSIONS and not _lacks_a_package(error):
+            raise  # our own mistake
+        remedy = f": pip install '{extension.extra}'" if extension.extra else ""
+        raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
 
 
-class _AfterImport:
-    """A meta path finder that runs an action after a module has been loaded by the normal machinery."""
+def deferred(place: str) -> Any:
+    """A method that calls the function "module:attribute", imported at the call."""
 
-    def __init__(self) -> None:
-        self._busy: set[str] = set()
+    def method(_: Any, *arguments: Any, **options: Any) -> Any:
+        return _imported(place)(*arguments, **options)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in _ACTIONS or fullname in self._busy:
-            return None
-        self._busy.add(fullname)  # the normal search must not come back here
+    return method
+
+
+def _imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def absent() -> str:
+    """The end of a sentence that names our own extensions whose folders are not there, empty where all are."""
+    names = [f"dlm_bridge.{name}" for name in EXTENSIONS if name not in extensions()]
+    return f"; this installation lacks {', '.join(names)}" if names else ""
+
+
+def _is_package(module: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None  # None: a folder that only has a __pycache__ left
+
+
+def _lacks_a_package(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "dlm_bridge"
+
+
+@cache
+def load_entry_points(group: str) -> dict[str, Any]:
+    """Objects that installed packages register under an entry point group, by entry point name.
+
+    A group is loaded once per process. An entry point that fails to import is left out with a one-line warning that
+    names its package.
+    """
+    loaded: dict[str, Any] = {}
+    for point in entry_points(group=group):
         try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._busy.discard(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, _ACTIONS[fullname])  # type: ignore[assignment]
-        return spec
+            loaded[point.name] = point.load()
+        except Exception as error:  # a foreign package may raise anything while it is imported
+            package = point.dist.name if point.dist is not None else point.value
+            cause = one_line(error)[:300]
+            logger.warning(f"{package}: entry point '{point.name}' of {group} fails to import, left out: {cause}")
+    return loaded
 
 
-class _Loader:
-    """Delegates to the real loader, then runs the action."""
+def untested(distribution: str) -> str | None:
+    """A sentence about an installed distribution of `TESTED` that is older or newer than what was tested."""
+    oldest, newest = TESTED[distribution]
+    try:
+        found = version(distribution)
+    except PackageNotFoundError:
+        return None
+    if _minor(oldest) <= _minor(found) <= _minor(newest):
+        return None
+    tested = newest if oldest == newest else f"{oldest} to {newest}"
+    return f"{distribution} {found} is untested: dlm-bridge was tested with {tested}"
 
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
-        self._loader, self._action = loader, action
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+@cache
+def warn_if_untested(distribution: str) -> None:
+    """Log `untested` once a process, on the first of a launcher's processes."""
+    sentence = untested(distribution)
+    if sentence is not None and is_main():
+        logger.warning(sentence)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._action()
+def _minor(found: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", found)[:2])

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.mapping.rules import QKV, Dims
 
 IMAGES = Path(__file__).parents[1] / "docs/images"

@@ -36,7 +36,7 @@ SUITE = (
     "tests/generation/test_samplers.py",
     "tests/train/test_engine.py",
     "tests/train/test_trainer.py",
-    "tests/train/test_megatron_run.py",
+    "tests/parallel/test_megatron_run.py",
 )
 
 

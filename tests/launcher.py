@@ -31,7 +31,7 @@ IMPORTED = (
     "tests.families.case",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
-    "tests.train.megatron_checks",  # from here on with megatron-core
+    "tests.parallel.megatron_checks",  # from here on with megatron-core
     "tests.interop.attention_checks",
     "tests.interop.checks",
     "tests.parallel.context_checks",

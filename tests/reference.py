@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.attention_mask import StreamPattern
+from dlm_bridge.attention.masks import StreamPattern
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from dlm_bridge import Bridge, plugins
+from dlm_bridge import Bridge, registration
 from dlm_bridge.cli import env
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -146,10 +146,10 @@ with open(sys.argv[2], 'rb') as file:
 print(type(AutoModelForCausalLM.from_config(config)).__name__)
 """
 UNTESTED = """
-from dlm_bridge import plugins
+from dlm_bridge import registration
 import logging, sys
 logging.basicConfig(stream=sys.stdout)
-plugins.version = {"torch": "1.0", "transformers": "9.9"}.__getitem__
+registration.version = {"torch": "1.0", "transformers": "9.9"}.__getitem__
 assert "transformers" not in sys.modules
 from transformers import AutoConfig
 """
@@ -288,22 +288,22 @@ def test_untested_versions_are_named_once(monkeypatch: pytest.MonkeyPatch, caplo
             raise PackageNotFoundError
         return installed[name]
 
-    monkeypatch.setattr(plugins, "version", version)
-    plugins.warn_if_untested.cache_clear()
+    monkeypatch.setattr(registration, "version", version)
+    registration.warn_if_untested.cache_clear()
     for _ in range(2):
-        for name in plugins.TESTED:
-            plugins.warn_if_untested(name)
+        for name in registration.TESTED:
+            registration.warn_if_untested(name)
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "torch 2.99.1+cpu is untested",
         "transformer-engine 2.3 is untested",
     ]
     assert env.environment()["untested"] == [record.getMessage() for record in caplog.records]
     del installed["transformer-engine"]
-    assert plugins.untested("transformer-engine") is None
-    plugins.warn_if_untested.cache_clear()
+    assert registration.untested("transformer-engine") is None
+    registration.warn_if_untested.cache_clear()
     caplog.clear()
     monkeypatch.setenv("RANK", "1")
-    plugins.warn_if_untested("torch")
+    registration.warn_if_untested("torch")
     assert not caplog.records
 
 
@@ -343,7 +343,7 @@ def test_the_weekly_job_runs_every_cell() -> None:
 def test_what_was_tested_is_in_the_matrix_and_in_the_requirements() -> None:
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     for name, cells in (("torch", matrix.TORCHES), ("transformers", matrix.TRANSFORMERS)):
-        oldest, newest = plugins.TESTED[name]
+        oldest, newest = registration.TESTED[name]
         assert newest in cells
         (bounds,) = [text for text in requirements if re.match(rf"{name}\b", text)]
         assert SpecifierSet(bounds.removeprefix(name)).contains(newest)

@@ -268,9 +268,9 @@ class Bench:
         from rich.console import Console
 
         from dlm_bridge.parallel.handover import stream_hf_weights
+        from dlm_bridge.parallel.train.assembly import assemble
+        from dlm_bridge.parallel.train.schedule import gathered_weights
         from dlm_bridge.train.data.loader import Prefetcher
-        from dlm_bridge.train.megatron.engine import assemble
-        from dlm_bridge.train.megatron.schedule import gathered_weights
 
         config = self.config(task, precision, flags)
         make_way(config.parallel.layout, config.parallel.context, config.parallel.optimizer_instances)

@@ -34,7 +34,7 @@ def largest_difference(wanted: dict[int, float], found: dict[int, float]) -> flo
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     """All weights by Hub name, on the CPU. Collective."""
     from dlm_bridge.parallel.handover import stream_hf_weights
-    from dlm_bridge.train.megatron.schedule import gathered_weights
+    from dlm_bridge.parallel.train.schedule import gathered_weights
 
     with gathered_weights(trainer.chunks):
         return {

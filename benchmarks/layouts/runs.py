@@ -256,7 +256,7 @@ class Runs:
     def killed_save(self) -> tuple[bool, str]:
         """The process that writes the second checkpoint in the background kills itself and its trainer where all files
         are there but the digests; torchrun starts the trainers again."""
-        from dlm_bridge.train.megatron import checkpoints
+        from dlm_bridge.parallel.train import checkpoints
 
         output, whole = self.bench.root / "killed_save", self.bench.root / "killed_save.losses"
         root = output / "checkpoints"
@@ -369,7 +369,7 @@ class Runs:
         """The trainer of a whole run that has just ended."""
         from rich.console import Console
 
-        from dlm_bridge.train.megatron import engine
+        from dlm_bridge.parallel.train import assembly
 
         config = self._config(name, task, precision, **flags)
         if not resume and dist.get_rank() == 0:
@@ -381,14 +381,14 @@ class Runs:
             made.append(original(*arguments))
             return made[-1]
 
-        original, engine.assemble = engine.assemble, assemble
+        original, assembly.assemble = assembly.assemble, assemble
         try:
             console = Console(file=said, width=500) if said else Console(quiet=True)
-            engine.train(config, resume, console)
+            assembly.train(config, resume, console)
             self.barrier()
             yield made[0]
         finally:
-            engine.assemble = original
+            assembly.assemble = original
             self._closed(made)
 
     @contextlib.contextmanager
@@ -396,13 +396,13 @@ class Runs:
         """The trainer of a run as it is read back from its last checkpoint if it has one, before a step."""
         from rich.console import Console
 
-        from dlm_bridge.train.megatron import checkpoints, engine
+        from dlm_bridge.parallel.train import assembly, checkpoints
 
         config = self._config(name, task, precision, **flags)
         self._leave(config)
         found = checkpoints.find_iteration(Path(config.checkpoint.output))
         step, folder = found.step, found.folder
-        trainer = engine.assemble(config, Console(quiet=True), folder, step)
+        trainer = assembly.assemble(config, Console(quiet=True), folder, step)
         try:
             yield trainer
         finally:

@@ -291,8 +291,8 @@ class Live:
     def __init__(self, bench: Bench, task: Task, precision: str) -> None:
         from dlm_bridge.parallel import groups
         from dlm_bridge.parallel.parallelize import build_megatron_model
+        from dlm_bridge.parallel.train.mcore_config import DTYPES, transformer_overrides
         from dlm_bridge.train.loading import open_megatron_source
-        from dlm_bridge.train.megatron.mcore_config import DTYPES, transformer_overrides
         from dlm_bridge.train.setup import resolve_objective
 
         make_way(Layout())
@@ -316,8 +316,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def chosen_loss_against_fp64(rows: int, dtype: torch.dtype) -> tuple[float, float, str]:
     """The loss and both gradients, as `parallel.output` computes them on this device."""
+    from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
     from dlm_bridge.parallel import groups, platform
-    from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
     groups.initialize(Layout())
     device = platform.current().device()

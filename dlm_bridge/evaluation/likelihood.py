@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.evaluation.resume import FinishedParts

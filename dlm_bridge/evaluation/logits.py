@@ -6,8 +6,6 @@ can hold the model, everything else with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,10 +15,9 @@ import torch
 from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
-from dlm_bridge.distributed import process_group_ends
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.models.rope import rope_parameters, window_settings
+from dlm_bridge.registration import load
 
 # Absolute, and relative to the largest logit where that is above one: the precision of fp32. (With 32 layers and
 # logits up to 40, two correct implementations differ by 4e-5.)
@@ -78,7 +75,9 @@ def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
         raise DlmBridgeError(f"{a} has {first.vocab} tokens, {b} has {second.vocab}")
     length = max(side.length(notes) for side in ([first] if b is None else [first, second]))
     tokens = torch.randint(first.vocab, (1, length), generator=torch.Generator().manual_seed(0))
-    device = megatron_device() if MEGATRON in (first.engine, second.engine) else torch.device("cpu")
+    device = torch.device("cpu")
+    if MEGATRON in (first.engine, second.engine):
+        device = load("engines", "megatron")().device()
     one, two = first.logits(tokens, device), second.logits(tokens, device)
     for path, logits in ((a, one), (a if b is None else b, two)):
         if not logits.isfinite().all():
@@ -173,7 +172,7 @@ class _Computed:
         The model is freed on return, so that only one is in memory.
         """
         if self.engine == MEGATRON:
-            return megatron_logits(self.bridge, tokens)
+            return load("engines", "megatron")().logits(self.bridge, tokens)
         model = self.bridge.build_hf_model(dtype=torch.float32, device=device).eval()
         tokens = tokens.to(device)
         if not self.canvas:
@@ -186,52 +185,7 @@ class _Computed:
 def unsupported_reason(bridge: Bridge) -> str | None:
     """Why megatron-core cannot compute this model here (not installed, or no such model); None where it can."""
     try:
-        with _one_process():
-            from dlm_bridge.parallel.config import model_config
-            from dlm_bridge.parallel.layer_spec import block_spec
-
-            config = model_config(bridge.mapping, bridge.config, bridge.dims, Layout(), torch.float32)
-            block_spec(config.transformer, bridge.family.attention_pattern, None)
+        load("engines", "megatron")().check_logits(bridge)
     except DlmBridgeError as error:
         return str(error)
     return None
-
-
-def megatron_device() -> torch.device:
-    """The device that megatron-core uses."""
-    from dlm_bridge.parallel import platform
-
-    return platform.current().device()
-
-
-@torch.no_grad()
-def megatron_logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] in fp32, with the family's attention pattern.
-
-    Raises DlmBridgeError where a tensor is missing, left over or mis-shaped.
-    """
-    with _one_process():
-        from dlm_bridge.parallel.attention import attention_mask, block_size
-
-        (model,) = bridge.build_megatron_model(Layout(), torch.float32)
-        tokens_BS = tokens_BS.to(megatron_device())
-        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        mask = attention_mask(bridge.family.attention_pattern, positions_BS, block_size(bridge.checkpoint))
-        return model.eval()(tokens_BS, positions_BS, mask).cpu()
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """megatron-core's process groups for one process. On exit, those that did not exist before are destroyed."""
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.parallel.core import parallel_state
-
-    grouped = parallel_state.model_parallel_is_initialized()
-    with process_group_ends():
-        try:
-            groups.initialize(Layout())
-            yield
-        finally:
-            if not grouped:
-                groups.destroy()
-                overrides.uninstall()

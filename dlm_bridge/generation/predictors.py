@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import block_causal_mask, causal_mask
+from dlm_bridge.attention.masks import block_causal_mask, causal_mask
 from dlm_bridge.generation.canvas import Canvas, Columns, order_behind, to_device
 from dlm_bridge.generation.kv_cache import BlockKVCache, DualKVCache, KVCache, PrefixKVCache
 from dlm_bridge.generation.request import MASK

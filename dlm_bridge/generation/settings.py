@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.config import (
     ALTERNATIVES,

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.hub import cached_file
 
-from dlm_bridge.attention_mask import block_causal_mask, mask_for_implementation, position_ids_from_padding
+from dlm_bridge.attention.masks import block_causal_mask, mask_for_implementation, position_ids_from_padding
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.files.atomic import share_weights
 from dlm_bridge.models.families import FamilySpec

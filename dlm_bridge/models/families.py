@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.initialisation import InitialisationRule, initialise, normal_rule
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 if TYPE_CHECKING:
     import torch
 
-    from dlm_bridge.attention_mask import AttentionPattern
+    from dlm_bridge.attention.masks import AttentionPattern
 
 logger = logging.getLogger(__name__)
 

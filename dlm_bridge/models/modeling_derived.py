@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
-from dlm_bridge.attention_mask import mask_for_implementation
+from dlm_bridge.attention.masks import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models import modeling_llada2_moe
 from dlm_bridge.models.derived import SPECS

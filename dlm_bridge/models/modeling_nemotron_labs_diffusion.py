@@ -7,7 +7,7 @@ One model with three attention patterns, by `config.dlm_paradigm`, which may be 
 - "block_diff": the training pass over noisy and clean tokens, with the caller's mask.
 
 The published sampler denoises a block with attention inside the block and to a prefix that was computed causally: a
-"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of dlm_bridge.attention_mask.
+"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of dlm_bridge.attention.masks.
 """
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import Ministral3Config, Ministral3ForCausalLM
 
-from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.attention.masks import causal_mask
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor
+from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
 from dlm_bridge.objectives.losses import Certainty, balanced_weights, position_losses

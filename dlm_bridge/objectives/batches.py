@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.attention_mask import MaskDescriptor, document_ids, position_ids_from_padding
+from dlm_bridge.attention.masks import MaskDescriptor, document_ids, position_ids_from_padding
 from dlm_bridge.objectives.losses import Certainty, NoisePositions
 
 GOLDEN_RATIO = 0.6180339887498949  # its fractional part

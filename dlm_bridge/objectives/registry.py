@@ -36,7 +36,7 @@ from dlm_bridge.objectives.two_streams import (
     NemotronDiffusion,
     WeDLMDiffusion,
 )
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 ENTRY_POINTS = "dlm_bridge.objectives"
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import NoiseName, Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern, MaskDescriptor, StreamPattern
+from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor, StreamPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left

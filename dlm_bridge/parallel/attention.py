@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, can_attend, can_attend_by_columns, document_ids
+from dlm_bridge.attention.masks import MaskColumn, MaskDescriptor, can_attend, can_attend_by_columns, document_ids
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.batch import rank_positions

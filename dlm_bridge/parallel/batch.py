@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dlm_bridge.attention_mask import MaskColumn, MaskDescriptor, document_ids
+from dlm_bridge.attention.masks import MaskColumn, MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.linear_cross_entropy import loss_bucket
 from dlm_bridge.objectives.losses import Certainty, NoisePositions
 
 if TYPE_CHECKING:
     from dlm_bridge.objectives.batches import NoisyBatch
-
-
-SMALLEST_BUCKET = 64  # loss positions
 
 
 @dataclass(frozen=True)
@@ -153,13 +151,6 @@ def rank_targets(
     """[M] int64: which of `noisy.targets` the loss positions of a rank's `micro_batch` have, without its padding."""
     streams = _streams(_descriptor(noisy, attention_pattern, block_size))
     return _targets_at(noisy, rank_positions(noisy.input_ids.shape[1], cp_size, streams)[cp_rank])
-
-
-def loss_bucket(count: int, most: int) -> int:
-    """The size to which `count` loss positions are padded: `SMALLEST_BUCKET` or more, in steps of an eighth, at most
-    `most`."""
-    step = max(SMALLEST_BUCKET, 2 ** (max(count, 1).bit_length() - 4))
-    return min(max(-(-count // step), 1) * step, most)
 
 
 def _descriptor(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:

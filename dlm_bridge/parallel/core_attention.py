@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import sdpa_kernel
 
+from dlm_bridge.attention import flash_attention
+from dlm_bridge.attention.flash_attention import SDPA_KERNELS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.attention import MaskCache, block_mask, causal_descriptor, dense_mask, plain_mask
@@ -26,8 +28,6 @@ from dlm_bridge.parallel.core import (
     make_sharded_tensors_for_checkpoint,
     set_tensor_model_parallel_attributes,
 )
-from dlm_bridge.parallel.fused import flash_attention
-from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
 
 MASKS = MaskCache()
 WIDE_HEAD = 128  # up to which FlexAttention's own tiles of fp32 fit

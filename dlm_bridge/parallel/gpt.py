@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions
 from dlm_bridge.parallel.batch import MicroBatch, Prediction
 from dlm_bridge.parallel.core import GPTModel, parallel_state
 from dlm_bridge.parallel.mcore_patches.modules import (
@@ -21,7 +22,6 @@ from dlm_bridge.parallel.mcore_patches.modules import (
     patched_gradient_accumulation,
     show_blocks_to_routers,
 )
-from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.parallel.self_attention import (
     fuses_heads,
     rotary_angles,
@@ -127,7 +127,7 @@ class BridgeGPTModel(GPTModel):
 
         Returns:
             logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
-            loss, sums: with `loss_positions`; see `output_layer.linear_cross_entropy`, and `ValueHead.forward`. With
+            loss, sums: with `loss_positions`; see `linear_cross_entropy`, and `ValueHead.forward`. With
                 multi-token prediction the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv
                 2412.19437, section 2.2), and the last of the sums is (L_1 + ... + L_D) / D.
         """

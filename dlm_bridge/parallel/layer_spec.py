@@ -40,7 +40,7 @@ from dlm_bridge.parallel.self_attention import (
     fuses_heads,
     scales_queries,
 )
-from dlm_bridge.plugins import warn_if_untested
+from dlm_bridge.registration import warn_if_untested
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
 # Names of latent attention's norms where Transformer Engine fuses them with the linear layers that follow.

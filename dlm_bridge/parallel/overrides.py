@@ -1,8 +1,8 @@
 """Overrides: functions of megatron-core and torch replaced in this process, and the version that all patches are made
 for.
 
-A platform declares what it needs by full dotted names, for one version of megatron-core, because an override that no
-longer fits would be silently wrong. Either all are installed or none; one that does not fit is an error that names it.
+megatron-core takes CUDA for granted: tests, and machines without a GPU, need it on the CPU, another vendor's chip
+there. Either all of a platform's overrides are installed or none; one that does not fit is an error that names it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError, one_line
@@ -21,16 +20,9 @@ ALLOW_UNTESTED = "DLM_BRIDGE_ALLOW_UNTESTED_MCORE"
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """What one platform overrides."""
+Table = Mapping[str, Callable[[Any], Any]]  # full dotted name: a function from the original to its replacement
 
-    owner: str  # as messages name it: "the CPU platform"
-    made_for: str  # the version of megatron-core
-    table: Mapping[str, Callable[[Any], Any]]  # full dotted name: a function from the original to its replacement
-
-
-_installed: Overrides | None = None
+_installed: tuple[Table, str] | None = None  # with the owner
 _originals: dict[str, Any] = {}  # what the owner itself held, or _ABSENT where it inherits the name
 
 
@@ -42,66 +34,66 @@ def installed_version() -> str:
     return str(__version__)
 
 
-def check_version(found: str, wanted: str = SUPPORTED, owner: str = "dlm-bridge") -> None:
-    """Raise DlmBridgeError for another version of megatron-core than the one that `owner` is made for; with
+def check_version(found: str) -> None:
+    """Raise DlmBridgeError for another version of megatron-core than `SUPPORTED`; with
     DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1 only warn."""
-    if found == wanted:
+    if found == SUPPORTED:
         return
-    problem = f"megatron-core {found} is installed, but {owner} is made for {wanted}"
+    problem = f"megatron-core {found} is installed, but dlm-bridge is made for {SUPPORTED}"
     if os.environ.get(ALLOW_UNTESTED) != "1":
         raise DlmBridgeError(
-            f"{problem}: pip install megatron-core=={wanted}, or set {ALLOW_UNTESTED}=1 to try this one untested"
+            f"{problem}: pip install megatron-core=={SUPPORTED}, or set {ALLOW_UNTESTED}=1 to try this one untested"
         )
     warnings.warn(f"{problem}: its patches are untested there ({ALLOW_UNTESTED}=1)", stacklevel=2)
 
 
-def install(overrides: Overrides) -> None:
+def install(table: Table, owner: str) -> None:
     """Replace every name of the table, process-wide, until `uninstall`; installing the same again changes nothing.
+    `owner` is who needs it, for messages.
 
-    Raises DlmBridgeError, and changes nothing, on another version of megatron-core (see `check_version`), where a name
-    does not exist, where a replacement cannot be made, or where another platform's overrides are installed.
+    Raises DlmBridgeError, and changes nothing, where a name does not exist, where a replacement cannot be made, or
+    where another table is installed.
     """
     global _installed  # noqa: PLW0603 (the names replaced are global too)
-    if _installed == overrides:
+    if _installed is not None and _installed[0] == table:
         return
-    check_version(installed_version(), overrides.made_for, overrides.owner)
     if _installed is not None:
         raise DlmBridgeError(
-            f"{overrides.owner} cannot override megatron-core while {_installed.owner} does: one platform a process"
+            f"{owner} cannot override megatron-core while {_installed[1]} does: one platform a process"
         )
-    replacements = {name: _replacement(overrides, name) for name in overrides.table}
+    replacements = {name: _replacement(name, make, owner) for name, make in table.items()}
     for name, new in replacements.items():
-        owner, attribute = _locate(name)
-        _originals[name] = vars(owner).get(attribute, _ABSENT)
-        setattr(owner, attribute, new)
-    _installed = overrides
+        holder, attribute = _locate(name)
+        _originals[name] = vars(holder).get(attribute, _ABSENT)
+        setattr(holder, attribute, new)
+    _installed = table, owner
 
 
 def uninstall() -> None:
     """Undo `install`, if anything is installed."""
     global _installed  # noqa: PLW0603
     for name, original in _originals.items():
-        owner, attribute = _locate(name)
+        holder, attribute = _locate(name)
         if original is _ABSENT:
-            delattr(owner, attribute)
+            delattr(holder, attribute)
         else:
-            setattr(owner, attribute, original)
+            setattr(holder, attribute, original)
     _originals.clear()
     _installed = None
 
 
-def _replacement(overrides: Overrides, name: str) -> Any:
+def _replacement(name: str, make: Callable[[Any], Any], owner: str) -> Any:
     try:
-        owner, attribute = _locate(name)
-        original = getattr(owner, attribute)
+        holder, attribute = _locate(name)
+        original = getattr(holder, attribute)
     except (ImportError, AttributeError):
         raise DlmBridgeError(
-            f"{overrides.owner} overrides {name}, which does not exist in this torch or megatron-core"
+            f"{owner} overrides {name}, which does not exist in this torch or megatron-core"
         ) from None
     try:
-        return overrides.table[name](original)
+        return make(original)
     except Exception as error:
-        raise DlmBridgeError(f"{overrides.owner} cannot override {name}: {one_line(error)}") from error
+        raise DlmBridgeError(f"{owner} cannot override {name}: {one_line(error)}") from error
 
 
 def _locate(name: str) -> tuple[Any, str]:

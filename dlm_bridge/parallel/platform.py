@@ -22,8 +22,8 @@ import torch
 
 from dlm_bridge.distributed import local_rank
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.overrides import Overrides
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.parallel.overrides import Table
+from dlm_bridge.registration import load_entry_points
 
 VARIABLE = "DLM_BRIDGE_PLATFORM"
 GROUP = "dlm_bridge.platforms"
@@ -126,9 +126,9 @@ class Platform(ABC):
         """Whether megatron-core records CUDA graphs here."""
         return False
 
-    def overrides(self) -> Overrides | None:
+    def overrides(self) -> Table:
         """What of megatron-core and torch has to be replaced here, beside what `mcore_patches` replaces."""
-        return None
+        return {}
 
 
 class Accelerator(Platform):

@@ -1,14 +1,15 @@
-"""The head of a value model, in the place of the output layer: one number for each loss position."""
+"""The head of TraceRL's value model (`rl --value-model`), in the place of the output layer: one number for each loss
+position."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import TransformerConfig, gather_from_sequence_parallel_region
 from dlm_bridge.parallel.mcore_patches.modules import rows_at
-from dlm_bridge.parallel.output_layer import LossPositions
 
 
 class ValueHead(nn.Module):

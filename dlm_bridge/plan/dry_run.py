@@ -17,22 +17,23 @@ from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.registry import own_objective
 from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
-from dlm_bridge.plan.model import PlannedModel, open_model
+from dlm_bridge.plan.model import open_model
 from dlm_bridge.plan.run import PlannedRun, run_of
-from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, named_checkpoints
+from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.train.data.sources import DataSources
+from dlm_bridge.train.engine import find_engine
 from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings
 from dlm_bridge.train.rl.replica import check_divides, check_split
 from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
-from dlm_bridge.train.setup import check_data, check_output, check_same_model, resolve_objective
+from dlm_bridge.train.setup import check_data, check_output, resolve_objective
 
 MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, what it casts to 16 bits in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
@@ -142,20 +143,10 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
 
 def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[str]]:
     """Where a run starts, with notes. Raises DlmBridgeError for an output folder or settings that it cannot have."""
-    output, megatron = Path(config.checkpoint.output), config.engine.name == "megatron"
-    check_output(output, resume)
-    untested: list[str] = []
-    if megatron:
-        from dlm_bridge.train.megatron.settings import check_settings
-
-        untested = check_settings(config)
-    point = _resume_point(config, output) if resume else ResumePoint()
-    if (checkpoint := point.folder) is not None:
-        check_same_model(config, checkpoint.parent if megatron else checkpoint)
-        if megatron:
-            from dlm_bridge.train.megatron.checkpoints import check_resumable
-
-            check_resumable(checkpoint, config)
+    check_output(Path(config.checkpoint.output), resume)
+    engine = find_engine(config.engine.name)
+    untested = engine.check_settings(config)
+    point = engine.find_checkpoint(config) if resume else ResumePoint()
     return point, [*untested, *point.notes]
 
 
@@ -169,14 +160,6 @@ def world_size(gpus: int | None) -> int:
     if gpus not in (None, launched):
         raise DlmBridgeError(f"--gpus {gpus}: the launcher started {launched} processes: leave it out")
     return launched
-
-
-def _resume_point(config: TrainConfig, output: Path) -> ResumePoint:
-    if config.engine.name == "megatron":
-        from dlm_bridge.train.megatron.checkpoints import find_iteration
-
-        return find_iteration(output)
-    return find_resume_point(named_checkpoints(output / "checkpoints"), STATE)
 
 
 def model_of(config: TrainConfig, checkpoint: Path | None) -> Any:
@@ -221,7 +204,8 @@ def memory_of(
     source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
     if config.engine.name == "megatron":
         model = open_model(source, family=config.model.family)
-        _check_megatron(config, model, objective)
+        dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
+        find_engine(config.engine.name).check_model(config, model.family, model.config, dims, objective)
         return memory_plan(model, run), building_notes(model, run)
     if config.model.adapts:
         check_quantization(config)
@@ -247,45 +231,6 @@ def memory_of(
     notes += [OFFLOADED] if config.parallel.cpu_offload else []
     notes += [AVERAGED] if config.optimizer.ema_decay else []
     return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]
-
-
-def _check_megatron(config: TrainConfig, model: PlannedModel, objective: Objective | None) -> None:
-    """Raise DlmBridgeError for what megatron-core, and the engine on it, do not support of this model and layout."""
-    from dlm_bridge.parallel.config import model_config
-    from dlm_bridge.parallel.core import NotInstalledError
-    from dlm_bridge.train.megatron.mcore_config import (
-        DTYPES,
-        check_cuda_graphs,
-        check_experts,
-        check_mcore_config,
-        check_overlap,
-        check_sequence,
-        prediction_fields,
-    )
-    from dlm_bridge.train.megatron.settings import passed_on
-
-    with contextlib.suppress(NotInstalledError):  # it may be installed where the run is
-        check_mcore_config(config)
-    if model.dims.experts:
-        check_experts(config)
-    check_sequence(config)
-    if objective is not None:
-        check_cuda_graphs(config, objective, model.family.attention_pattern)
-    dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
-    own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
-    predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
-    check_overlap(config, dims.experts, bool(predicting), model.family.mapping.settings(model.config))
-    own |= predicting
-    with contextlib.suppress(NotInstalledError):
-        model_config(
-            model.family.mapping,
-            model.config,
-            dims,
-            config.parallel.layout,
-            DTYPES[config.precision.name],
-            config.parallel.context,
-            **own,
-        )
 
 
 def parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:

@@ -1,7 +1,7 @@
 """Checkpoints of a run, of both engines: written atomically with a digest of every file, checked before a resume.
 
 In the Hub's layout each is a folder DIR/checkpoints/step-NNNNNNN with trainer state and tokenizer files; those of
-megatron-core are in `train.megatron.checkpoints`. What is shared is the choice of the one that a resume goes on from:
+megatron-core are in `parallel.train.checkpoints`. What is shared is the choice of the one that a resume goes on from:
 the newest that is whole. Those after it, damaged or incomplete, are renamed and kept.
 """
 

@@ -103,17 +103,23 @@ def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | N
     return learning_rate_jump(before, config, step)
 
 
-def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
-    """The checkpoint in the Hub's layout that a run goes on from, with those after it set aside. Every process calls
-    it. Raises DlmBridgeError, also where it is of another model than `--model`."""
+def find_checkpoint(config: TrainConfig) -> ResumePoint:
+    """The checkpoint in the Hub's layout that a run goes on from. Every process calls it. Raises DlmBridgeError, also
+    where it is of another model than `--model`."""
     point = find_resume_point(named_checkpoints(Path(config.checkpoint.output) / "checkpoints"), STATE)
+    if point.folder is not None:
+        check_same_model(config, point.folder)
+    return point
+
+
+def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
+    """As `find_checkpoint`, with those after it set aside."""
+    point = find_checkpoint(config)
     with raised_everywhere():
         if main:
             for line in point.notes:
                 console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
             point.set_aside()
-    if point.folder is not None:
-        check_same_model(config, point.folder)
     return point
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.rope import rope_settings, window_settings
 from tests.autoregressive.cases import CASES, Case

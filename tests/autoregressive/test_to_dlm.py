@@ -335,7 +335,7 @@ def test_a_kv_cache_changes_no_token(label: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("label", ["gemma2", "granite"])
 def test_the_fused_loss_is_that_of_capped_and_scaled_logits(label: str, tmp_path: Path) -> None:
-    from dlm_bridge.parallel.output_layer import LossPositions
+    from dlm_bridge.objectives.linear_cross_entropy import LossPositions
     from dlm_bridge.train.accelerate.transforms import LossHead
 
     convert_to_dlm(write(BY_LABEL[label], tmp_path / "ar"), tmp_path / "dlm", to="bidirectional")

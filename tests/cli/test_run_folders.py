@@ -12,8 +12,8 @@ import torch
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import load_model
+from dlm_bridge.parallel.train.checkpoints import find_iteration
 from dlm_bridge.train.config.files import load_config
-from dlm_bridge.train.megatron.checkpoints import find_iteration
 from tests.convert.helpers import run_cli
 
 DATA = Path(__file__).parent.parent / "compatibility/data"

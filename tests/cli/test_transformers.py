@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.cli.serving import refuse_chats_without_template
-from dlm_bridge.registration import register_model_names
+from dlm_bridge.models.auto_classes import register_model_names
 from tests.cli.conftest import TEMPLATE
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "temperature": 0.0}

@@ -57,10 +57,6 @@ def import_engines() -> None:
     """What the ranks are forked with."""
     import torch
 
-    import dlm_bridge.cli.app
-    import dlm_bridge.train.accelerate.trainer
-    import dlm_bridge.train.megatron.engine  # noqa: F401
-
     torch.set_num_threads(1)
     undrawn(pytest.MonkeyPatch())
     gc.collect()

@@ -21,7 +21,7 @@ import pytest
 
 from dlm_bridge.train.metrics import read_rows
 from tests.faults.job import POLL_S, Job
-from tests.train.megatron_cases import SUBJECTS, Files
+from tests.parallel.megatron_cases import SUBJECTS, Files
 
 STEPS, SAVES = 30, 3  # of a run; between its checkpoints
 RANK_TIMEOUT_S = 20.0

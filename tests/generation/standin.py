@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC
 

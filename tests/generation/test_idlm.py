@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.attention.masks import causal_mask
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.settings import fitting_samplers
 from dlm_bridge.models.families import family_by_name

@@ -16,7 +16,7 @@ from dlm_bridge import loading as loading_module
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.autoregressive import end_tokens
 from dlm_bridge.generation.settings import resolve_settings
-from dlm_bridge.registration import register_model_names
+from dlm_bridge.models.auto_classes import register_model_names
 from dlm_bridge.train import loading
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_llada, write_tokenizer

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import (
     SAMPLERS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import attention_mask

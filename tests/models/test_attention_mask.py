@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import (
+from dlm_bridge.attention.masks import (
     MaskDescriptor,
     block_causal_mask,
     can_attend,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.attention.masks import causal_mask
 from dlm_bridge.errors import DlmBridgeError
 from tests.families.nemotron_labs_diffusion import CASES, SHORT, reference
 

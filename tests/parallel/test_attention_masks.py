@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import MaskDescriptor, document_ids
+from dlm_bridge.attention.masks import MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel.attention import (
     MaskCache,

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.linear_cross_entropy import loss_bucket
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction
-from dlm_bridge.parallel.batch import MicroBatch, loss_bucket, micro_batch, rank_positions
+from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_positions
 from tests.parallel.context_cases import LENGTH, Case, annealed, cases, packed, padded, plain
 
 CASES = {case.name: case for case in cases()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlm_bridge import Layout
-from dlm_bridge.attention_mask import MaskDescriptor, document_ids
+from dlm_bridge.attention.masks import MaskDescriptor, document_ids
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.modeling_llada2_moe import routing_blocks
 from tests.families import llada2_moe

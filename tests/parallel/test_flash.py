@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.attention import flash_attention
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.fused import flash_attention
-from tests.parallel import flash_standin as standin
+from tests.attention import flash_standin as standin
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,

@@ -19,9 +19,9 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
-from dlm_bridge.parallel.overrides import Overrides
+from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.parallel.platform import CPU, CUDA
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 MIB = 2**20
 AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]
@@ -31,9 +31,9 @@ needs_megatron = pytest.mark.skipif(
 )
 
 
-def in_force() -> Overrides | None:
+def in_force() -> Table | None:
     """The overrides that are installed in this process."""
-    return overrides._installed
+    return None if overrides._installed is None else overrides._installed[0]
 
 
 @pytest.fixture(params=AVAILABLE)
@@ -221,22 +221,15 @@ class Child(Parent):
 HERE = f"{__name__}.Child"
 
 
-@pytest.fixture
-def version(monkeypatch: pytest.MonkeyPatch) -> str:
-    """In place of megatron-core's, which takes long to import."""
-    monkeypatch.setattr(overrides, "installed_version", lambda: "9.9")
-    return "9.9"
-
-
 def _louder(original: Any) -> Any:
     return lambda *arguments: original(*arguments).upper()
 
 
-def test_overrides_are_installed_once_and_undone(version: str) -> None:
-    declared = Overrides("a test", "9.9", {f"{HERE}.own": _louder, f"{HERE}.inherited": _louder})
+def test_overrides_are_installed_once_and_undone() -> None:
+    declared = {f"{HERE}.own": _louder, f"{HERE}.inherited": _louder}
     own = vars(Child)["own"]
-    overrides.install(declared)
-    overrides.install(declared)
+    overrides.install(declared, "a test")
+    overrides.install(declared, "a test")
     assert in_force() == declared
     assert Child().inherited() == "ORIGINAL"
     assert Child.own() == "ORIGINAL"
@@ -253,30 +246,27 @@ def _breaks(original: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("made_for", "name", "make", "message"),
+    ("name", "make", "message"),
     [
-        ("9.8", f"{HERE}.own", _louder, r"megatron-core 9\.9 is installed, but a test is made for 9\.8: pip install"),
-        ("9.9", f"{HERE}.absent", _louder, r"a test overrides .*Child\.absent, which does not exist"),
-        ("9.9", f"{HERE}.absent.own", _louder, r"a test overrides .*Child\.absent\.own, which does not exist"),
-        ("9.9", "absent_module.name", _louder, r"a test overrides absent_module\.name, which does not exist"),
-        ("9.9", f"{HERE}.own", _breaks, r"a test cannot override .*Child\.own: 'a size\\nthat is gone'$"),
+        (f"{HERE}.absent", _louder, r"a test overrides .*Child\.absent, which does not exist"),
+        (f"{HERE}.absent.own", _louder, r"a test overrides .*Child\.absent\.own, which does not exist"),
+        ("absent_module.name", _louder, r"a test overrides absent_module\.name, which does not exist"),
+        (f"{HERE}.own", _breaks, r"a test cannot override .*Child\.own: 'a size\\nthat is gone'$"),
     ],
 )
-def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(
-    made_for: str, name: str, make: Any, message: str, version: str
-) -> None:
+def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(name: str, make: Any, message: str) -> None:
     with pytest.raises(DlmBridgeError, match=message) as raised:
-        overrides.install(Overrides("a test", made_for, {f"{HERE}.inherited": _louder, name: make}))
+        overrides.install({f"{HERE}.inherited": _louder, name: make}, "a test")
     assert "\n" not in str(raised.value)
     assert Child().inherited() == "original"
     assert in_force() is None
 
 
-def test_two_platforms_do_not_override_in_one_process(version: str) -> None:
-    overrides.install(Overrides("a test", "9.9", {f"{HERE}.own": _louder}))
+def test_two_platforms_do_not_override_in_one_process() -> None:
+    overrides.install({f"{HERE}.own": _louder}, "a test")
     try:
         with pytest.raises(DlmBridgeError, match="another cannot override megatron-core while a test does"):
-            overrides.install(Overrides("another", "9.9", {f"{HERE}.inherited": _louder}))
+            overrides.install({f"{HERE}.inherited": _louder}, "another")
         assert Child().inherited() == "original"
     finally:
         overrides.uninstall()
@@ -317,9 +307,10 @@ def test_env_says_it_all_without_importing_megatron_core() -> None:
 
 def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.cli import env
+    from dlm_bridge.parallel import engine
 
     monkeypatch.setenv(platform.VARIABLE, "cpu")
-    monkeypatch.setattr(env, "version", lambda name: {"megatron-core": "0.17.0"}.get(name, "1.0"))
+    monkeypatch.setattr(engine, "version", lambda name: {"megatron-core": "0.17.0"}.get(name, "1.0"))
     env.env(as_json=False)
     said = capsys.readouterr().out
     assert "cpu (gloo)" in said
@@ -331,6 +322,7 @@ def test_env_lists_overrides_only_of_an_installed_megatron_core(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dlm_bridge.cli import env
+    from dlm_bridge.parallel import engine
 
     def version(name: str) -> str:
         if name == "megatron-core":
@@ -338,7 +330,7 @@ def test_env_lists_overrides_only_of_an_installed_megatron_core(
         return "1.0"
 
     monkeypatch.setenv(platform.VARIABLE, "cpu")
-    monkeypatch.setattr(env, "version", version)
+    monkeypatch.setattr(engine, "version", version)
     env.env(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["overrides"], found["patches"]) == (None, [])

@@ -1,5 +1,5 @@
 """Multi-token prediction layers in training: loss and gradients of the live model against the formula, with
-transformers' own layers, and what a micro-batch holds of each depth. Layouts are compared in tests/train."""
+transformers' own layers, and what a micro-batch holds of each depth. Layouts are compared by test_megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.attention_mask import MaskDescriptor
+from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms

@@ -36,9 +36,9 @@ from dlm_bridge.train.rl.accelerate_engine import AccelerateUpdates, train
 from dlm_bridge.train.rl.megatron_engine import MegatronUpdates
 from dlm_bridge.train.rl.rollout import Rollouts
 from tests.groups import make_way
+from tests.parallel.test_megatron_lora import factors
 from tests.processes import fork
 from tests.rl.sharding_worker import METHODS, OPTIONS, STEPS, rows, same_rows
-from tests.train.test_megatron_lora import factors
 
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
 SMOOTH = {"adam_eps": 1e-2, "lr": 1e-2}

@@ -20,8 +20,8 @@ from tests.rl.conftest import SPECIAL, Run, letters, write_llada, write_llama
 
 pytest.importorskip("megatron.core")
 
+from tests.parallel.test_megatron_lora import write_adapter
 from tests.rl.megatron_worker import PARTS, names
-from tests.train.test_megatron_lora import write_adapter
 
 
 def write_inputs(root: Path) -> Path:

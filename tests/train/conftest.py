@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from matplotlib.figure import Figure
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dlm_bridge import Layout
 from dlm_bridge.train.config import TrainConfig
 from tests.checkpoints import llada_config
-from tests.train import precision_aware
 
 VOCAB = 288
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(60))
@@ -123,49 +120,6 @@ def run(values: dict[str, Any]) -> Run:
     return _run
 
 
-@pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` on the Megatron engine, on the CPU, in a world of one."""
-    pytest.importorskip("megatron.core")
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        config = TrainConfig.from_flags(**{**values, "engine": "megatron", "output": str(output), **changes})
-        train(config, resume, Console(quiet=True))
-        return read_metrics(output)
-
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
-
-
-@pytest.fixture
-def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run` in bf16 on the Megatron engine, with a stand-in for Transformer Engine's Adam where it has settings."""
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
-    from dlm_bridge.train.megatron.engine import train
-
-    def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-        fixed = {"engine": "megatron", "precision": "bf16", "lr_schedule": "constant", "eval_interval": 0}
-        config = TrainConfig.from_flags(**{**values, **fixed, "output": str(output), **changes})
-        with pytest.MonkeyPatch.context() as patch:
-            if config.engine.megatron:
-                precision_aware.install(patch)
-            train(config, resume, Console(quiet=True))
-        return read_metrics(output) if (output / "metrics.jsonl").exists() else []
-
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
-
-
 def read_metrics(output: Path) -> list[dict[str, Any]]:
     """Every line of metrics.jsonl; a line that is not whole JSON fails."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -174,16 +128,3 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
 def without_speed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without what differs from run to run."""
     return [{key: value for key, value in row.items() if not key.startswith("tokens_per_s")} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    """megatron-core's groups of one process, on the CPU."""
-    from dlm_bridge.parallel import groups
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-        groups.initialize(Layout())
-        yield
-        groups.destroy()
-        dist.destroy_process_group()

@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dlm_bridge.attention import flash_attention
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import divisors
-from dlm_bridge.parallel.fused import flash_attention
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.accelerate.attention import (
     attention_kernels,
@@ -24,7 +24,7 @@ from dlm_bridge.train.accelerate.attention import (
     uses_flash_attention,
 )
 from dlm_bridge.train.accelerate.transforms import compile_layers
-from tests.parallel import flash_standin as standin
+from tests.attention import flash_standin as standin
 from tests.train.conftest import Run
 from tests.train.test_transforms import _batch, _gradients, _model, _plain_loss, _same
 

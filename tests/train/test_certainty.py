@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives import linear_cross_entropy as output_layer
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import build_objective
-from dlm_bridge.parallel import output_layer
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from tests.train.conftest import Run
 
 MASK, VOCAB = 11, 12

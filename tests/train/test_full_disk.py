@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import resource
 import subprocess
@@ -18,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors import SafetensorError
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.atomic import atomic_file, disk_refusal
 from dlm_bridge.train import monitoring
-from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile
 from tests.train.conftest import Run, without_speed
 from tests.train.test_metrics import _row
@@ -76,45 +73,6 @@ def test_accelerate(size: int, tmp_path: Path, run: Run, monkeypatch: pytest.Mon
         with pytest.raises(DlmBridgeError, match=r"step-0000004 .*step-0000002 stays the newest checkpoint: free"):
             run(output, **OPTIONS)
     check_goes_on(output, "step-0000002", rows, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "background"), [(500, False), pytest.param(8_000, False, marks=pytest.mark.slow), (8_000, True)]
-)
-def test_megatron(
-    size: int, background: bool, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The common values, or the tensors, which processes of their own write."""
-    from dlm_bridge.train.megatron.trainer import MegatronTrainer
-
-    rows = on_megatron(tmp_path / "whole", **OPTIONS)
-    output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        limit_save(patch, MegatronTrainer, size)
-        with pytest.raises(DlmBridgeError, match=r"iter_0000004 .*iter_0000002 stays the newest checkpoint: free"):
-            on_megatron(output, async_save=background, **OPTIONS)
-    assert (output / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
-    check_goes_on(output, "iter_0000002", rows, on_megatron, async_save=background)
-
-
-def test_a_background_save_that_fails_is_not_called_done(
-    tmp_path: Path, values: dict[str, Any], on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dlm_bridge.train.megatron.engine import train
-    from dlm_bridge.train.megatron.trainer import MegatronTrainer
-
-    start, said = MegatronTrainer.finish, io.StringIO()
-
-    def finish(self: MegatronTrainer) -> None:
-        with limited_files(20):  # the background has its own limits; what is published after it has these
-            start(self)
-
-    monkeypatch.setattr(MegatronTrainer, "finish", finish)
-    options = {**values, "engine": "megatron", "output": str(tmp_path / "run"), "steps": 1, "async_save": True}
-    with pytest.raises(DlmBridgeError, match="iter_0000001"):
-        train(TrainConfig.from_flags(**options), False, Console(file=said, width=10_000))
-    assert "done: " not in said.getvalue()
 
 
 def test_metrics_and_samples(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +160,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "megatron"])
 @pytest.mark.parametrize("room", [0, 60_000])
-def test_a_disk_without_room(
-    engine: str, room: int, small_disk: Path, run: Run, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_without_room(room: int, small_disk: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_disk_without_room(run, "step-0000002", room, small_disk, monkeypatch)
+
+
+def check_disk_without_room(
+    chosen: Run, newest: str, room: int, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At step 3 somebody else fills the disk: the next row of metrics.jsonl has no place, or the next checkpoint."""
     from dlm_bridge.train.trainer import Trainer
@@ -221,11 +182,10 @@ def test_a_disk_without_room(
                 os.truncate(filler, filler.stat().st_size - room)
         return real(self, step, want_stop)
 
-    chosen = run if engine == "accelerate" else on_megatron
     rows = chosen(small_disk.parent / "whole", **OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "start_step", start_step)
         with pytest.raises(DlmBridgeError, match=f"no space left while writing {small_disk / 'run'}"):
             chosen(small_disk / "run", **OPTIONS)
     filler.unlink()
-    check_goes_on(small_disk / "run", "step-0000002" if engine == "accelerate" else "iter_0000002", rows, chosen)
+    check_goes_on(small_disk / "run", newest, rows, chosen)

@@ -43,16 +43,6 @@ def test_norms_are_those_of_the_gradients_and_of_the_checkpoint(tmp_path: Path, 
     assert without_speed(rows) == without_speed(plain)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_norms_in_half_precision_are_of_fp32_parameters(tmp_path: Path, bf16_run: Run, inside: bool) -> None:
-    """Main params that megatron-core has, or that it leaves to the optimizer inside its own."""
-    megatron = ["optimizer.use_precision_aware_optimizer=true"] if inside else []
-    rows = bf16_run(tmp_path / "run", steps=4, megatron=megatron, **OPTIONS)
-    check(rows)
-    exact = bf16_run(tmp_path / "exact", steps=4, precision="fp32", **OPTIONS)
-    assert rows[-1]["param_norm"] == pytest.approx(exact[-1]["param_norm"], rel=1e-3)
-
-
 def test_an_adapter_has_norms_of_its_own_weights(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "base", steps=1, **OPTIONS)
     base = {"model": str(tmp_path / "base/checkpoints/step-0000001"), "from_scratch": False, "lora_rank": 2}

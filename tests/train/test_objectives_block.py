@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import StreamPattern
+from dlm_bridge.attention.masks import StreamPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.attention.masks import causal_mask
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.noise import Uniforms

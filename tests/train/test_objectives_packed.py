@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.attention_mask import causal_mask
+from dlm_bridge.attention.masks import causal_mask
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch, document_level

@@ -16,10 +16,10 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.evaluation.likelihood import Answer, bound_estimator, is_greedy
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.objectives.base import diffusion_loss, divisors
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import NoisePositions, position_losses
 from dlm_bridge.objectives.noise import NoiseProcess, Uniforms, random_tokens
 from dlm_bridge.objectives.registry import build_objective, check_objective, family_objective, own_objective
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.collator import DiffusionCollator
 from tests.train.conftest import Run
 

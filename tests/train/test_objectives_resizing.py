@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.rl.likelihood import bound_query
 from dlm_bridge.train.setup import resolve_objective
 from tests.families import dreamon
-from tests.train.conftest import Run
 
 MASK, EXPAND, DELETE, PAD = 31, 30, 29, 0
 LENGTH = 24
@@ -205,18 +203,6 @@ def test_what_does_not_fit_is_refused(flag: str, changes: dict[str, Any], tmp_pa
     model = AutoModel.from_config(AutoConfig.from_pretrained(given["model"]))
     with pytest.raises(DlmBridgeError, match=flag):
         resolve_objective(TrainConfig.from_flags(**given), model)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_both_engines_train_it_by_default(tmp_path: Path, run: Run, bf16_run: Run) -> None:
-    given = {**options(tmp_path / "model"), "lr_schedule": "constant", "eval_interval": 0, "save_interval": 0}
-    ours = run(tmp_path / "accelerate", **given)
-    assert "objective:\n  name: dreamon\n" in (tmp_path / "accelerate/config.yaml").read_text()
-    theirs = bf16_run(tmp_path / "megatron", precision="fp32", **given)
-    assert len(theirs) == 3
-    for key in ("loss", "grad_norm"):
-        assert [row[key] for row in theirs] == pytest.approx([row[key] for row in ours], rel=1e-4)
 
 
 TEXT = [*range(2, 12), DELETE]

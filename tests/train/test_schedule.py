@@ -150,13 +150,13 @@ def test_bad_values_name_the_flag(flags: dict[str, Any], named: str) -> None:
     assert raised.value.flag == named
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "megatron"])
-def test_a_longer_run_says_that_its_learning_rate_jumps(
-    engine: str, tmp_path: Path, run: Run, on_megatron: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_says_that_its_learning_rate_jumps(tmp_path: Path, run: Run) -> None:
+    check_jump(run, tmp_path)
+
+
+def check_jump(train: Run, tmp_path: Path) -> None:
     """And with `--lr-decay-steps` neither jumps nor says so."""
     said: list[str] = []
-    train = run if engine == "accelerate" else on_megatron
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "print", lambda console, *words, **_: said.extend(map(str, words)))
         options: dict[str, Any] = {"min_lr": 1e-4, "eval_interval": 0, "save_interval": 4}

@@ -36,30 +36,6 @@ def test_tensorboard_has_every_figure_of_every_step(tmp_path: Path, run: Run) ->
         assert wanted, name
 
 
-WANDB = """
-config = {}
-
-class Run:
-    def log(self, values, step=None, **_): open(FILE, "a").write(f"{step} {values['loss']}\\n")
-    def finish(self): pass
-
-def init(project, dir): return Run()
-"""
-
-
-def test_wandb_has_every_step_through_accelerates_tracker(
-    tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
-    (tmp_path / "wandb.py").write_text(f"FILE = {str(tmp_path / 'logged')!r}\n{WANDB}")
-    monkeypatch.syspath_prepend(tmp_path)
-    rows = on_megatron(tmp_path / "run", steps=2, eval_interval=0, trackers="wandb")
-    assert (tmp_path / "logged").read_text().split() == [f"{row[key]}" for row in rows for key in ("step", "loss")]
-    monkeypatch.delitem(sys.modules, "wandb")
-
-
 def test_further_save_steps(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "run", steps=5, save_steps="1, 3", save_interval=4, eval_interval=0)
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())

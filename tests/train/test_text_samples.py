@@ -64,37 +64,6 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path, run:
     assert [row["step"] for row in again] == [0] * 3 + [4] * 3 + [8] * 3 + [10] * 3
 
 
-def test_the_megatron_engine_hands_its_weights_to_the_hub_side(
-    tmp_path: Path, on_megatron: Run, run: Run, options: dict[str, Any]
-) -> None:
-    from dlm_bridge import Bridge
-
-    plain, sampled = tmp_path / "plain", tmp_path / "sampled"
-    assert without_speed(on_megatron(plain)) == without_speed(on_megatron(sampled, **options))
-    rows = read_rows(sampled / "samples.jsonl")
-    assert [(row["step"], row["prompt"]) for row in rows] == [(s, p) for s in (0, 4, 8, 10) for p in PROMPTS]
-    Bridge.from_megatron(sampled / "checkpoints").to_hf(tmp_path / "hub")
-    assert [row["text"] for row in rows[-3:]] == written_by(tmp_path / "hub")
-    # Both engines start from the same weights.
-    run(tmp_path / "accelerate", **{**options, "steps": 1})
-    assert read_rows(tmp_path / "accelerate/samples.jsonl")[:3] == rows[:3]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_samples_after_its_checkpoint_was_removed(
-    tmp_path: Path, on_megatron: Run, options: dict[str, Any]
-) -> None:
-    """The first sampling after the resume is at step 10; by then --keep-last has removed step 4."""
-    saves = {**options, "save_interval": 2, "keep_last": 1, "lr_schedule": "constant"}
-    on_megatron(tmp_path / "whole", **{**saves, "sample_interval": 10})
-    on_megatron(tmp_path / "run", **{**saves, "steps": 4})
-    on_megatron(tmp_path / "run", resume=True, **{**saves, "sample_interval": 10})
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("iter_*")] == ["iter_0000010"]
-    whole, resumed = (read_rows(tmp_path / name / "samples.jsonl")[-3:] for name in ("whole", "run"))
-    assert [row["step"] for row in resumed] == [10] * 3
-    assert resumed == whole
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives import linear_cross_entropy as output_layer
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import Certainty, NoisePositions, position_losses
-from dlm_bridge.parallel import output_layer
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.train.accelerate import transforms
 from dlm_bridge.train.config import TrainConfig
 from tests.train.conftest import Run

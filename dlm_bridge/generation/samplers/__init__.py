@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import DenoisingRule, LogitsBias
@@ -26,7 +26,7 @@ from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import EXECUTIONS
 from dlm_bridge.generation.token_sampling import TokenSampling
 from dlm_bridge.objectives.base import NoiseName
-from dlm_bridge.plugins import load_entry_points
+from dlm_bridge.registration import load_entry_points
 
 logger = logging.get_logger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import Canvas, Columns
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step
 from dlm_bridge.generation.kv_cache import KVCache

@@ -27,7 +27,7 @@ from functools import partial
 from math import ceil
 from typing import Any, ClassVar, Self
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, probability

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern, causal_mask
+from dlm_bridge.attention.masks import AttentionPattern, causal_mask
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best

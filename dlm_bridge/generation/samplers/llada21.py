@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, CommitRule, Step, probability, top_scores
 from dlm_bridge.generation.predictors import BlockCausalPredictor

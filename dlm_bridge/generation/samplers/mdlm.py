@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import TopScoresRule, low_confidence, random_order
 from dlm_bridge.generation.predictors import Predictor

@@ -29,7 +29,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter

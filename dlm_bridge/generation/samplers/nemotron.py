@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern, causal_mask
+from dlm_bridge.attention.masks import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, even_schedule, low_confidence
 from dlm_bridge.generation.predictors import BlockCachePredictor

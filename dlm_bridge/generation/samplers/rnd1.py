@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from dlm_bridge.attention_mask import AttentionPattern, causal_mask
+from dlm_bridge.attention.masks import AttentionPattern, causal_mask
 from dlm_bridge.generation.canvas import BlockLayout, Columns, to_device
 from dlm_bridge.generation.commit_rules import OneOrMoreRule, Step, best, entropy
 from dlm_bridge.generation.predictors import RowCachePredictor

@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.attention_mask import AttentionPattern
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlm_bridge.parallel import overrides
 from dlm_bridge.parallel.mcore_patches import process_wide as process
-from dlm_bridge.parallel.overrides import SUPPORTED, Overrides
+from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.parallel.platform import CPU, Platform
 
 
@@ -490,13 +490,10 @@ PATCHES = (
 )
 
 
-def overrides_of(platform: Platform) -> Overrides:
+def overrides_of(platform: Platform) -> Table:
     """The process-wide replacements on a platform: those of the table, and what the platform itself adds."""
-    added = platform.overrides()
-    table = {name: make for patch in PATCHES if patch.when.met(platform) for name, make in patch.replaces.items()}
-    if added is not None:
-        return Overrides(added.owner, added.made_for, {**table, **added.table})
-    return Overrides(f"the {type(platform).name} platform", SUPPORTED, table)
+    met = (patch for patch in PATCHES if patch.when.met(platform))
+    return {name: make for patch in met for name, make in patch.replaces.items()} | dict(platform.overrides())
 
 
 def install(platform: Platform) -> None:
@@ -504,4 +501,4 @@ def install(platform: Platform) -> None:
 
     Replacements are process-wide, until `overrides.uninstall`. Raises DlmBridgeError."""
     platform.set_device()
-    overrides.install(overrides_of(platform))
+    overrides.install(overrides_of(platform), f"the {platform.name} platform")

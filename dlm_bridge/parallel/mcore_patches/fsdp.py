@@ -1,5 +1,7 @@
 """Megatron FSDP: the models inside its wrappers, each rank's rows of every parameter, layers that get memory only when
-they are sharded, one exchange of the locations of all shards, and a patch of its gradient reduction."""
+they are sharded, one exchange of the locations of all shards, and a patch of its gradient reduction. For models
+whose weights and optimizer do not fit without `--fsdp`.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.attention_mask import MaskColumn
+from dlm_bridge.attention.masks import MaskColumn
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
     ColumnParallelLinear,
@@ -29,7 +30,6 @@ from dlm_bridge.parallel.core import (
     reduce_scatter_to_sequence_parallel_region,
     tensor_parallel_layers,
 )
-from dlm_bridge.parallel.output_layer import LossPositions, VocabShard, linear_cross_entropy
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):

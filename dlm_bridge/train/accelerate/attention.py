@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import sdpa_kernel
 
-from dlm_bridge.attention_mask import mask_for_implementation
+from dlm_bridge.attention import flash_attention
+from dlm_bridge.attention.flash_attention import SDPA_KERNELS
+from dlm_bridge.attention.masks import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.parallel.fused import flash_attention
-from dlm_bridge.parallel.fused.flash_attention import SDPA_KERNELS
 
 FLASH = "flash"  # what `--attention-backend` calls FlashAttention 4, next to transformers' names
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from dlm_bridge.attention_mask import mask_for_implementation
+from dlm_bridge.attention.masks import mask_for_implementation
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.gemma import cache_of, is_gemma
 from dlm_bridge.objectives.losses import log_sum_exps

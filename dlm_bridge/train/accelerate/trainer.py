@@ -19,8 +19,8 @@ from rich.console import Console
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.objectives.linear_cross_entropy import LossPositions
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
-from dlm_bridge.parallel.output_layer import LossPositions
 from dlm_bridge.train.accelerate import fsdp, transforms
 from dlm_bridge.train.accelerate.attention import (
     FLASH,

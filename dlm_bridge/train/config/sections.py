@@ -9,6 +9,7 @@ from typing import Any
 
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
+from dlm_bridge.registration import registered
 from dlm_bridge.train.config.options import (
     TRAINING,
     OptionError,
@@ -19,7 +20,7 @@ from dlm_bridge.train.config.options import (
     whole_numbers,
 )
 
-ENGINES = ("accelerate", "megatron")
+ENGINES = tuple(dict.fromkeys(["accelerate", "megatron", *registered("engines")]))  # megatron: known where absent
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
 TRACKERS = ("tensorboard", "wandb")

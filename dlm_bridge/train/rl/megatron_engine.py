@@ -28,6 +28,12 @@ from dlm_bridge.parallel.core import named_refusals
 from dlm_bridge.parallel.handover import InPlaceWriter, write_hf_weights
 from dlm_bridge.parallel.lora import LiveFactor, adapters_disabled
 from dlm_bridge.parallel.parallelize import build_megatron_model
+from dlm_bridge.parallel.train import mcore_config
+from dlm_bridge.parallel.train.assembly import begin_run, build_trained_model, describe_layout
+from dlm_bridge.parallel.train.checkpoints import CheckpointManager, checkpoint_root, remove_leftovers, write_hub_files
+from dlm_bridge.parallel.train.lora import LoraRun
+from dlm_bridge.parallel.train.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
+from dlm_bridge.parallel.train.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.loading import (
@@ -36,17 +42,6 @@ from dlm_bridge.train.loading import (
     open_megatron_source,
 )
 from dlm_bridge.train.lora import with_lora
-from dlm_bridge.train.megatron import mcore_config
-from dlm_bridge.train.megatron.checkpoints import (
-    CheckpointManager,
-    checkpoint_root,
-    remove_leftovers,
-    write_hub_files,
-)
-from dlm_bridge.train.megatron.engine import begin_run, build_trained_model, describe_layout
-from dlm_bridge.train.megatron.lora import LoraRun
-from dlm_bridge.train.megatron.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
-from dlm_bridge.train.megatron.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.pipelined import PipelinedModel

@@ -1,0 +1,1 @@
+"""Attention for training and sampling: mask descriptors, FlashAttention."""

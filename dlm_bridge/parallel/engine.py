@@ -1,0 +1,79 @@
+"""The Megatron engine as the core finds it by `registration.load`: what is imported depends on what is asked."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from dlm_bridge.registration import deferred
+from dlm_bridge.train.engine import Engine
+
+
+class MegatronEngine(Engine):
+    """Training on megatron-core; beside it live models (of `Bridge.build_megatron_model`) and their logits (of `verify
+    --logits`)."""
+
+    train = deferred("dlm_bridge.parallel.train.assembly:train")
+    find_checkpoint = deferred("dlm_bridge.parallel.train.checkpoints:find_checkpoint")
+    check_settings = deferred("dlm_bridge.parallel.train.settings:check_settings")
+    check_model = deferred("dlm_bridge.parallel.train.mcore_config:check_model")
+
+    build_model = deferred("dlm_bridge.parallel.parallelize:build_megatron_model")
+    refresh_hf_model = deferred("dlm_bridge.parallel.handover:refresh_hf_model")
+    stream_hf_weights = deferred("dlm_bridge.parallel.handover:stream_hf_weights")
+
+    check_logits = deferred("dlm_bridge.parallel.logits:check_logits")
+    logits = deferred("dlm_bridge.parallel.logits:logits")
+
+    def device(self) -> Any:
+        """The device of this process, on which logits are computed."""
+        from dlm_bridge.parallel import platform
+
+        return platform.current().device()
+
+    def environment(self) -> dict[str, Any]:
+        from dlm_bridge.attention import flash_attention
+        from dlm_bridge.parallel import mcore_patches, platform
+        from dlm_bridge.parallel.overrides import SUPPORTED
+
+        chosen = platform.current()
+        try:
+            megatron = version("megatron-core")
+        except PackageNotFoundError:
+            megatron = None
+        return {
+            "platform": {
+                "chosen": chosen.name,
+                "backend": chosen.backend,
+                "available": {
+                    name: {"class": f"{kind.__module__}.{kind.__qualname__}", "available": kind.available()}
+                    for name, kind in platform.known().items()
+                },
+                "transformer_engine": chosen.uses_transformer_engine(),
+                "flash_attention": flash_attention.missing() is None,
+            },
+            "devices": {
+                "count": chosen.device_count(),
+                "name": chosen.device_name(),
+                "memory_bytes": chosen.total_memory(),
+            },
+            "overrides": None
+            if megatron is None
+            else {
+                "made_for": SUPPORTED,
+                "fits": megatron == SUPPORTED,
+                "names": sorted(mcore_patches.overrides_of(chosen)),
+            },
+            "patches": [
+                {
+                    "target": patch.target,
+                    "what": patch.what,
+                    "why": patch.why,
+                    "source": f"megatron/core/{patch.source}",
+                    "when": patch.when.words,
+                    "active": patch.when.met(chosen),
+                }
+                for patch in mcore_patches.PATCHES
+                if megatron
+            ],
+        }

@@ -1,0 +1,262 @@
+"""The Megatron engine: a run from its configuration to its last checkpoint.
+
+`assemble` reads in the order in which megatron-core wants its parts: process groups, configuration, layer spec, model
+and weights (`parallel.parallelize`), wrapping, optimizer, schedule, fp32 main params.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from dlm_bridge.distributed import first_on_main, raised_everywhere
+from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
+from dlm_bridge.parallel.lora import LiveFactor
+from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, patch_unshared_gradients
+from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
+from dlm_bridge.parallel.parallelize import build_megatron_model
+from dlm_bridge.parallel.train import checkpoints, mcore_config
+from dlm_bridge.parallel.train.lora import LoraRun
+from dlm_bridge.parallel.train.muon import muon_optimizer
+from dlm_bridge.parallel.train.schedule import connect_schedule
+from dlm_bridge.parallel.train.settings import check_settings
+from dlm_bridge.parallel.train.trainer import MegatronTrainer
+from dlm_bridge.parallel.weights import load_main_params
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.loading import MegatronSource, open_megatron_source
+from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.setup import (
+    RunStart,
+    check_data,
+    load_data,
+    resolve_objective,
+    start_run,
+    training_errors,
+    write_config,
+)
+
+if TYPE_CHECKING:
+    from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
+
+T = TypeVar("T")
+
+
+@training_errors
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
+    """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
+
+    With `resume` the run continues from its newest checkpoint (from the start where it has none), at the layout that
+    `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
+    """
+    console = console or Console(stderr=True, markup=False)
+    start = begin_run(config, resume, console)
+    if start.finished is not None:
+        return start.finished
+    main = dist.get_rank() == 0
+    step, local = start.step, None
+    if config.checkpoint.local_folder is not None:
+        from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
+
+        local = LocalCheckpoints(config)
+    if local is not None and resume:
+        step = local.find(start.step, start.checkpoint, console)
+    trainer = assemble(config, console, start.checkpoint, step, local)
+    with raised_everywhere():
+        if local is not None:
+            local.begin()
+        if main:
+            if local is None and (start.output / checkpoints.LOCAL_RECORD).is_file():
+                from dlm_bridge.parallel.train.local_checkpoints import go_on_without
+
+                go_on_without(start.output, console)
+            if start.checkpoint is None:
+                trainer.write_shared_files()
+            checkpoints.remove_leftovers(start.output)
+            write_config(trainer.config, start.output)
+    trainer.announce(step, f"; {describe_layout(config)}")
+    return trainer.run(step)
+
+
+def begin_run(config: TrainConfig, resume: bool, console: Console) -> RunStart:
+    """Check the options, join the other processes, and find out where the run starts. Every process calls it. Raises
+    DlmBridgeError."""
+    untested = check_settings(config)
+    mcore_config.check_mcore_config(config)
+    initialize_parallel(config)
+    main = dist.get_rank() == 0
+    for line in untested if main else ():
+        console.print(printable(line), highlight=False, soft_wrap=True)
+    return start_run(config, resume, main, console, checkpoints.resume_point)
+
+
+def assemble(
+    config: TrainConfig,
+    console: Console,
+    checkpoint: Path | None = None,
+    step: int = 0,
+    local: LocalCheckpoints | None = None,
+) -> MegatronTrainer:
+    """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
+    `--model` has them), or the local checkpoint that `local` has found. Nothing is written. Every process calls it.
+    Raises DlmBridgeError."""
+    check_data(config)
+    mcore_config.check_mcore_config(config)
+
+    # Process groups.
+    initialize_parallel(config)
+
+    # Model source, objective and data.
+    source = open_megatron_source(config, checkpoint)
+    config, objective = resolve_objective(config, source.model, step)
+    config = with_lora(config, source.model)
+    adapter = LoraRun.of(config, source, checkpoint)
+    mcore_config.check_sizes(config, objective)
+    mcore_config.check_cuda_graphs(config, objective, source.bridge.family.attention_pattern)
+
+    # Configuration of megatron-core, and the buffers that layers look for.
+    overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
+    if config.parallel.tp_overlap:
+        initialize_userbuffers(config, source.bridge.dims.hidden, objective.tokens_read, overrides)
+
+    # The main process reads and packs the data, the others find them in the cache.
+    data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
+
+    wrapped, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
+    trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)
+    if local is not None and local.step is not None:
+        trainer.load_local_checkpoint()
+    elif checkpoint is not None:
+        trainer.load_checkpoint(checkpoint)
+    return trainer
+
+
+def build_trained_model(
+    config: TrainConfig,
+    source: MegatronSource,
+    overrides: dict[str, Any],
+    checkpoint: Path | None = None,
+    adapter: LoraRun | None = None,
+    value_head: bool = False,
+) -> tuple[list[Any], Any, list[list[LiveFactor]] | None]:
+    """This rank's chunks of a model, wrapped for data parallelism, their optimizer, and the factors of an adapter by
+    chunk. Weights are those of `source`; those that `checkpoint` sets anyway are not loaded twice. `overrides` are
+    fields of megatron-core's TransformerConfig; `value_head` as of `build_megatron_model`. Raises DlmBridgeError."""
+    dtype = mcore_config.DTYPES[config.precision.name]
+    with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
+        # Layer spec, model and weights.
+        load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
+        weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
+        # Which FSDP cuts layer by layer: no GPU ever holds them all.
+        unallocated = config.parallel.fsdp == "optim_grads_params" and not config.precision.fp8_params
+        chunks = build_megatron_model(
+            weights, layout, dtype, context, load_weights, unallocated, value_head, **overrides
+        )
+        factors = None if adapter is None else adapter.add(chunks)
+        # Wrapping, optimizer, schedule.
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = build_optimizer(wrapped, config, source)
+        connect_schedule(wrapped, optimizer)
+    # fp32 main params start from the stored weights, not from the params' rounding of them.
+    if checkpoint is None and dtype != torch.float32:
+        load_main_params(wrapped, optimizer, weights)
+    return wrapped, optimizer, factors
+
+
+def initialize_parallel(config: TrainConfig) -> None:
+    """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
+    mcore_config.check_sequence(config)
+    parallel, graphs = config.parallel, config.engine.cuda_graphs
+    instances = parallel.optimizer_instances
+    groups.initialize(parallel.layout, config.data.seed, parallel.context, graphs, instances)
+    parallel.layout.check_optimizer_instances(instances, dist.get_world_size(), parallel.fsdp is not None)
+    config.check_batch(parallel_state.get_data_parallel_world_size())
+
+
+def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: int, overrides: dict[str, Any]) -> None:
+    """Make Transformer Engine's buffers for a run's micro-batches; `overrides` as of `build_trained_model`. Raises
+    DlmBridgeError."""
+    parallel = config.parallel
+    micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
+    groups.make_userbuffers(
+        micro * tokens_read * config.data.seq_length // parallel.cp,
+        hidden_size,
+        parallel.tp,
+        fp8=config.precision.name == "fp8",
+        mixed=bool(overrides.get("first_last_layers_bf16")),
+        backend=overrides["tp_comm_bootstrap_backend"],
+    )
+
+
+def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
+    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
+    wrapper, wrapped = _data_parallel_class(config), []
+    for number, chunk in enumerate(chunks):
+        # Only the first chunk's communication is on the critical path of an interleaved pipeline.
+        ddp_config = mcore_config.data_parallel_config(config)
+        with (
+            nullcontext() if config.parallel.fsdp is None else located_at_once(),
+            nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill),
+        ):
+            wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+        assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not cut"
+        chunk.absent = None
+        if config.parallel.fsdp is not None:
+            patch_unshared_gradients(wrapped[-1].module)
+    return wrapped
+
+
+def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: MegatronSource) -> Any:
+    """megatron-core's optimizer over wrapped chunks. The learning rate is set before every step. Raises
+    DlmBridgeError."""
+    if config.optimizer.cpu_offload:
+        for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
+            if parameter.dtype == torch.float32:  # as routers may be
+                raise DlmBridgeError(
+                    f"--optimizer-cpu-offload: megatron-core offloads no weights in fp32, and {name} is kept so: "
+                    "leave it out"
+                )
+    # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
+    settings = mcore_config.optimizer_config(config)
+    if config.optimizer.name == "muon":
+        optimizer = muon_optimizer(settings, chunks, source, config.optimizer.muon_momentum)
+    else:
+        optimizer = get_megatron_optimizer(settings, list(chunks))
+    patch_optimizer(optimizer)
+    return optimizer
+
+
+def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
+    """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
+    buffers nor the optimizer inside megatron-core's nor FP8 weights are initialised from the model's own."""
+    inside = mcore_config.optimizer_config(config).use_precision_aware_optimizer
+    return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
+
+
+def describe_layout(config: TrainConfig) -> str:
+    """The layout of a run in words."""
+    sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vp", "cp", "ep")}
+    sizes["dp"] = parallel_state.get_data_parallel_world_size()
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+def _data_parallel_class(config: TrainConfig) -> Any:
+    fsdp = config.parallel.fsdp
+    if fsdp is None:
+        return DistributedDataParallel
+    if platform.current().name == "cpu":
+        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs a GPU: leave it out")
+    if importlib.util.find_spec("einops") is None:
+        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs einops: pip install einops")
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    return FullyShardedDataParallel

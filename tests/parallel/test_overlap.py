@@ -1,0 +1,103 @@
+"""Overlapped communication in the Megatron engine: what is refused, by flag. Equality is in test_megatron.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import OptionError
+from tests.interop.cases import BLOCK_ROUTED, PREDICTING, models
+from tests.parallel.megatron_cases import Cell, Files
+from tests.train.conftest import Run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+TP = {"tp": 2, "tp_overlap": True, "precision": "bf16"}
+EP = {"ep": 2, "ep_overlap": True, "precision": "bf16"}
+
+
+def configured(**options: Any) -> TrainConfig:
+    return TrainConfig.from_flags(**{"engine": "megatron", "model": "m", "data": ["mock"], "output": "o"} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "named"),
+    [
+        ({**TP, "tp": 1}, "--tp-overlap", "--tp"),
+        ({**TP, "sequence_parallel": False}, "--tp-overlap", "sequence parallelism"),
+        ({**TP, "precision": "fp16"}, "--tp-overlap", "fp16"),
+        ({**TP, "precision": "fp32"}, "--tp-overlap", "fp32"),
+        ({**TP, "precision": "fp8", "fp8_recipe": "blockwise"}, "--tp-overlap", "blockwise"),
+        ({**TP, "lora_rank": 2}, "--tp-overlap", "adapter"),
+        ({"tp": 2, "megatron": ["transformer.tp_comm_overlap=true"]}, "--megatron", "--tp-overlap"),
+        ({**EP, "ep": 1}, "--ep-overlap", "--ep"),
+        ({**EP, "pp": 2}, "--ep-overlap", "--vp"),
+        ({**EP, "precision": "fp32"}, "--ep-overlap", "--precision"),
+        ({**EP, "moe_dispatcher": "allgather"}, "--ep-overlap", "allgather"),
+        ({**EP, "moe_shared_expert_overlap": True}, "--ep-overlap", "--moe-shared-expert-overlap"),
+        ({**EP, "fsdp": "optim_grads_params"}, "--ep-overlap", "--fsdp"),
+        ({**EP, "recompute": "full"}, "--ep-overlap", "--recompute full"),
+        ({**EP, "recompute": "selective", "recompute_modules": "moe"}, "--ep-overlap", "moe"),
+        ({**EP, "straggler_interval": 5}, "--ep-overlap", "--straggler-interval"),
+        ({**EP, "lora_rank": 2}, "--ep-overlap", "adapter"),
+        ({"ep": 2, "megatron": ["transformer.overlap_moe_expert_parallel_comm=true"]}, "--megatron", "--ep-overlap"),
+    ],
+)
+def test_what_options_exclude(options: dict[str, Any], flag: str, named: str) -> None:
+    from dlm_bridge.parallel.train.settings import check_settings
+
+    with pytest.raises(OptionError, match=named) as raised:
+        check_settings(configured(**options))
+    assert raised.value.flag.split()[0] == flag
+
+
+@pytest.mark.parametrize("subject", ["masked", "block", "complementary"])
+def test_userbuffers_have_a_micro_batchs_tokens(
+    subject: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Transformer Engine's products take their sizes from, in evaluations as in steps."""
+    from dlm_bridge.parallel import groups
+    from dlm_bridge.parallel.train.assembly import assemble, initialize_userbuffers
+
+    made: list[int] = []
+    monkeypatch.setattr(groups, "make_userbuffers", lambda tokens, *_, **__: made.append(tokens))
+    files = Files(tmp_path).write_some(subject)
+    config = TrainConfig.from_flags(**files.options(Cell(subject, False, "one"), micro_batch_size=2))
+    trainer = assemble(config, Console(quiet=True))
+    objective = trainer.objective
+    initialize_userbuffers(config, 8, objective.tokens_read, {"tp_comm_bootstrap_backend": "gloo"})
+    batches = [*trainer.produce(1).batches, *trainer.prepare([trainer.evaluation_batch(objective, [0, 1], 1)])]
+    assert [batch.input_ids.numel() for batch in batches] == made * 3
+    trainer.close()
+
+
+def test_what_goes_together() -> None:
+    configured(**TP | {"precision": "fp8", "fp8_recipe": "tensorwise"})
+    configured(**EP | {"pp": 2, "vp": 2, "recompute": "selective", "moe_dispatcher": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "named"),
+    [
+        ("deepseek_v3", TP, "latent attention"),
+        (BLOCK_ROUTED, EP, "routers"),
+        ("llada_moe", EP | {"ep": 8}, "smaller --ep"),
+        (PREDICTING, EP, "--mtp-loss-scaling-factor"),
+    ],
+)
+def test_what_models_exclude(model: str, layout: dict[str, Any], named: str) -> None:
+    from dlm_bridge.models.families import find_family
+    from dlm_bridge.parallel.train.mcore_config import check_overlap, prediction_fields
+
+    chosen = models()[model]
+    family = find_family(chosen.config, chosen.family)
+    dims, config = family.mapping.dims(chosen.config), configured(**layout)
+    with pytest.raises(DlmBridgeError, match=named):
+        check_overlap(
+            config, dims.experts, bool(prediction_fields(config, dims.mtp)), family.mapping.settings(chosen.config)
+        )

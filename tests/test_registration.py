@@ -1,0 +1,162 @@
+"""Extensions: what an installed package adds, what is said of one that is broken, incomplete or not there."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dlm_bridge
+from dlm_bridge import DlmBridgeError, registration
+from dlm_bridge.registration import Extension, extensions, load, load_entry_points, registered
+
+ROOT = Path(dlm_bridge.__file__).parents[1]
+VENDOR = """
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension(
+    "vendor",
+    "vendor[gpu]",
+    engines={"chip": "vendor_code:Chip", "megatron": "vendor_code:Other", "lost": "vendor_lost:Engine"},
+    commands={"hello": "vendor_code:add", "bye": "vendor_lost:add"},
+)
+TAKEN = Extension("parallel")
+OTHER = object()
+"""
+CODE = """
+from pathlib import Path
+from dlm_bridge.train.engine import Engine
+
+class Chip(Engine):
+    def train(self, config, resume=False, console=None):
+        return Path("trained")
+    def find_checkpoint(self, config): ...
+
+def add(app):
+    app.command("hello")(lambda: print("hello"))
+"""
+
+
+def clear() -> None:
+    for cached in (extensions, load_entry_points):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package beside this one, with entry points that are good, broken and of other kinds."""
+    (tmp_path / "vendor_extension.py").write_text(VENDOR)
+    (tmp_path / "vendor_code.py").write_text(CODE)
+    (tmp_path / "vendor_lost.py").write_text("import no_such_package\n")
+    info = tmp_path / "vendor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
+    points = {
+        "good": "vendor_extension:EXTENSION",
+        "taken": "vendor_extension:TAKEN",
+        "other": "vendor_extension:OTHER",
+    }
+    points["broken"] = "vendor_lost:EXTENSION"
+    lines = [f"{name} = {place}" for name, place in points.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{registration.ENTRY_POINTS}]", *lines]) + "\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        clear()
+        yield tmp_path
+    clear()
+
+
+def test_a_package_adds_an_engine(vendor: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dlm_bridge"):
+        assert registered("engines")["chip"].name == "vendor"
+    assert [point for point in ("good", "taken", "other", "broken") if f"'{point}'" in caplog.text] == [
+        "taken",
+        "other",
+        "broken",
+    ]
+    assert "vendor_code" not in sys.modules
+    assert str(load("engines", "chip")().train(None)) == "trained"
+    assert registered("engines")["megatron"].name == "parallel"  # ours first
+
+
+def test_what_fails_to_import_names_its_extra(vendor: Path) -> None:
+    with pytest.raises(DlmBridgeError, match=r"lost .*no_such_package.*pip install 'vendor\[gpu\]'"):
+        load("engines", "lost")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"wrong": "dlm_bridge.errors:NoSuchName", "missing": "dlm_bridge.no_such_module:Engine"}
+    monkeypatch.setattr(registration, "extensions", lambda: {"parallel": Extension("parallel", engines=places)})
+    with pytest.raises(AttributeError):
+        load("engines", "wrong")
+    with pytest.raises(ModuleNotFoundError):
+        load("engines", "missing")
+
+
+def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python `code` with the packages of a folder, and with those words for arguments."""
+    environment = {"PATH": "", "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+COMMAND = "from dlm_bridge.cli.app import main; main()"
+
+
+def test_the_command_line_has_a_packages_commands(vendor: Path) -> None:
+    shutil.copytree(ROOT / "dlm_bridge", vendor / "dlm_bridge", ignore=shutil.ignore_patterns("__pycache__"))
+    said = run(COMMAND, vendor, "--help")
+    assert "hello" in said.stdout
+    assert "bye" not in said.stdout
+    assert run(COMMAND, vendor, "hello").stdout == "hello\n"
+    left = run(COMMAND, vendor, "bye", "--any", "words")
+    assert left.returncode == 2
+    (line,) = [line for line in left.stderr.splitlines() if line.startswith("dlm-bridge: ")]
+    assert "pip install 'vendor[gpu]'" in line
+
+
+EDGES = ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined")  # from one extension to another
+TRAIN = ["pretrain", "--model", "m", "--data", "mock", "--output", "o", "--engine", "megatron"]
+COMMANDS = (["--help"], ["env", "--json"], TRAIN, [*TRAIN, "--dry-run"], ["no-such-command"])
+WITHOUT = f"""
+import contextlib, importlib, io, pkgutil, sys
+import dlm_bridge
+from dlm_bridge.cli.app import main
+for module in pkgutil.walk_packages(dlm_bridge.__path__, "dlm_bridge."):
+    if module.name not in {EDGES} and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for words in {COMMANDS}:
+    sys.argv = ["dlm-bridge", *words]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main()
+        except SystemExit as stop:
+            print(stop.code or 0, file=sys.__stdout__)
+            raise
+bridge = dlm_bridge.Bridge(None)
+for ask in (lambda: bridge.build_megatron_model(dlm_bridge.Layout()), lambda: bridge.stream_hf_weights(None)):
+    try:
+        ask()
+    except dlm_bridge.DlmBridgeError as error:
+        print(error, file=sys.stderr)
+print(dlm_bridge.evaluation.logits.unsupported_reason(bridge), file=sys.stderr)
+"""
+
+
+def test_without_the_folder_of_the_megatron_engine(tmp_path: Path) -> None:
+    leave = shutil.ignore_patterns("__pycache__", "parallel")
+    shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
+    (tmp_path / "dlm_bridge/parallel/__pycache__").mkdir(parents=True)  # as git leaves it
+    done = run(WITHOUT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "0", "2", "2", "2"]
+    said = [line for line in done.stderr.splitlines() if "lacks dlm_bridge.parallel" in line]
+    assert [line.startswith("dlm-bridge: ") for line in said] == [True] * 3 + [False] * 3
+    assert not (tmp_path / "o").exists()
