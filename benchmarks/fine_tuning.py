@@ -371,8 +371,8 @@ class Bench:
 
 def _write_inputs(arguments: argparse.Namespace, root: Path) -> None:
     """The model, of random weights, and the data: documents in which few tokens occur."""
+    from dlm_bridge.data.indexed import IndexedWriter
     from dlm_bridge.train.config import TrainConfig
-    from dlm_bridge.train.data.indexed import IndexedWriter
     from dlm_bridge.train.loading import load_model
 
     name = arguments.model

@@ -186,7 +186,7 @@ def without(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], Non
 
 def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
     """A step of the engine as `pretrain` takes it."""
-    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.data.loader import Prefetcher
     from dlm_bridge.train.megatron.engine import assemble
 
     trainer = assemble(config, Console(quiet=True))

@@ -232,7 +232,7 @@ def assemble(config: Any) -> Any:
 
 @contextlib.contextmanager
 def trainer_batches(trainer: Any) -> Any:
-    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.data.loader import Prefetcher
 
     with Prefetcher(trainer.produce, 1) as trainer.prefetcher:
         yield

@@ -46,7 +46,7 @@ def preprocess(
 
     Example: dlm-bridge preprocess corpus.jsonl --output corpus --tokenizer GSAI-ML/LLaDA-8B-Base --append-eod
     """
-    from dlm_bridge.train.data.preprocess import preprocess as run
+    from dlm_bridge.data.preprocess import preprocess as run
     from dlm_bridge.train.loading import open_tokenizer
 
     loaded = open_tokenizer(tokenizer, "--tokenizer")

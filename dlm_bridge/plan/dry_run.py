@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.data.documents import check_tokenizer
+from dlm_bridge.data.indexed import IndexedTokens, TokenLimits, check_token_limits
+from dlm_bridge.data.sources import DataSources
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.objectives.base import Objective
@@ -23,9 +26,6 @@ from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, 
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
-from dlm_bridge.train.data.documents import check_tokenizer
-from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
-from dlm_bridge.train.data.sources import DataSources
 from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings

@@ -22,11 +22,11 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import keep_hub_names, stored_tensors
 from dlm_bridge.convert.formats.hub_weights import BIN_FILE, BIN_INDEX, SAFETENSORS_INDEX, SINGLE_FILE
+from dlm_bridge.data.chat_template import set_chat_template
 from dlm_bridge.errors import DlmBridgeError, one_line, printable, reading
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, TRACKER, from_hub, opening, read_config, resolve
 from dlm_bridge.models.families import FamilySpec, class_names, families, family_by_name, find_family
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.chat_template import set_chat_template
 from dlm_bridge.train.lazy_weights import LazyWeights, NotInRangesError
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,16 @@ from rich.console import Console
 from dlm_bridge.convert.atomic import atomic_file
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
+from dlm_bridge.data.blocks import Blocks, Samples, split
+from dlm_bridge.data.conversations import (
+    ConversationSettings,
+    EosPadding,
+    load_conversation_blocks,
+)
+from dlm_bridge.data.documents import Source, check_tokenizer
+from dlm_bridge.data.indexed import TokenLimits
+from dlm_bridge.data.messages import check_sources
+from dlm_bridge.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.generation.canvases import image_token_ids
 from dlm_bridge.mapping.rules import Dims
@@ -44,16 +54,6 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
-from dlm_bridge.train.data.blocks import Blocks, Samples, split
-from dlm_bridge.train.data.conversations import (
-    ConversationSettings,
-    EosPadding,
-    load_conversation_blocks,
-)
-from dlm_bridge.train.data.documents import Source, check_tokenizer
-from dlm_bridge.train.data.indexed import TokenLimits
-from dlm_bridge.train.data.messages import check_sources
-from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge.data.documents import parse_object
 from dlm_bridge.errors import reading
 from dlm_bridge.generation.texts import read_prompts
 from dlm_bridge.loading import load_model, load_tokenizer
 from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
-from dlm_bridge.train.data.documents import parse_object
 from dlm_bridge.train.loading import empty_model, load_hub_model
 from dlm_bridge.train.lora import add_adapter
 from dlm_bridge.train.metrics import plot_loss, read_rows

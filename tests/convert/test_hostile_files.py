@@ -22,10 +22,10 @@ from dlm_bridge.convert.formats.unpickler import (
     read_torch_file,
     restricted_loading,
 )
+from dlm_bridge.data.sources import find_sources
 from dlm_bridge.hub import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.data.sources import find_sources
 from tests.fuzz.hostile import BOMBS, CODE, MARKER, WHOLE, Place, put
 
 ROOM = 1 << 30  # bytes

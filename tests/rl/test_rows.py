@@ -13,8 +13,8 @@ from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
+from tests.data.chats import chatty
 from tests.rl.conftest import Run, letters
-from tests.train.chats import chatty
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
+from dlm_bridge.data.loader import Prefetcher
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.parallel import groups
@@ -29,7 +30,6 @@ from dlm_bridge.parallel.gpt import BridgeGPTModel
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import options_of
-from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.megatron import engine
 from dlm_bridge.train.megatron import trainer as trainer_module
 from dlm_bridge.train.megatron.checkpoints import CheckpointManager

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.data.indexed import IndexedWriter
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_yaml
-from dlm_bridge.train.data.indexed import IndexedWriter
 from dlm_bridge.train.loading import load_model
 
 SHORT = {"split": "100,0,0", "global_batch_size": 8}

@@ -77,8 +77,8 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     tmp_path: Path, run: Run, seed_folder: Path, values: dict[str, Any]
 ) -> None:
     """Loss, gradient norm and AdamW's first update of step 1, computed here without the engine."""
-    from dlm_bridge.train.data.blocks import Epochs, split
-    from dlm_bridge.train.data.documents import find_files, pack
+    from dlm_bridge.data.blocks import Epochs, split
+    from dlm_bridge.data.documents import find_files, pack
 
     rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
     raw = json.loads((seed_folder / "config.json").read_text())

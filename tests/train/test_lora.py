@@ -21,8 +21,8 @@ from dlm_bridge.train.setup import with_objective
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.convert.adapters import back, set_config, to_megatron
 from tests.convert.helpers import hub_tensors, run_cli, same
+from tests.data.chats import chatty, conversation, write_rows
 from tests.families import llada2_moe, sdar_moe
-from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {

@@ -19,8 +19,8 @@ from dlm_bridge.errors import DlmBridgeError
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
+from tests.data.chats import chatty, conversation, three_steps, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
-from tests.train.chats import chatty, conversation, three_steps, write_rows
 from tests.train.conftest import VOCAB, Run, read_metrics
 
 CASES = {

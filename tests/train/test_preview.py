@@ -15,7 +15,7 @@ from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.setup import load_data, resolve_objective
-from tests.train.chats import MARKED, conversation, write_rows
+from tests.data.chats import MARKED, conversation, write_rows
 
 SHOWN = 3
 

@@ -14,9 +14,9 @@ from dlm_bridge.train.accelerate.fsdp import with_launcher_settings
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.loading import load_model
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.data.chats import chatty, conversation, write_rows
 from tests.families import dream, illada, llada2_moe, sdar
 from tests.processes import assert_ok, forked, launch
-from tests.train.chats import chatty, conversation, write_rows
 from tests.train.sharding_worker import names
 
 VOCAB = 288

@@ -16,6 +16,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
 
+from dlm_bridge.data.blocks import Samples
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -33,7 +34,6 @@ from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.lazy_weights import shard_source
 from dlm_bridge.train.loading import StartingModel, starting_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlm_bridge.data.documents import check_tokenizer
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
@@ -13,7 +14,6 @@ from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED
-from dlm_bridge.train.data.documents import check_tokenizer
 from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers
 from dlm_bridge.train.rl.policy import PolicyTrainer

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from dlm_bridge.convert.atomic import atomic_file, disk_errors
+from dlm_bridge.data.blocks import Rows, section_sizes
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.train.data.blocks import Rows, section_sizes
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"

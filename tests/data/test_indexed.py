@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import indexed as data_stream
-from dlm_bridge.train.data.indexed import (
+from dlm_bridge.data import indexed as data_stream
+from dlm_bridge.data.indexed import (
     IndexedTokens,
     IndexedWriter,
     StreamBlocks,
@@ -25,6 +24,7 @@ from dlm_bridge.train.data.indexed import (
     split_stream,
     token_dtype,
 )
+from dlm_bridge.errors import DlmBridgeError
 
 DOCUMENTS = [[5, 6, 7], [8], list(range(100, 140)), [9, 9], [3] * 17, list(range(200, 209))]
 ALL = TokenLimits(1000, None)
