@@ -215,7 +215,6 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.parallel.core import get_forward_backward_func, parallel_state
     from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
     from dlm_bridge.parallel.weights import load
-    from dlm_bridge.train.loading import open_megatron_source
     from dlm_bridge.train.megatron.engine import (
         build_optimizer,
         initialize_parallel,
@@ -224,6 +223,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     )
     from dlm_bridge.train.megatron.mcore_config import DTYPES
     from dlm_bridge.train.megatron.settings import passed_on
+    from dlm_bridge.train.setup import open_megatron_source
 
     initialize_parallel(config)
     source = open_megatron_source(config, None)

@@ -291,9 +291,8 @@ class Live:
     def __init__(self, bench: Bench, task: Task, precision: str) -> None:
         from dlm_bridge.parallel import groups
         from dlm_bridge.parallel.parallelize import build_megatron_model
-        from dlm_bridge.train.loading import open_megatron_source
         from dlm_bridge.train.megatron.mcore_config import DTYPES, transformer_overrides
-        from dlm_bridge.train.setup import resolve_objective
+        from dlm_bridge.train.setup import open_megatron_source, resolve_objective
 
         make_way(Layout())
         config = bench.config(task, precision, {})

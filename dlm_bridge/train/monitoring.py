@@ -19,8 +19,8 @@ from dlm_bridge.convert.atomic import append_line, disk_errors
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.native import random_state_preserved
 from dlm_bridge.generation.texts import WrittenPrompt, as_message, write_texts
+from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import (
     MAKE_ROOM,
     MetricsFile,

@@ -34,6 +34,8 @@ from dlm_bridge.convert.formats.hub_weights import (
     plan_by_size,
 )
 from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.loading.lazy import LazyWeights, ShardSource, first_row, replace_parameters, shard_source
+from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.checkpoints import (
     RestrictedReader,
@@ -47,8 +49,6 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
 from dlm_bridge.train.ema import AveragedModel
-from dlm_bridge.train.lazy_weights import LazyWeights, ShardSource, first_row, replace_parameters, shard_source
-from dlm_bridge.train.loading import decoder_layers
 from dlm_bridge.train.lora import Adapter
 
 OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint

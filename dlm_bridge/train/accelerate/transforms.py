@@ -14,11 +14,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.losses import log_sum_exps, position_losses
 from dlm_bridge.parallel.batch import loss_bucket
 from dlm_bridge.parallel.output_layer import ALIGNED, LossPositions, VocabShard, linear_cross_entropy
-from dlm_bridge.train.loading import decoder_layers
 
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
 

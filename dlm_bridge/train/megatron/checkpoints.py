@@ -35,6 +35,7 @@ from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_json
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
     AsyncCallsQueue,
@@ -73,7 +74,6 @@ from dlm_bridge.train.checkpoints import (
     write_rank_digests,
 )
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron import fsdp_checkpoints, loaded_state
 from dlm_bridge.train.megatron.ema import MegatronAverages
 from dlm_bridge.train.megatron.loaded_state import UNTRAINED_MTP, read_mtp_shard, sharded_mtp

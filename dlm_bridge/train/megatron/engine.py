@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
@@ -27,7 +28,6 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.checkpoints import ResumePoint, raised_everywhere
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import checkpoints, mcore_config
 from dlm_bridge.train.megatron.local_checkpoints import LocalCheckpoints, go_on_without, open_local
@@ -41,6 +41,7 @@ from dlm_bridge.train.setup import (
     check_data,
     check_same_model,
     load_data,
+    open_megatron_source,
     resolve_objective,
     start_run,
     training_errors,

@@ -19,6 +19,7 @@ from rich.console import Console
 from dlm_bridge.data.blocks import Samples
 from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -35,7 +36,6 @@ from dlm_bridge.parallel.mcore_patches.process_wide import release_cuda_graphs
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.megatron.checkpoints import (
     CheckpointManager,
     checkpoint_root,

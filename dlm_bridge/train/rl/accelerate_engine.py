@@ -25,7 +25,8 @@ from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.errors import DlmBridgeError, reading
-from dlm_bridge.loading import check_whole
+from dlm_bridge.loading.pretrained import check_whole, model_without_weights
+from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
@@ -34,7 +35,6 @@ from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of, run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
-from dlm_bridge.train.loading import StartingModel, model_without_weights, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
@@ -49,7 +49,7 @@ from dlm_bridge.train.rl.trainer import (
     target_logps,
     value_file,
 )
-from dlm_bridge.train.setup import RunStart, training_errors
+from dlm_bridge.train.setup import RunStart, starting_model, training_errors
 
 VALUE_STATE = "value_optimizer"  # of the value model, in its trainer's state
 # The name of a weight that PEFT's layers hold: one around a linear layer, one around the other for stacks of experts.

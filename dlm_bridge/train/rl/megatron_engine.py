@@ -18,6 +18,8 @@ from rich.console import Console
 from dlm_bridge.convert.atomic import disk_errors
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.pretrained import model_without_weights
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
@@ -30,11 +32,6 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
-from dlm_bridge.train.loading import (
-    MegatronSource,
-    model_without_weights,
-    open_megatron_source,
-)
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.megatron import mcore_config
 from dlm_bridge.train.megatron.checkpoints import (
@@ -65,7 +62,7 @@ from dlm_bridge.train.rl.trainer import (
     ValueUpdates,
     value_file,
 )
-from dlm_bridge.train.setup import write_config
+from dlm_bridge.train.setup import open_megatron_source, write_config
 from dlm_bridge.train.trainer import Processes
 
 

@@ -9,17 +9,17 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.native import native_settings
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED
-from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers
 from dlm_bridge.train.rl.policy import PolicyTrainer
 from dlm_bridge.train.rl.preference import PreferenceTrainer
 from dlm_bridge.train.rl.trainer import RLTrainer
-from dlm_bridge.train.setup import check_length
+from dlm_bridge.train.setup import check_length, load_tokenizer
 
 
 def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any]:
