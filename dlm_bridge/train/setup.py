@@ -337,6 +337,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         trajectory_block=options.trajectory_block,
         trajectory_complement=options.trajectory_complement,
         certainty=Certainty(weight, options.certainty_temperature) if weight else None,
+        ordinary_mask=model.family.ordinary_mask if hasattr(model, "family") else None,
     )
     record_noise(config, model.config, objective)
     return config, objective

@@ -79,5 +79,5 @@ def check_sampler(config: RLConfig, model: Any) -> None:
 
 
 def _mask_token(model: Any) -> int | None:
-    """The token that no prompt may hold; None of an autoregressive model."""
-    return mask_token_id(model) if hasattr(model, "family") else None
+    """The token that no row may hold; None of an autoregressive model, and where texts contain the mask token."""
+    return mask_token_id(model) if hasattr(model, "family") and not model.family.ordinary_mask else None
