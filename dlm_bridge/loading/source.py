@@ -150,7 +150,10 @@ class ModelSource:
     def _folder(self) -> Path:
         """The folder of a Hub model, in the Hub's cache that of a Hub id."""
         self._check_place()
-        return Path(self.path) if Path(self.path).is_dir() else resolve(self.path)
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        find_config(self._config_folder(), self.name, self.family)  # before weights are fetched
+        return resolve(self.path)
 
     def _config_folder(self) -> Path:
         """As `_folder`; of a Hub id only config.json is fetched."""

@@ -1,4 +1,4 @@
-"""A mask token that texts contain, as DiffuLLaMA's `sh`: text where it was not masked, predicted where it was."""
+"""A mask token that texts contain, as DiffuLLaMA's: text where it was not masked, predicted where it was."""
 
 from __future__ import annotations
 
