@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, buffers, fsdp_shards, init_optimizer_state
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
-from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
+from dlm_bridge.train.checkpoints import raised_everywhere
 from dlm_bridge.train.megatron import loaded_state
 
 RUN = "dlm_bridge_run"  # the key of our own values, JSON

@@ -32,13 +32,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dlm_bridge.convert.checkpoint import Checkpoint
+from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.formats.unpickler import RestrictedUnpickler, restricted_loading
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.mcore_patches.process_wide import distributed_reader
-from dlm_bridge.train.checkpoints import RestrictedReader, raised_everywhere
+from dlm_bridge.train.checkpoints import raised_everywhere
 
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
 _EXPERT_GROUP = "is_expert_parallel"

@@ -30,7 +30,15 @@ from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.checkpoints import load_optimizer, restore_run, save_run
+from dlm_bridge.train.accelerate.checkpoints import (
+    OPTIMIZER,
+    load_optimizer,
+    load_parameters,
+    restore_run,
+    save_optimizer,
+    save_parameters,
+    save_run,
+)
 from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of, run
 from dlm_bridge.train.config import RLConfig
@@ -361,8 +369,8 @@ class ValueModel(ValueUpdates):
         is the policy alone."""
         if self.fsdp:
             fsdp.reshard_model(self.plain_model)
-            fsdp.save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
-            fsdp.save_optimizer(folder / VALUE_FOLDER / fsdp.OPTIMIZER, self.plain_model, self.optimizer)
+            save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
+            save_optimizer(folder / VALUE_FOLDER / OPTIMIZER, self.plain_model, self.optimizer)
             return
         (folder / VALUE_FOLDER).mkdir()
         weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.named_parameters()}
@@ -370,7 +378,7 @@ class ValueModel(ValueUpdates):
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Set the optimizer to that of a checkpoint, whose trainer's state is `state`."""
-        own = {fsdp.OPTIMIZER: state.get(VALUE_STATE)}
+        own = {OPTIMIZER: state.get(VALUE_STATE)}
         load_optimizer(self.config, folder / VALUE_FOLDER, self.plain_model, self.optimizer, own)
 
 
@@ -384,7 +392,7 @@ def _load_value_weights(model: nn.Module, checkpoint: Path) -> None:
     check_whole(file)
     with reading(f"{file}: is not the value model of --model"):
         if any(isinstance(weight, DTensor) for weight in model.parameters()):
-            fsdp.load_parameters(file, model)
+            load_parameters(file, model)
             return
         found = model.load_state_dict(load_file(file), strict=False)
         stored = {name for name, _ in model.named_parameters()}
