@@ -475,7 +475,7 @@ def _check_ids(source: IndexedTokens, start: int, stop: int, fit: TokenLimits) -
     place = start + int((tokens == fit.mask_token_id).argmax())
     document = int(np.searchsorted(source.starts(), place, side="right"))
     raise DlmBridgeError(
-        f"{source.prefix}.bin, document {document}: holds the mask token (id {fit.mask_token_id}): preprocess text "
+        f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}) in document {document}: preprocess text "
         "without it"
     )
 

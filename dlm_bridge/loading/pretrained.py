@@ -61,7 +61,7 @@ def find_config(folder: Path, name: str, family: str | None = None) -> tuple[Fam
     config_class = AutoConfig if spec is None else spec.load("config_class")
     with opening(folder, f"{name}: its config does not load"):
         try:
-            config = config_class.from_pretrained(folder, trust_remote_code=False)
+            config = config_class.from_pretrained(folder, trust_remote_code=False, name_or_path=str(folder))
         except ValueError as error:
             if family is not None or not _UNKNOWN_TYPE.search(str(error)):
                 raise

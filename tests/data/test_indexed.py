@@ -243,7 +243,7 @@ def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path, monkeypatch:
     assert _rows(split_stream(source, 8, 0, TokenLimits(209, 4), whole, False)[0]).max() == 208
     for fit, message in {
         TokenLimits(208, None): "a.bin holds token id 208, the model has 208",
-        TokenLimits(209, 9): "a.bin, document 4: holds the mask token (id 9)",
+        TokenLimits(209, 9): "a.bin holds the mask token (id 9) in document 4",
     }.items():
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
             split_stream(source, 8, 0, fit, whole, False)
