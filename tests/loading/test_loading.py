@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,51 @@ def test_coda_s_published_order_that_does_not_exist_is_left_out(tmp_path: Path) 
 
 def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: Path) -> None:
     """transformers goes by model_type: it would make a Llama of it, which trains and samples as no iLLaDA does."""
+    write_llama(tmp_path, ["ILLaDAForCausalLM"])
+    for load in LOADERS:
+        with pytest.raises(DlmBridgeError, match="ILLaDAForCausalLM and model_type 'llama'"):
+            load(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "family", "said"),
+    [
+        (None, None, None),  # model_type tells
+        (["LlamaForCausalLM"], None, None),
+        (["MistralForCausalLM"], None, "MistralForCausalLM and model_type 'llama'"),
+        (["MyLlama"], None, "unknown architecture MyLlama"),  # which may attend in another way
+        (["MyLlama"], "llama", None),
+    ],
+)
+def test_training_and_sampling_find_the_same_model(
+    tmp_path: Path, architectures: list[str] | None, family: str | None, said: str | None
+) -> None:
+    write_llama(tmp_path, architectures)
+    for load in LOADERS:
+        if said is not None:
+            with pytest.raises(DlmBridgeError, match=said):
+                load(str(tmp_path), family)
+        else:
+            model = load(str(tmp_path), family)
+            assert type(model) is LlamaForCausalLM
+            assert model.config.name_or_path == str(tmp_path)
+
+
+LOADERS: tuple[Callable[[str, str | None], Any], ...] = (
+    lambda folder, family: load_model(folder, family=family).model,
+    lambda folder, family: ModelSource(folder, family).load(),
+    lambda folder, family: ModelSource(folder, family).empty(),
+)
+
+
+def write_llama(folder: Path, architectures: list[str] | None) -> None:
+    """A Llama whose config.json has other `architectures`, or none."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=272, **sizes)).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["ILLaDAForCausalLM"]}))
-    with pytest.raises(DlmBridgeError, match="ILLaDAForCausalLM and model_type 'llama'"):
-        ModelSource(str(tmp_path)).load()
+    LlamaForCausalLM(LlamaConfig(vocab_size=272, **sizes)).save_pretrained(folder)
+    write_tokenizer(folder, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": architectures}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 @pytest.mark.parametrize(
