@@ -87,8 +87,7 @@ class ModelSource:
         else:
             folder, quantization = self._folder(), self._quantization()
             model, _ = load_hub_model(folder, self.name, self.family, self.dtype, _ANEW, **quantization)
-        if self.mask_token_id is not None:
-            model.config.mask_token_id = self.mask_token_id
+        self._set_mask_token(model.config)
         return model
 
     def empty(self) -> Any:
@@ -118,8 +117,8 @@ class ModelSource:
             )
         else:
             bridge = self._bridge()
+        model_class, hub_config = self._megatron_class_and_config(bridge)
         with torch.device("meta"), reading(f"{self.name}: its config makes no model"):
-            model_class, hub_config = self._megatron_class_and_config(bridge)
             model = model_class(hub_config)
         if (folder := bridge.checkpoint.hub.folder) is not None:
             with opening(folder, f"{self.name}: does not load"):
@@ -173,29 +172,32 @@ class ModelSource:
         from transformers import AutoModelForCausalLM
 
         if self._is_megatron:
-            with reading(f"{self.name}: its config makes no model"):
-                return self._megatron_class_and_config(self._bridge())
+            return self._megatron_class_and_config(self._bridge())
         folder = Path(self.path) if self.seed is not None else self._config_folder()
         spec, hub_config = find_config(folder, self.name, self.family)
-        if self.mask_token_id is not None:
-            hub_config.mask_token_id = self.mask_token_id
+        self._set_mask_token(hub_config)
         return (AutoModelForCausalLM.from_config if spec is None else spec.load("model_class")), hub_config
 
     def _megatron_class_and_config(self, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
         """As `_class_and_config`, of the model behind `bridge`."""
-        hub_config = bridge.family.load("config_class").from_dict(bridge.config)
+        with reading(f"{self.name}: its config makes no model"):
+            hub_config = bridge.family.load("config_class").from_dict(bridge.config)
         hub_config.name_or_path = bridge.code_place
+        self._set_mask_token(hub_config)
+        return bridge.family.load("model_class"), hub_config
+
+    def _set_mask_token(self, hub_config: Any) -> None:
         if self.mask_token_id is not None:
             hub_config.mask_token_id = self.mask_token_id
-        return bridge.family.load("model_class"), hub_config
 
     def _lazy(self) -> StartingModel:
         """A model without weights, and the checkpoint to read them from. Raises NotInRangesError where only
         transformers' own loading can read the checkpoint."""
-        folder = None
+        folder, bridge = None, None
         checkpoint: Checkpoint
         if self.seed is not None or self._is_megatron:
-            checkpoint = self._bridge().checkpoint
+            bridge = self._bridge()
+            checkpoint = bridge.checkpoint
             checkpoint.check()
         else:
             folder = self._folder()
@@ -204,7 +206,10 @@ class ModelSource:
                 checkpoint = HubCheckpoint(folder)
             except DlmBridgeError as error:
                 raise NotInRangesError(str(error)) from error
-        model_class, hub_config = self._class_and_config()
+        if bridge is None or self.seed is not None:
+            model_class, hub_config = self._class_and_config()
+        else:
+            model_class, hub_config = self._megatron_class_and_config(bridge)
         if getattr(hub_config, "quantization_config", None) is not None:
             raise NotInRangesError("its weights are quantized")
         with reading(f"{self.name}: its config makes no model"):
