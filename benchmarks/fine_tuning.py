@@ -371,16 +371,17 @@ class Bench:
 
 def _write_inputs(arguments: argparse.Namespace, root: Path) -> None:
     """The model, of random weights, and the data: documents in which few tokens occur."""
+    from dlm_bridge.data.indexed import IndexedWriter
+    from dlm_bridge.loading.source import ModelSource
     from dlm_bridge.train.config import TrainConfig
-    from dlm_bridge.train.data.indexed import IndexedWriter
-    from dlm_bridge.train.loading import load_model
+    from dlm_bridge.train.setup import model_source
 
     name = arguments.model
     vocabulary, shape = VOCABULARIES[name], SHAPES[name]
     config = ILLADA | shape | {"vocab_size": vocabulary, "mask_token_id": vocabulary - 1}
     folder = root / "config"
     (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": shape["num_attention_heads"]}))
-    model = load_model(TrainConfig.from_flags(model=str(folder), data=["mock"], output="o", from_scratch=True))
+    model = ModelSource(str(folder), seed=0).load()
     model.save_pretrained(root / "model")
     if "bf16" in arguments.precision and importlib.util.find_spec("bitsandbytes"):
         quantized = TrainConfig.from_flags(
@@ -391,7 +392,7 @@ def _write_inputs(arguments: argparse.Namespace, root: Path) -> None:
             **LORA,
             lora_quantize="4bit",
         )
-        load_model(quantized).dequantize().save_pretrained(root / "rounded")
+        model_source(quantized).load().dequantize().save_pretrained(root / "rounded")
     numbers = np.random.default_rng(0)
     length = SEQUENCES[name]
     with IndexedWriter(root / "data/pair", np.dtype(np.uint16)) as writer:

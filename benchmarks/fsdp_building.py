@@ -83,7 +83,7 @@ def write_config(model: Path, layers: int | None, folder: Path) -> Path:
 
 def measure(options: argparse.Namespace) -> None:
     """One process of a strategy's run."""
-    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.data.loader import Prefetcher
 
     (strategy,) = options.strategies
     own = {"engine": "megatron", "tp": options.tp, "fsdp": strategy, "optimizer_instances": options.instances}

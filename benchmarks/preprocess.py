@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlm_bridge.train.data.preprocess import preprocess
+from dlm_bridge.data.preprocess import preprocess
 
 VOCABULARY = 32_000
 WAY, TOOL, OURS = "Megatron-LM's way", "Megatron-LM's tool", "dlm-bridge"

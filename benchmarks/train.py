@@ -186,8 +186,8 @@ def without(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], Non
 
 def ours(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None], Any]:
     """A step of the engine as `pretrain` takes it."""
+    from dlm_bridge.data.loader import Prefetcher
     from dlm_bridge.parallel.train.assembly import assemble
-    from dlm_bridge.train.data.loader import Prefetcher
 
     trainer = assemble(config, Console(quiet=True))
     trainer.prefetcher = Prefetcher(trainer.produce, 1)
@@ -223,7 +223,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     from dlm_bridge.parallel.train.mcore_config import DTYPES
     from dlm_bridge.parallel.train.settings import passed_on
     from dlm_bridge.parallel.weights import load
-    from dlm_bridge.train.loading import open_megatron_source
+    from dlm_bridge.train.setup import open_megatron_source
 
     initialize_parallel(config)
     source = open_megatron_source(config, None)

@@ -213,12 +213,12 @@ def take_step(trainer: Any, number: int) -> Any:
 
 def assemble(config: Any) -> Any:
     """The engine's trainer, with weights that are drawn on the GPU, which takes seconds where a CPU takes minutes."""
+    from dlm_bridge.loading.source import StartingModel
     from dlm_bridge.train.accelerate import trainer as engine
-    from dlm_bridge.train.loading import StartingModel, empty_model
-    from dlm_bridge.train.setup import load_data, resolve_objective
+    from dlm_bridge.train.setup import load_data, model_source, resolve_objective
 
     accelerator = engine.build_accelerator(config)
-    model = empty_model(config)
+    model = model_source(config).empty()
     if MAIN or not config.parallel.shards:  # others get their parts of it
         model.to_empty(device=accelerator.device)
         initialise(model)
@@ -232,7 +232,7 @@ def assemble(config: Any) -> Any:
 
 @contextlib.contextmanager
 def trainer_batches(trainer: Any) -> Any:
-    from dlm_bridge.train.data.loader import Prefetcher
+    from dlm_bridge.data.loader import Prefetcher
 
     with Prefetcher(trainer.produce, 1) as trainer.prefetcher:
         yield

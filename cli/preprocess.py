@@ -46,10 +46,10 @@ def preprocess(
 
     Example: dlm-bridge preprocess corpus.jsonl --output corpus --tokenizer GSAI-ML/LLaDA-8B-Base --append-eod
     """
-    from dlm_bridge.train.data.preprocess import preprocess as run
-    from dlm_bridge.train.loading import open_tokenizer
+    from dlm_bridge.data.preprocess import preprocess as run
+    from dlm_bridge.loading.pretrained import load_tokenizer
 
-    loaded = open_tokenizer(tokenizer, "--tokenizer")
+    loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     with progress_bar("tokenising") as progress:
         report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress, resume)

@@ -267,10 +267,10 @@ class Bench:
         """The loss of the engine's first step and all weights after it, fp32 on the CPU, by Hub name."""
         from rich.console import Console
 
+        from dlm_bridge.data.loader import Prefetcher
         from dlm_bridge.parallel.handover import stream_hf_weights
         from dlm_bridge.parallel.train.assembly import assemble
         from dlm_bridge.parallel.train.schedule import gathered_weights
-        from dlm_bridge.train.data.loader import Prefetcher
 
         config = self.config(task, precision, flags)
         make_way(config.parallel.layout, config.parallel.context, config.parallel.optimizer_instances)
@@ -379,7 +379,7 @@ class Bench:
 
     def _data(self) -> Path:
         """A Megatron pair of random documents, several in a row."""
-        from dlm_bridge.train.data.indexed import IndexedWriter, pair
+        from dlm_bridge.data.indexed import IndexedWriter, pair
 
         # Each process writes its own: nobody waits for another.
         prefix = self.root / f"data_{os.getpid()}"

@@ -292,8 +292,7 @@ class Live:
         from dlm_bridge.parallel import groups
         from dlm_bridge.parallel.parallelize import build_megatron_model
         from dlm_bridge.parallel.train.mcore_config import DTYPES, transformer_overrides
-        from dlm_bridge.train.loading import open_megatron_source
-        from dlm_bridge.train.setup import resolve_objective
+        from dlm_bridge.train.setup import open_megatron_source, resolve_objective
 
         make_way(Layout())
         config = bench.config(task, precision, {})

@@ -23,6 +23,7 @@ SPEC = FamilySpec(
     auto_classes=(),  # Llama's own entries stay as they are
     shift=True,
     mask_token_id=811,
+    ordinary_mask=True,  # "an existing word" of Llama 2's vocabulary, by the paper
     objective="shifted_floor",
     sampler={"algorithm": "diffullama"},
     checked_against="the public DiscreteDiffusionModel of DiffuLLaMA",

@@ -141,6 +141,7 @@ class FamilySpec:
     attention_pattern: AttentionPattern = "bidirectional"
     shift: bool = False  # True: logits[i - 1] predicts token i
     mask_token_id: int | None = None  # used where the config has none
+    ordinary_mask: bool = False  # the mask token is an ordinary one, which texts contain: masks are known by position
     objective: str = "masked"  # the family's own training objective
     sft: MappingABC[str, Any] = field(default_factory=dict)  # options of `dlm-bridge sft` that differ, as published
     sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that

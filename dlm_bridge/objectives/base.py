@@ -36,7 +36,8 @@ class Objective(abc.ABC):
     positions that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
 
     `noise_range` has the lowest and the highest probability of masking, in place of `eps` and 1. `certainty` adds
-    certainty-forcing to the loss of each position, under the same weight.
+    certainty-forcing to the loss of each position, under the same weight. With `ordinary_mask` texts contain the mask
+    token, which is noised and predicted as any other: only `corrupt` knows which positions are masks.
 
     The class attributes are the objective's capabilities, which engines, planning and evaluation read.
     """
@@ -70,6 +71,7 @@ class Objective(abc.ABC):
     loss_normalisation: Normalisation = "tokens"
     noise_range: tuple[float, float] | None = None
     certainty: Certainty | None = None
+    ordinary_mask: bool = False
 
     def __post_init__(self) -> None:
         if self.noise_range is not None and not self.noise_ranges:
@@ -127,8 +129,8 @@ class Objective(abc.ABC):
 
     @property
     def mask_token(self) -> int | None:
-        """The mask token, which no data may have; None for a model without any."""
-        return self.mask_token_id if self.mask_token_id >= 0 else None
+        """The mask token, which no data may have; None for a model without one, or with one that texts contain."""
+        return None if self.ordinary_mask or self.mask_token_id < 0 else self.mask_token_id
 
     @abc.abstractmethod
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:

@@ -98,12 +98,15 @@ class EditingBlockDiffusion(BlockDiffusion):
         tokens_BL, targets_BL = clean.input_ids, clean.targets
         segments = Segments.of(clean, self.block_size) if self.indel_probability else None
         if segments is not None:
-            tokens_BL = segments.put(tokens_BL, self._draft(segments, clean.input_ids, uniforms.token))
-            replaced_BL &= tokens_BL != self.mask_token_id
+            draft_SN, filled_SN = self._draft(segments, clean.input_ids, uniforms.token)
+            tokens_BL = segments.put(tokens_BL, draft_SN)
+            filled_BL = segments.put(torch.zeros_like(mask_BL), filled_SN)
+            replaced_BL &= ~filled_BL
         tokens_BL = torch.where(replaced_BL, self._random_tokens(uniforms.token), tokens_BL)
         tokens_BL = torch.where(mask_BL, self.mask_token_id, tokens_BL)
         if segments is not None:
-            targets_BL = segments.put(targets_BL, self._labels(segments, tokens_BL, clean.targets))
+            masks_SN = segments.take(mask_BL | filled_BL)
+            targets_BL = segments.put(targets_BL, self._labels(segments, tokens_BL, masks_SN, clean.targets))
         weights_BL = torch.full_like(p_BL, self.editing_weight).masked_scatter(mask_BL, masked.weights)
         return replace(
             masked,
@@ -116,8 +119,10 @@ class EditingBlockDiffusion(BlockDiffusion):
             normaliser=torch.cat([masked.normaliser, total(visible_BL)]),
         )
 
-    def _draft(self, segments: Segments, tokens_BL: torch.Tensor, uniform_BL: torch.Tensor) -> torch.Tensor:
-        """[S, N] the segments with tokens missing and too many."""
+    def _draft(
+        self, segments: Segments, tokens_BL: torch.Tensor, uniform_BL: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, N] the segments with tokens missing and too many; bool, which of them are masks that fill them."""
         tokens_SN, random_SN = segments.take(tokens_BL), segments.take(self._random_tokens(uniform_BL))
         operation_SN = segments.take(hashed(uniform_BL, OPERATION))
         half = self.indel_probability / 2
@@ -126,20 +131,25 @@ class EditingBlockDiffusion(BlockDiffusion):
         again_SN = segments.take(hashed(uniform_BL, KIND)) < 0.5
         stops_SN = (segments.valid.long() - missing_SN.long() + added_SN.long()).cumsum(dim=1)
         draft = tokens_SN.new_full((len(tokens_SN), tokens_SN.shape[1] + 1), self.mask_token_id)
+        filled = torch.ones_like(draft, dtype=torch.bool)
         for chosen_SN, place_SN, written_SN in (
             (segments.valid & ~missing_SN, stops_SN - 1, tokens_SN),
             (added_SN, stops_SN - 2, torch.where(again_SN, tokens_SN, random_SN)),
         ):  # one column more takes what is pushed out
             here_SN = chosen_SN & (place_SN < segments.lengths[:, None])
-            draft.scatter_(1, torch.where(here_SN, place_SN, tokens_SN.shape[1]), written_SN)
-        return draft[:, :-1]
+            column_SN = torch.where(here_SN, place_SN, tokens_SN.shape[1])
+            draft.scatter_(1, column_SN, written_SN)
+            filled.scatter_(1, column_SN, False)
+        return draft[:, :-1], filled[:, :-1]
 
-    def _labels(self, segments: Segments, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+    def _labels(
+        self, segments: Segments, tokens_BL: torch.Tensor, masks_SN: torch.Tensor, targets_BL: torch.Tensor
+    ) -> torch.Tensor:
         """[S, N] what the model is to predict of each segment."""
         assert self.delete_token_id is not None
         assert self.insert_token_id is not None
         targets_SN = segments.take(targets_BL)
-        edits_SN, places_SN = edit_labels(segments.take(tokens_BL), targets_SN, segments.valid, self.mask_token_id)
+        edits_SN, places_SN = edit_labels(segments.take(tokens_BL), masks_SN, targets_SN, segments.valid)
         labels_SN = targets_SN.gather(1, places_SN)
         labels_SN = labels_SN.masked_fill(edits_SN == Edit.DELETE, self.delete_token_id)
         return labels_SN.masked_fill(edits_SN == Edit.INSERT, self.insert_token_id)
@@ -196,13 +206,13 @@ class Segments:
 
 
 def edit_labels(
-    draft_SN: torch.Tensor, target_SN: torch.Tensor, valid_SN: torch.Tensor, mask_token_id: int
+    draft_SN: torch.Tensor, wild_SN: torch.Tensor, target_SN: torch.Tensor, valid_SN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[S, N] the `Edit` of each draft position, and the target position that it keeps or is substituted by (0 where it
-    is neither); see the module's docstring. Drafts and targets have the same `valid_SN` positions, the first ones."""
+    is neither); see the module's docstring. `wild_SN`: the draft's masks. Drafts and targets have the same `valid_SN`
+    positions, the first ones."""
     width = draft_SN.shape[1]
-    wild_SN = draft_SN == mask_token_id
-    equal_SNN = draft_SN[:, :, None] == target_SN[:, None, :]
+    equal_SNN = (draft_SN[:, :, None] == target_SN[:, None, :]) & ~wild_SN[:, :, None]
     both_SNN = valid_SN[:, :, None] & valid_SN[:, None, :]
     # As long as possible, then with as few masks as possible.
     scores_SNN = torch.where(equal_SNN, width + 2, torch.where(wild_SN[:, :, None], width + 1, 0)) * both_SNN

@@ -166,7 +166,8 @@ def family_objective(model: Any, name: str | None = None, length_variation: floa
     for that model, or where there is no mask token in its vocabulary and one is needed."""
     name = name or own_objective(model.config, model.family)
     check_objective(name, model.family, type(model).__name__)
-    return build_objective(name, noise_token_id(model, name), length_variation, model.config)
+    token, ordinary = noise_token_id(model, name), model.family.ordinary_mask
+    return build_objective(name, token, length_variation, model.config, ordinary_mask=ordinary)
 
 
 def noise_process(config: Any) -> NoiseName | None:

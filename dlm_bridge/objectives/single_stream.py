@@ -130,6 +130,11 @@ class UniformDiffusion(Objective):
     def process(self) -> NoiseProcess:
         return NoiseProcess()
 
+    @property
+    def _unused_token(self) -> int:
+        """The token that neither texts nor this noise have, the mask token; -1 for none."""
+        return -1 if self.mask_token is None else self.mask_token
+
     def noise_level(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
         """[B, L] float64, t of each position."""
         return ((1 - self.eps) * clean.noise_levels(uniforms.level).double() + self.eps).expand_as(clean.input_ids)
@@ -137,7 +142,7 @@ class UniformDiffusion(Objective):
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         if uniforms.replacement is None:
             raise DlmBridgeError(f"{type(self).__name__} needs random tokens: draw with replaces=True")
-        mask_token, counted = self.mask_token_id, clean.counted
+        mask_token, counted = self._unused_token, clean.counted
         count = self.vocabulary_size - (mask_token >= 0)
         t_BL = self.noise_level(clean, uniforms)
         keep_BL, masked_BL, replaced_BL = self.process.probabilities(t_BL)
@@ -168,9 +173,9 @@ class UniformDiffusion(Objective):
     def _weights(self, t_BL: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int) -> torch.Tensor:
         """[B, L] float64."""
         if self.loss_weighting == "dynamic":
-            weights_BL = self.process.dynamic_weights(t_BL, clean, noisy, count, self.mask_token_id)
+            weights_BL = self.process.dynamic_weights(t_BL, clean, noisy, count, self._unused_token)
         else:
-            weights_BL = self.process.weights(t_BL, clean, noisy, count, self.mask_token_id)
+            weights_BL = self.process.weights(t_BL, clean, noisy, count, self._unused_token)
         return weights_BL if self.loss_weighting == "bound" else weights_BL.clamp(max=self.max_weight)
 
 
@@ -190,6 +195,14 @@ class HybridDiffusion(UniformDiffusion):
     eps: float = 1e-4
     loss_weighting: Weighting = "dynamic"
     p_uniform: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ordinary_mask:
+            raise DlmBridgeError(
+                "noise of masks and random tokens needs a mask token of its own, and texts contain this model's "
+                f"({self.mask_token_id}): choose another --objective"
+            )
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from dlm_bridge import distributed
+from dlm_bridge.data.documents import check_tokenizer
+from dlm_bridge.data.indexed import IndexedTokens, TokenLimits, check_token_limits
+from dlm_bridge.data.sources import DataSources
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import plan_batch
+from dlm_bridge.loading.pretrained import check_exists, model_family
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.registry import own_objective
 from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
@@ -23,17 +27,20 @@ from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
-from dlm_bridge.train.data.documents import check_tokenizer
-from dlm_bridge.train.data.indexed import IndexedTokens, TokenLimits, check_token_limits
-from dlm_bridge.train.data.sources import DataSources
 from dlm_bridge.train.engine import find_engine
-from dlm_bridge.train.loading import check_exists, check_quantization, empty_model, load_tokenizer, model_family
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings
 from dlm_bridge.train.rl.replica import check_divides, check_split
 from dlm_bridge.train.rl.rewards import REWARDS
 from dlm_bridge.train.rl.rows import find_rows
-from dlm_bridge.train.setup import check_data, check_output, resolve_objective
+from dlm_bridge.train.setup import (
+    check_data,
+    check_output,
+    load_tokenizer,
+    model_source,
+    open_megatron_source,
+    resolve_objective,
+)
 
 MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, what it casts to 16 bits in weights"
 ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
@@ -167,10 +174,8 @@ def model_of(config: TrainConfig, checkpoint: Path | None) -> Any:
     tensors are checked."""
     checkpoint = None if config.model.adapts else checkpoint
     if config.engine.name == "megatron" and Path(config.model.path).is_dir():
-        from dlm_bridge.train.loading import open_megatron_source
-
         return open_megatron_source(config, checkpoint).model
-    return empty_model(config if checkpoint is None else config.replace(model=str(checkpoint)))
+    return model_source(config, checkpoint).empty()
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
@@ -183,7 +188,7 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
             if isinstance(source, IndexedTokens):
                 check_token_limits(source, TokenLimits(vocabulary, mask_token))
     if config.model.tokenizer:
-        check_exists("--tokenizer", config.model.tokenizer)
+        check_exists(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
     if not Path(config.model.tokenizer or config.model.path).is_dir():
         return
@@ -208,7 +213,7 @@ def memory_of(
         find_engine(config.engine.name).check_model(config, model.family, model.config, dims, objective)
         return memory_plan(model, run), building_notes(model, run)
     if config.model.adapts:
-        check_quantization(config)
+        model_source(config).check_quantization()
         return None, [ADAPTER]
     try:
         model = open_model(source, family=config.model.family)

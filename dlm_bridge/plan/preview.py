@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from dlm_bridge.data.conversations import first_conversation_blocks
+from dlm_bridge.data.documents import Source
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.plan.dry_run import model_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.conversations import first_conversation_blocks
-from dlm_bridge.train.data.documents import Source
 from dlm_bridge.train.setup import check_data, conversation_settings, resolve_objective
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run, of both engines: written atomically with a digest of every file, checked before a resume.
 
-In the Hub's layout each is a folder DIR/checkpoints/step-NNNNNNN with trainer state and tokenizer files; those of
-megatron-core are in `parallel.train.checkpoints`. What is shared is the choice of the one that a resume goes on from:
+In the Hub's layout each is a folder DIR/checkpoints/step-NNNNNNN with trainer state and tokenizer files: its contents
+are an engine's (`train.accelerate.checkpoints`). What is shared is the choice of the one that a resume goes on from:
 the newest that is whole. Those after it, damaged or incomplete, are renamed and kept.
 """
 
@@ -14,7 +14,7 @@ import re
 import shutil
 import textwrap
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,30 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from dlm_bridge.convert.checkpoints.huggingface import publish_config
-from dlm_bridge.convert.formats import dcp
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.distributed import from_all
 from dlm_bridge.errors import DlmBridgeError, first_of
 from dlm_bridge.files.atomic import atomic_folder, disk_errors
-from dlm_bridge.files.pickles import load_torch_file, restricted_loading
-from dlm_bridge.files.reading import FileWindow, library_cause, read_json
+from dlm_bridge.files.pickles import load_torch_file
+from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
 
 STATE = "trainer_state.pt"
@@ -113,25 +99,6 @@ def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
     )
 
 
-def save_checkpoint(
-    output: Path,
-    step: int,
-    model: Any,
-    tokenizer: Any,
-    state: dict[str, Any],
-    save_more: Callable[[Path], None] | None = None,
-) -> Path:
-    """Write a `save_pretrained` folder of a model or an adapter, with the tokenizer, `state` and what `save_more` adds
-    to the folder, atomically."""
-    with atomic_checkpoint(output, step) as folder:
-        model.save_pretrained(folder)
-        publish_config(folder)
-        if save_more is not None:
-            save_more(folder)
-        write_state(folder, step, tokenizer, state)
-    return step_folder(output, step)
-
-
 def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
     """Write what a checkpoint has beside the weights, the digests last; `state` is what `load_state` returns."""
     if tokenizer is not None:
@@ -183,40 +150,6 @@ def load_failure(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
-
-
-class RestrictedReader(FileSystemReader):
-    """torch's reader of a distributed checkpoint, without its pickles: `.metadata` is read by the restricted reader,
-    and the items go through `restricted_loading`. Raises DlmBridgeError where `.metadata` is damaged, hostile or not
-    consistent with the files."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._metadata = self._read()  # at once, since torch logs what is raised when it asks
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._metadata
-
-    def _read(self) -> Metadata:
-        contents = dcp.read_metadata(Path(self.path))
-        state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
-        places = {MetadataIndex(name): place for name, place in contents.objects.items()}
-        for name, tensor in contents.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
-            properties = TensorProperties(getattr(torch, tensor.dtype_name))
-            state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-            places |= {MetadataIndex(name, torch.Size(each.offsets)): each.place for each in tensor.chunks}
-        storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
-        return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
-
-    def _slice_file(self, file: Any, place: Any) -> Any:
-        window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot be searched from its end
-        window.name = file.name
-        return window
-
-    @restricted_loading()
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        return super().read_data(plan, planner)
 
 
 def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:

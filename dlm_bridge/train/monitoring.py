@@ -19,8 +19,8 @@ from dlm_bridge.files.atomic import append_line, disk_errors, replaced_file
 from dlm_bridge.generation.autoregressive import random_state_preserved
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
+from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import model_family
 from dlm_bridge.train.metrics import (
     MAKE_ROOM,
     MetricsFile,

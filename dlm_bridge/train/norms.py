@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dlm_bridge.train.loading import decoder_layers
+from dlm_bridge.loading.pretrained import decoder_layers
 
 EMBEDDING, FINAL_NORM, HEAD, OTHER = "embedding", "norm", "head", "other"  # outside of the layers
 _ORDER = (EMBEDDING, r"\d+", r"mtp\.\d+", FINAL_NORM, HEAD, OTHER)  # layers are named by their number, from 0

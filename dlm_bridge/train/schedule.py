@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import Objective
@@ -27,7 +28,6 @@ from dlm_bridge.objectives.registry import find_objective, objectives
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.config.sections import ScheduleOptions
-from dlm_bridge.train.data.loader import BatchSampler
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -18,10 +18,20 @@ from rich.console import Console
 from dlm_bridge import distributed
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
+from dlm_bridge.data.blocks import Blocks, Samples, split
+from dlm_bridge.data.chat_template import set_chat_template
+from dlm_bridge.data.conversations import ConversationSettings, EosPadding, load_conversation_blocks
+from dlm_bridge.data.documents import Source, check_tokenizer
+from dlm_bridge.data.indexed import TokenLimits
+from dlm_bridge.data.messages import check_sources
+from dlm_bridge.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
 from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import image_token_ids
+from dlm_bridge.loading.pretrained import load_tokenizer as open_tokenizer
+from dlm_bridge.loading.pretrained import model_family
+from dlm_bridge.loading.source import MegatronSource, ModelSource, StartingModel
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.models.special_tokens import align_special_tokens
@@ -44,17 +54,6 @@ from dlm_bridge.train.checkpoints import (
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
-from dlm_bridge.train.data.blocks import Blocks, Samples, split
-from dlm_bridge.train.data.conversations import (
-    ConversationSettings,
-    EosPadding,
-    load_conversation_blocks,
-)
-from dlm_bridge.train.data.documents import Source, check_tokenizer
-from dlm_bridge.train.data.indexed import TokenLimits
-from dlm_bridge.train.data.messages import check_sources
-from dlm_bridge.train.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
-from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
@@ -208,6 +207,47 @@ def _family_and_dims(path: str | Path, family: str | None) -> tuple[str, Dims]:
     return spec.name, dataclasses.replace(checked_dims(spec.mapping, hub_config, str(path)), mtp=0)
 
 
+def model_source(config: TrainConfig, checkpoint: Path | None = None) -> ModelSource:
+    """Where the model of `--model` comes from, on a resume of a run without an adapter the run's own `checkpoint`: in
+    fp32; the frozen base of an adapter in the run's precision, or quantized."""
+    model = config.model
+    resumes = checkpoint is not None and not model.adapts
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.name, torch.bfloat16)
+    return ModelSource(
+        str(checkpoint) if resumes else model.path,
+        model.family,
+        config.data.seed if model.from_scratch and not resumes else None,
+        model.mask_token_id,
+        dtype if model.adapts else torch.float32,
+        model.lora_quantize,
+    )
+
+
+def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> StartingModel:
+    """The model that a run starts with, of `model_source`; under FSDP no process loads it whole, where its checkpoint
+    allows that. Raises DlmBridgeError."""
+    source = model_source(config, checkpoint)
+    return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
+
+
+def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:
+    """The source that `--model` names, or on a resume the run's own `checkpoint`, but for an adapter's base. Raises
+    DlmBridgeError."""
+    return model_source(config).megatron(None if config.model.adapts else checkpoint)
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The tokenizer of `--tokenizer`, else the model's own, with the template of `--chat-template`. Raises
+    DlmBridgeError."""
+    if config.model.tokenizer:
+        tokenizer = open_tokenizer(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
+    else:
+        tokenizer = open_tokenizer(config.model.path, f"--model {config.model.path}", ": name one with --tokenizer")
+    if config.model.chat_template is not None:
+        set_chat_template(tokenizer, config.model.chat_template)
+    return tokenizer
+
+
 def write_config(config: TrainConfig, output: Path) -> None:
     """Write the resolved configuration to DIR/config.yaml."""
     with atomic_file(output / "config.yaml", overwrite=True) as file:
@@ -299,6 +339,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
         trajectory_block=options.trajectory_block,
         trajectory_complement=options.trajectory_complement,
         certainty=Certainty(weight, options.certainty_temperature) if weight else None,
+        ordinary_mask=model.family.ordinary_mask if hasattr(model, "family") else None,
     )
     record_noise(config, model.config, objective)
     return config, objective

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.data.blocks import Samples
+from dlm_bridge.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.objectives.base import Objective, divisors
@@ -29,8 +31,6 @@ from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
 from dlm_bridge.processes import catch_sigterm
 from dlm_bridge.train.checkpoints import check_finite
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
-from dlm_bridge.train.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.train.metrics import (
     CudaTimer,
     DeferredMetrics,

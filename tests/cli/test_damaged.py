@@ -16,16 +16,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge.data.documents import parse_object
 from dlm_bridge.files.reading import reading
 from dlm_bridge.generation.prompts import read_prompts
-from dlm_bridge.loading import load_model, load_tokenizer
+from dlm_bridge.loading import load_model
+from dlm_bridge.loading.pretrained import load_tokenizer
+from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
-from dlm_bridge.train.data.documents import parse_object
-from dlm_bridge.train.loading import empty_model, load_hub_model
 from dlm_bridge.train.lora import add_adapter
 from dlm_bridge.train.metrics import plot_loss, read_rows
+from dlm_bridge.train.setup import model_source
 from tests.cli.conftest import Cli
 from tests.convert.helpers import run_cli
 
@@ -87,9 +89,9 @@ def test_a_damaged_model_is_named_by_every_loader(copy: Path, name: str) -> None
     file, damage = OF_A_MODEL[name]
     damage(copy / file)
     config = TrainConfig.from_flags(model=str(copy), data=["x"], output="y")
-    loaders = [load_model, lambda folder: load_hub_model(str(folder))]
+    loaders = [load_model, lambda folder: ModelSource(str(folder)).load()]
     if file == "model.safetensors":
-        loaders.append(lambda _: empty_model(config))
+        loaders.append(lambda _: model_source(config).empty())
     for load in loaders:
         with pytest.raises(DlmBridgeError, match=file):
             load(copy)
@@ -124,7 +126,7 @@ def pickle_weights(folder: Path, **options: Any) -> None:
 
 def test_sizes_that_do_not_fit_name_the_tensor(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change(copy / "config.json", intermediate_size=64)
-    for load in (load_model, lambda folder: load_hub_model(str(folder))):
+    for load in (load_model, lambda folder: ModelSource(str(folder)).load()):
         with pytest.raises(DlmBridgeError, match=r"gate_proj|up_proj|down_proj"):
             load(copy)
     assert "\x1b" not in capfd.readouterr().err
@@ -134,7 +136,7 @@ def test_sizes_that_do_not_fit_name_the_tensor(copy: Path, capfd: pytest.Capture
 def test_odd_sizes_in_a_config(copy: Path, value: Any) -> None:
     change(copy / "config.json", num_attention_heads=value)
     config = TrainConfig.from_flags(model=str(copy), data=["x"], output="y")
-    for load in (load_model, lambda folder: load_hub_model(str(folder)), lambda _: empty_model(config)):
+    for load in (load_model, lambda folder: ModelSource(str(folder)).load(), lambda _: model_source(config).empty()):
         with pytest.raises(DlmBridgeError, match=str(copy)):
             load(copy)
 
@@ -167,7 +169,7 @@ def test_a_damaged_adapter_is_named(qwen3: Path, adapter: Path, damage: Damage) 
 def test_a_config_of_impossible_values_is_named_by_every_loader(copy: Path, values: dict[str, Any]) -> None:
     change(copy / "config.json", **values)
     config = TrainConfig.from_flags(model=str(copy), data=["x"], output="y")
-    for load in (load_model, lambda folder: load_hub_model(str(folder)), lambda _: empty_model(config)):
+    for load in (load_model, lambda folder: ModelSource(str(folder)).load(), lambda _: model_source(config).empty()):
         with pytest.raises(DlmBridgeError, match=r"config\.json|num_hidden_layers"):
             load(copy)
 

@@ -79,7 +79,7 @@ INTERRUPTED = (
     Case(("verify", "{megatron}", "{llada}"), "dlm_bridge.convert.verify._compare_tensors"),
     Case(
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
-        "dlm_bridge.train.data.indexed.IndexedWriter.add",
+        "dlm_bridge.data.indexed.IndexedWriter.add",
     ),
     Case(("generate", "{llada}", "--prompt", "a", "--gen-length", "8"), "dlm_bridge.generation.engine.denoise_rows"),
     Case(("eval", "{llada}", "--perplexity", "{text}"), "dlm_bridge.evaluation.perplexity.likelihood_bounds"),
@@ -92,7 +92,7 @@ KILLED = (
     Case(("import", "{llada}", "{out}", "--tp", "2", "--processes", "2"), WRITE),
     Case(
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
-        "dlm_bridge.train.data.preprocess._TokenizerWork.__call__",
+        "dlm_bridge.data.preprocess._TokenizerWork.__call__",
     ),
     pytest.param(Case(MEGATRON, WRITER), marks=pytest.mark.slow),
     Case(RL),

@@ -14,7 +14,7 @@ import torch
 import dlm_bridge
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.setup import model_source
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, same, tree
 
@@ -56,7 +56,7 @@ def test_the_code_that_a_config_names_is_saved_with_a_megatron_checkpoint_s_mode
     Bridge.from_hf(source).to_megatron(tmp_path / "m")
     Bridge.from_megatron(tmp_path / "m").build_hf_model().save_pretrained(tmp_path / "out")
     config = TrainConfig.from_flags(model=str(source), data=["x"], output="y", from_scratch=True)
-    load_model(config).save_pretrained(tmp_path / "new")
+    model_source(config).load().save_pretrained(tmp_path / "new")
     code = {path.name: path.read_bytes() for path in source.glob("*.py")}
     assert code
     for folder in (tmp_path / "out", tmp_path / "new"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dlm_bridge import DlmBridgeError
+from dlm_bridge.data.sources import find_sources
 from dlm_bridge.files.pickles import (
     RestrictedUnpickler,
     check_torch_file,
@@ -25,7 +26,6 @@ from dlm_bridge.files.pickles import (
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.data.sources import find_sources
 from tests.fuzz.hostile import BOMBS, CODE, MARKER, WHOLE, Place, put
 
 ROOM = 1 << 30  # bytes

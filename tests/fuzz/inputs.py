@@ -236,7 +236,7 @@ def _data(root: Path, target: Path, run: Run) -> None:
 def _conversations(root: Path, target: Path, _: Run) -> None:
     """Chats with tools in every container, and chat templates: one that marks answers, one that only says where they
     begin, one that always ends with a header, and one that takes arguments as text."""
-    from tests.train.test_answers import write_containers
+    from tests.data.test_answers import write_containers
 
     target.mkdir()
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_bridge.train.data.indexed import IndexedWriter, token_dtype
+from dlm_bridge.data.indexed import IndexedWriter, token_dtype
 from tests.checkpoints import write_tokenizer
 from tests.interop.cases import PREDICTING, Model, models
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli.app import main
+from dlm_bridge.data.loader import Prefetcher
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.parallel import groups
@@ -33,7 +34,6 @@ from dlm_bridge.parallel.train.checkpoints import CheckpointManager
 from dlm_bridge.parallel.train.schedule import gathered_weights
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import options_of
-from dlm_bridge.train.data.loader import Prefetcher
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
 from tests.parallel.megatron_cases import Cell, Files, refusal

@@ -150,7 +150,7 @@ def test_a_file_that_all_iterations_share(finished: Path, capsys: pytest.Capture
 
 def test_a_new_config_that_a_full_disk_refuses_leaves_the_old_one(finished: Path, values: dict[str, Any]) -> None:
     from dlm_bridge.parallel.train.checkpoints import write_hub_config
-    from dlm_bridge.train.loading import open_megatron_source
+    from dlm_bridge.train.setup import open_megatron_source
 
     source = open_megatron_source(TrainConfig.from_flags(**{**values, **OPTIONS, "output": str(finished)}), None)
     root, source.model.config.block_size = finished / "checkpoints", 4

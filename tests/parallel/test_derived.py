@@ -10,7 +10,7 @@ import pytest
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.models.families import FamilySpec, families
 from tests.autoregressive.cases import CASES
-from tests.train.chats import chatty, conversation, three_steps, write_rows
+from tests.data.chats import chatty, conversation, three_steps, write_rows
 from tests.train.conftest import VOCAB, Run
 
 pytest.importorskip("megatron.core")

@@ -19,9 +19,10 @@ from dlm_bridge.errors import DlmBridgeError
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
+from tests.data.chats import chatty, conversation, three_steps, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
-from tests.train.chats import chatty, conversation, three_steps, write_rows
 from tests.train.conftest import VOCAB, Run, read_metrics
+from tests.train.test_ordinary_mask import check_first_loss
 
 CASES = {
     "llada": None,
@@ -440,3 +441,7 @@ def test_what_prediction_layers_share_is_given_back_as_trained(tmp_path: Path, o
     Bridge.from_megatron(tmp_path / "carried/checkpoints").to_hf(tmp_path / "again")
     carried = hub_tensors(tmp_path / "again")
     assert all(torch.equal(carried[name], source[name]) for name in source if name.startswith(layer))
+
+
+def test_texts_with_the_mask_token(tmp_path: Path, on_megatron: Run, tokenizer: Any, corpus: Path) -> None:
+    check_first_loss(on_megatron, tmp_path, tokenizer, corpus)

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.data.indexed import IndexedWriter
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_yaml
-from dlm_bridge.train.data.indexed import IndexedWriter
 from dlm_bridge.train.loading import load_model
 from tests.train.conftest import _cache, corpus, seed_folder, tokenizer, values
 
@@ -239,7 +240,7 @@ def test_weights_that_are_cut_take_less_and_adapters_have_no_plan(
     assert any("in the CPU's memory" in note for note in offloaded.notes)
     assert any("--ema-decay is not counted" in note for note in offloaded.notes)
     model = tmp_path / "model"
-    saved = load_model(TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True))
+    saved = ModelSource(str(seed_folder), seed=0).load()
     saved.save_pretrained(model)
     options = {"model": str(model), "from_scratch": False, "tokenizer": str(seed_folder), "lora_rank": 4}
     planned = show(**options)

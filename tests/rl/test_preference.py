@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge.data.conversations import Example
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.train.data.conversations import Example
 from dlm_bridge.train.rl.likelihood import bound_query
 from dlm_bridge.train.rl.likelihood import bound_sums as sums_of
 from dlm_bridge.train.rl.rows import PreferencePair

@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.source import ModelSource
+from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
 from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.train.rl.likelihood import bound_query
+from dlm_bridge.train.rl.methods import load_rows
+from dlm_bridge.train.rl.policy import PolicyTrainer
+from dlm_bridge.train.rl.preference import PreferenceTrainer
 from dlm_bridge.train.rl.rows import Shuffled, load_pairs, load_problems
-from tests.rl.conftest import Run, letters
-from tests.train.chats import chatty
+from tests.data.chats import chatty
+from tests.families import diffullama
+from tests.rl.conftest import WORDS, Run, letters
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -146,3 +154,29 @@ def test_runs_that_cannot_begin(run: Run, tmp_path: Path, changes: dict[str, Any
     for _ in range(2):
         with pytest.raises(DlmBridgeError, match=message):
             run(tmp_path / "run", **changes)
+
+
+def test_a_mask_token_that_texts_contain(tmp_path: Path) -> None:
+    """DiffuLLaMA's, in prompts and pairs. In a likelihood it is hidden where that is drawn, and nowhere else."""
+    token = 4  # c
+    sizes = {"vocab_size": len(WORDS), "num_hidden_layers": 1, "mask_token_id": token}
+    (tmp_path / "config.json").write_text(json.dumps(diffullama.CONFIG | sizes))
+    model = ModelSource(str(tmp_path), "diffullama", seed=0).load()
+    files = [
+        write(tmp_path / "prompts.jsonl", {"prompt": "acb"}),
+        write(tmp_path / "pairs.jsonl", {"prompt": "ac", "chosen": "cbc", "rejected": "cc"}),
+    ]
+    config = RLConfig.from_flags(model=str(tmp_path), data=["x"], output="o", method="vrpo", seq_length=512)
+    (problem,), _ = load_rows(config.replace(data=[str(files[0])]), PolicyTrainer, model, letters())
+    assert problem.input_ids == [2, 4, 3]
+    (row,), _ = load_rows(config.replace(data=[str(files[1])]), PreferenceTrainer, model, letters())
+    text = torch.tensor([row.chosen.input_ids])
+    answer = torch.tensor([row.chosen.answer])
+    assert text.tolist() == [[2, 4, 4, 3, 4, 0]]
+    uniforms = Uniforms.keyed(0, 1, [0], text.shape[1])
+    noisy = bound_query(model, text, answer, torch.ones_like(answer), uniforms)
+    masks = answer & (uniforms.token < (1 - 1e-3) * uniforms.level + 1e-3)
+    assert 0 < masks.sum() < answer.sum()
+    assert torch.equal(noisy.input_ids, torch.where(masks, token, text))
+    assert torch.equal(noisy.targets, text[masks])
+    assert torch.equal(noisy.mask, masks.roll(-1, dims=1))

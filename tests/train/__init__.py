@@ -1,1 +1,1 @@
-"""Training: objectives, data, configuration and the Accelerate engine."""
+"""Training: objectives, configuration and the Accelerate engine."""

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves
 
 from dlm_bridge.convert import streaming
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train import loading
+from dlm_bridge.loading.lazy import NotInRangesError
+from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.train.accelerate import fsdp, trainer
 from dlm_bridge.train.accelerate.fsdp import full_tensor
 from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.lazy_weights import NotInRangesError
-from dlm_bridge.train.loading import load_model, starting_model
+from dlm_bridge.train.setup import model_source, starting_model
 from tests.processes import fork
 from tests.train.conftest import undrawn
 
@@ -248,7 +248,7 @@ def reads_its_shards(root: Path, subject: str) -> None:
         model = starting.model
         assert all(weight.is_meta for weight in model.parameters())
         fsdp.shard_model(model, starting.weights, config, torch.device("cpu"))
-    wanted = load_model(config)
+    wanted = model_source(config).load()
     own = largest = 0
     for (name, weight), whole in zip(model.named_parameters(), wanted.parameters(), strict=True):
         shard, size = weight.to_local(), -(-len(whole) // 2)
@@ -273,7 +273,7 @@ def equals_one_read_whole(root: Path) -> None:
         with contextlib.ExitStack() as stack:
             if name == "whole":
                 refusing = mock.Mock(side_effect=NotInRangesError("so that the first process reads it"))
-                stack.enter_context(mock.patch.object(loading, "_lazy_model", refusing))
+                stack.enter_context(mock.patch.object(ModelSource, "_lazy", refusing))
             train(root, name, "weights", sharding="fsdp", from_scratch=False)
             assert name == "parts" or refusing.called
     for found, wanted in zip(rows(root, "parts"), rows(root, "whole"), strict=True):

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge import DlmBridgeError
+from dlm_bridge.data.conversations import ConversationSettings, load_conversation_blocks
 from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
@@ -22,10 +23,9 @@ from dlm_bridge.objectives.registry import build_objective
 from dlm_bridge.objectives.two_streams import CanvasDiffusion
 from dlm_bridge.train.accelerate import transforms
 from dlm_bridge.train.accelerate.canvas import CanvasHead
-from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
 from tests.canvas_models import CANVAS, EOS, IMAGE, VOCABULARY, canvas_model, has_class, write_canvas_model
 from tests.convert.helpers import hub_tensors
-from tests.train.chats import chatty, conversation, said, write_rows
+from tests.data.chats import chatty, conversation, said, write_rows
 from tests.train.conftest import Run, without_speed
 
 pytestmark = has_class

@@ -15,7 +15,7 @@ from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import load_model
 from tests.canvas_models import has_class, write_canvas_model
 from tests.convert.helpers import hub_tensors, run_cli
-from tests.train.chats import conversation, write_rows
+from tests.data.chats import conversation, write_rows
 from tests.train.conftest import Run, without_speed
 from tests.train.test_canvas import options
 

@@ -10,13 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from dlm_bridge.data.blocks import Epochs, MockBlocks, split
+from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
-from dlm_bridge.train.data.blocks import Epochs, MockBlocks, split
-from dlm_bridge.train.data.loader import BatchSampler
 from tests.autoregressive.cases import CASES, Case
 from tests.train.conftest import Run, without_speed
 

@@ -25,9 +25,8 @@ from dlm_bridge.models.families import FamilySpec, families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.schedule import learning_rate
-from dlm_bridge.train.setup import with_objective
+from dlm_bridge.train.setup import model_source, with_objective
 from tests import launcher
 from tests.processes import environments
 from tests.train.conftest import Run, read_metrics, without_speed
@@ -77,8 +76,8 @@ def test_first_step_is_the_objective_at_the_initial_weights(
     tmp_path: Path, run: Run, seed_folder: Path, values: dict[str, Any]
 ) -> None:
     """Loss, gradient norm and AdamW's first update of step 1, computed here without the engine."""
-    from dlm_bridge.train.data.blocks import Epochs, split
-    from dlm_bridge.train.data.documents import find_files, pack
+    from dlm_bridge.data.blocks import Epochs, split
+    from dlm_bridge.data.documents import find_files, pack
 
     rows = run(tmp_path / "run", steps=1, warmup_steps=0, lr_schedule="constant", clip_grad=0.0)
     raw = json.loads((seed_folder / "config.json").read_text())
@@ -275,14 +274,14 @@ def test_weights_that_are_pickled(tmp_path: Path, run: Run, values: dict[str, An
     """A folder with torch's own file alone is a model, as for every other command."""
     run(tmp_path / "run", steps=1)
     folder = tmp_path / "run" / "checkpoints" / "step-0000001"
-    first = load_model(
+    first = model_source(
         TrainConfig.from_flags(**{**values, "output": "o", "model": str(folder), "from_scratch": False})
-    )
+    ).load()
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    again = load_model(
+    again = model_source(
         TrainConfig.from_flags(**{**values, "output": "o", "model": str(folder), "from_scratch": False})
-    )
+    ).load()
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in first.state_dict().items())
 
 

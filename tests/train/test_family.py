@@ -15,7 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.modeling_difflm import DiffLM
 from dlm_bridge.models.modeling_diffullama import LlamaForCausalLM
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.setup import model_source
 from tests.families import a2d, difflm, diffullama, dream
 from tests.train.conftest import Run, without_speed
 
@@ -44,7 +44,7 @@ def test_a_run_of_a_named_family(case: Any, model_class: type, objective: str, t
     # What was saved is what the family's own class reads, and a second run starts from.
     saved = str(tmp_path / "whole/checkpoints/step-0000002")
     given = {**options, "model": saved, "output": "unused", "from_scratch": False}
-    assert type(load_model(TrainConfig.from_flags(**given))) is model_class
+    assert type(model_source(TrainConfig.from_flags(**given)).load()) is model_class
 
 
 def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) -> None:
@@ -54,7 +54,7 @@ def test_a_llama_config_is_a_llama_unless_it_is_named(tmp_path: Path, run: Run) 
     saved = str(tmp_path / "run/checkpoints/step-0000001")
     assert len(scratch) == 1
     config = TrainConfig.from_flags(model=saved, data=["mock"], output="unused")
-    assert type(load_model(config)) is transformers.LlamaForCausalLM
+    assert type(model_source(config).load()) is transformers.LlamaForCausalLM
 
 
 def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:

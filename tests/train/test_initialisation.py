@@ -15,7 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import find_family
 from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.setup import model_source
 from tests.checkpoints import llada_config
 from tests.interop.autoregressive import CONFIGS
 
@@ -82,9 +82,9 @@ def test_a_model_from_scratch_holds_exactly_these_tensors(tmp_path: Path, tied: 
     config = llada_config(weight_tying=tied, n_kv_heads=2)
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = load_model(
+    model = model_source(
         TrainConfig.from_flags(model=str(tmp_path), data=["mock"], output="o", from_scratch=True, seed=5)
-    )
+    ).load()
     model.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved/model.safetensors")
     weights = dict(find_family(config).initial_weights(config, 5))

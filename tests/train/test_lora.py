@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.lora import BASE, with_lora
-from dlm_bridge.train.setup import with_objective
+from dlm_bridge.train.setup import model_source, with_objective
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.convert.adapters import back, set_config, to_megatron
 from tests.convert.helpers import hub_tensors, run_cli, same
+from tests.data.chats import chatty, conversation, write_rows
 from tests.families import llada2_moe, sdar_moe
-from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {
@@ -45,9 +44,9 @@ LINEAR = 2 * 7  # in the two layers of the base
 def base(tmp_path_factory: pytest.TempPathFactory, seed_folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A LLaDA with weights and a chat template."""
     folder = tmp_path_factory.mktemp("base") / "llada"
-    load_model(
+    model_source(
         TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True)
-    ).save_pretrained(folder)
+    ).load().save_pretrained(folder)
     chatty(tokenizer).save_pretrained(folder)
     return folder
 
@@ -181,7 +180,7 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(
     )
     other = tmp_path / "other"
     config = TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True, seed=7)
-    load_model(config).save_pretrained(other)
+    model_source(config).load().save_pretrained(other)
     with pytest.raises(DlmBridgeError, match=f"is an adapter of {base}, which has other weights than --model {other}"):
         tune(tmp_path / "third", **going_on, model=str(other), tokenizer=str(base))
     (start / BASE).unlink()
@@ -189,18 +188,18 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(
     (tmp_path / "smaller").mkdir()
     (tmp_path / "smaller/config.json").write_text(json.dumps(smaller))
     config = TrainConfig.from_flags(model=str(tmp_path / "smaller"), data=["mock"], output="o", from_scratch=True)
-    load_model(config).save_pretrained(tmp_path / "weights")
+    model_source(config).load().save_pretrained(tmp_path / "weights")
     with pytest.raises(DlmBridgeError, match=r"is no adapter of --model .*weights: .*size mismatch"):
         tune(tmp_path / "fourth", **going_on, model=str(tmp_path / "weights"), tokenizer=str(base))
     set_config(start, base_model_name_or_path="owner/base")
     resolved = with_objective(
         TrainConfig.from_flags(**{**OPTIONS, **going_on, "model": "owner/other", "data": ["d"], "output": "o"}),
-        load_model(config),
+        model_source(config).load(),
     )
     with pytest.raises(DlmBridgeError, match="is an adapter of owner/base, not of owner/other"):
-        with_lora(resolved, load_model(config))
+        with_lora(resolved, model_source(config).load())
     caplog.clear()
-    with_lora(resolved.replace(model=str(base)), load_model(config))  # which may be a copy of owner/base
+    with_lora(resolved.replace(model=str(base)), model_source(config).load())  # which may be a copy of owner/base
     (said,) = [record.getMessage() for record in caplog.records]
     assert "owner/base" in said
     assert str(base) in said
@@ -223,9 +222,9 @@ def test_an_autoregressive_model(tmp_path: Path, tune: Any, base: Path) -> None:
     (tmp_path / "body").mkdir()
     config = {**case.config, "vocab_size": 288, "eos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 256}
     (tmp_path / "body/config.json").write_text(json.dumps(config))
-    model = load_model(
+    model = model_source(
         TrainConfig.from_flags(model=str(tmp_path / "body"), data=["mock"], output="o", from_scratch=True)
-    )
+    ).load()
     model.save_pretrained(tmp_path / "model")
     rows = tune(tmp_path / "run", steps=4, model=str(tmp_path / "model"), tokenizer=str(base), packing=True)
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -12,8 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.train.metrics import (
     MetricsFile,
     StepMetrics,
@@ -87,7 +86,7 @@ def test_rows_are_strict_json() -> None:
 
 
 def test_flops_follow_the_formula(seed_folder: Path) -> None:
-    model = load_model(TrainConfig.from_flags(model=str(seed_folder), data=["mock"], output="o", from_scratch=True))
+    model = ModelSource(str(seed_folder), seed=0).load()
     layers, hidden, ffn, vocab = 2, 32, 48, 288
     parameters = layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden + vocab * hidden
     assert flops_per_token(model, seq_length=16) == 6 * parameters + 12 * layers * hidden * 16

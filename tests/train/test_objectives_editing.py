@@ -31,7 +31,7 @@ def labels_of(draft: list[int], target: list[int], width: int | None = None) -> 
     width = width or len(draft)
     rows = torch.full((2, 1, width), 7)
     rows[0, 0, : len(draft)], rows[1, 0, : len(target)] = torch.tensor(draft), torch.tensor(target)
-    edits, places = edit_labels(rows[0], rows[1], torch.arange(width)[None] < len(draft), MASK)
+    edits, places = edit_labels(rows[0], rows[0] == MASK, rows[1], torch.arange(width)[None] < len(draft))
     found = zip(map(Edit, edits[0].tolist()), places[0].tolist(), strict=True)
     return [(edit, target[place] if edit in (K, S) else None) for edit, place in list(found)[: len(draft)]]
 
@@ -80,7 +80,7 @@ def test_labels_follow_a_longest_common_subsequence() -> None:
         target = [choice.randint(1, 3) for _ in range(length)]
         draft = [choice.choice([1, 2, 3, 9, MASK]) for _ in range(length)]
         rows = [torch.tensor([row]) for row in (draft, target)]
-        edits, places = edit_labels(*rows, torch.ones(1, length, dtype=torch.bool), MASK)
+        edits, places = edit_labels(rows[0], rows[0] == MASK, rows[1], torch.ones(1, length, dtype=torch.bool))
         anchors = [i for i, edit in enumerate(edits[0].tolist()) if edit in (K, I)]
         found = [places[0, i].item() for i in anchors]
         assert found == sorted(set(found))

@@ -12,8 +12,8 @@ from torch import nn
 from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.loading import load_model
 from dlm_bridge.train.muon import muon_parameters
+from dlm_bridge.train.setup import model_source
 from tests.train.conftest import Run, without_speed
 
 MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1}
@@ -21,7 +21,7 @@ MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1}
 
 @pytest.fixture
 def model(values: dict[str, Any]) -> nn.Module:
-    found: nn.Module = load_model(TrainConfig.from_flags(**values, output="o"))
+    found: nn.Module = model_source(TrainConfig.from_flags(**values, output="o")).load()
     return found
 
 

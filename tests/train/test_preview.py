@@ -13,9 +13,8 @@ from transformers import AutoTokenizer
 from dlm_bridge.cli.app import main
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
-from dlm_bridge.train.setup import load_data, resolve_objective
-from tests.train.chats import MARKED, conversation, write_rows
+from dlm_bridge.train.setup import load_data, model_source, resolve_objective
+from tests.data.chats import MARKED, conversation, write_rows
 
 SHOWN = 3
 
@@ -51,7 +50,7 @@ def test_rows_are_those_that_are_trained(
     given |= {"packing": True, "eos_padding": "none"} if "--packing" in flags else {}
     given |= {"eos_padding": "row"} if "row" in flags else {}
     config = TrainConfig.from_flags(**given)
-    model = load_model(config)
+    model = model_source(config).load()
     config, objective = resolve_objective(config, model)
     train, _, tokenizer = load_data(config, model, objective.mask_token)
     rows = train.blocks.rows(range(min(SHOWN, len(train))))  # type: ignore[attr-defined]

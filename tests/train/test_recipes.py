@@ -9,7 +9,7 @@ import pytest
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.schedule import learning_rate
-from tests.train.chats import conversation, write_rows
+from tests.data.chats import conversation, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*/*.yaml"))

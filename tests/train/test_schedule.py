@@ -14,12 +14,12 @@ from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBat
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from rich.console import Console
 
+from dlm_bridge.data.indexed import TokenLimits
+from dlm_bridge.data.sources import ReaderSettings, find_run_data
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.data.indexed import TokenLimits
-from dlm_bridge.train.data.sources import ReaderSettings, find_run_data
 from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
-from tests.train.chats import chatty, conversation, write_rows
+from tests.data.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
 
 STEPS, WARMUP, DECAY = 40, 5, 12

@@ -21,8 +21,8 @@ from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import OBJECTIVES
 from dlm_bridge.train.config.files import load_config, read_yaml
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.data.chats import chatty, conversation, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar, wedlm
-from tests.train.chats import chatty, conversation, write_rows
 from tests.train.conftest import VOCAB, Run, without_speed
 
 ROWS = 24
@@ -90,8 +90,8 @@ def test_lladas_loss_is_that_of_its_guidelines(tmp_path: Path, run: Run, options
     weights = dict(families()[0].initial_weights(raw, seed=0))
     model.load_state_dict(type(model).from_pretrained(None, config=model.config, state_dict=weights).state_dict())
 
-    from dlm_bridge.train.data.blocks import Epochs
-    from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
+    from dlm_bridge.data.blocks import Epochs
+    from dlm_bridge.data.conversations import ConversationSettings, load_conversation_blocks
 
     blocks = load_conversation_blocks(
         [Path(options["data"][0])], chat, ConversationSettings(96, chat.mask_token_id, eos_padding="row")
@@ -141,7 +141,7 @@ def test_packed_conversations_cost_what_they_cost_alone(tmp_path: Path, run: Run
 
 
 def _packed_rows(chat: Any, chats: Path) -> int:
-    from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
+    from dlm_bridge.data.conversations import ConversationSettings, load_conversation_blocks
 
     return len(load_conversation_blocks([chats], chat, ConversationSettings(96, None, packing=True)))
 

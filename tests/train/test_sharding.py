@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.train.accelerate.fsdp import with_launcher_settings
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model
+from dlm_bridge.train.setup import model_source
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
+from tests.data.chats import chatty, conversation, write_rows
 from tests.families import dream, illada, llada2_moe, sdar
 from tests.processes import assert_ok, forked, launch
-from tests.train.chats import chatty, conversation, write_rows
 from tests.train.sharding_worker import names
 
 VOCAB = 288
@@ -49,7 +49,7 @@ def _run_checks(root: Path, tokenizer: PreTrainedTokenizerFast, worlds: tuple[in
     chatty(tokenizer).save_pretrained(root / "tokenizer")
     write_rows(root / "chats.jsonl", [conversation(number) for number in range(24)])
     weights = TrainConfig.from_flags(model=str(root / "masked"), data=["mock"], output="o", from_scratch=True)
-    load_model(weights).save_pretrained(root / "weights")
+    model_source(weights).load().save_pretrained(root / "weights")
     (root / "worlds.json").write_text(json.dumps(worlds))
     launch("tests.train.sharding_worker", root, processes=1)  # the reports say what failed
     return root

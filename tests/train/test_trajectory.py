@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import PreTrainedTokenizerFast
 
+from dlm_bridge.data.conversations import ConversationSettings, load_conversation_blocks
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import build_objective
-from dlm_bridge.train.data.conversations import ConversationSettings, load_conversation_blocks
-from tests.train.chats import conversation, write_rows
+from tests.data.chats import conversation, write_rows
 from tests.train.conftest import Run
 
 MASK, VOCAB = 11, 12

@@ -472,7 +472,7 @@ PROCESS_PATCHES = (
     ),
     Patch(
         target="_get_filesystem_reader, while a checkpoint is loaded",
-        what="`train.checkpoints.RestrictedReader`",
+        what="`convert.formats.dcp_reader.RestrictedReader`",
         why="torch's reader unpickles `.metadata`, which may run anything",
         source="dist_checkpointing/strategies/torch.py:750",
         when=anywhere("every resume"),

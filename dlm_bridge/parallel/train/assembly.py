@@ -19,6 +19,7 @@ from rich.console import Console
 
 from dlm_bridge.distributed import first_on_main, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
@@ -33,12 +34,12 @@ from dlm_bridge.parallel.train.settings import check_settings
 from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource, open_megatron_source
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
     load_data,
+    open_megatron_source,
     resolve_objective,
     start_run,
     training_errors,

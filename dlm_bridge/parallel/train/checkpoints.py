@@ -46,6 +46,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
     write_side_files,
 )
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
+from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.distributed import from_all, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, printable
@@ -53,6 +54,7 @@ from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publ
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import read_json
 from dlm_bridge.hub import CONFIG_FILE, TRACKER
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.parallel.core import (
@@ -80,7 +82,6 @@ from dlm_bridge.parallel.train.ema import MegatronAverages
 from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked, was_killed
 from dlm_bridge.train.checkpoints import (
-    RestrictedReader,
     ResumePoint,
     find_resume_point,
     gather_digests,
@@ -92,7 +93,6 @@ from dlm_bridge.train.checkpoints import (
     write_rank_digests,
 )
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.setup import check_same_model
 

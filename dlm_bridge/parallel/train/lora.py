@@ -22,13 +22,13 @@ from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
 from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.atomic import atomic_file, disk_errors
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.parallel.handover import LiveAdapter
 from dlm_bridge.parallel.lora import LiveFactor, add_adapters, live_adapter_tensors
 from dlm_bridge.train.checkpoints import how_to_go_on
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import comma_separated
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.lora import EXPERTS, check_base, fingerprint
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel.core import (
     ParamKey,
@@ -26,7 +27,6 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.weights import gather_shards, live_tensors, shard_of
 from dlm_bridge.train import muon
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.muon import ADAMW_RMS, muon_parameters, muon_update, takes_muon
 
 MOMENTUM, BUFFER = "momentum", "momentum_buffer"  # of a param group of Muon's, and of a parameter's state

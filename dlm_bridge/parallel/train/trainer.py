@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from dlm_bridge.data.blocks import Samples
+from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -51,9 +54,6 @@ from dlm_bridge.parallel.train.schedule import (
     set_learning_rate,
 )
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
-from dlm_bridge.train.data.loader import BatchSampler
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector

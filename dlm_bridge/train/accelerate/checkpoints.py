@@ -1,26 +1,54 @@
-"""Checkpoints of runs under Accelerate: the main process writes a model that each process holds, all write shards."""
+"""Checkpoints of runs under Accelerate: the main process writes a model that each process holds; of a sharded one all
+processes write the optimizer, and rank 0 the weights, gathered one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.checkpoints.huggingface import publish_config
+from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
+from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
+from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardPlan, index_text, plan_by_size
 from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.train.accelerate import fsdp
+from dlm_bridge.errors import one_line
+from dlm_bridge.loading.lazy import first_row
+from dlm_bridge.models.diffusion_lm import copy_remote_code
+from dlm_bridge.train.accelerate.fsdp import full_tensor, reshard_model
 from dlm_bridge.train.checkpoints import (
     STATE,
+    atomic_checkpoint,
+    checkpoint_errors,
     damaged_state,
     load_state,
     remove_old_checkpoints,
-    save_checkpoint,
     step_folder,
+    temporary_folder,
+    write_rank_digests,
+    write_state,
 )
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ema import AveragedModel
 from dlm_bridge.train.lora import Adapter
+
+OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
+SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
 
 
 def save_run(
@@ -46,21 +74,21 @@ def save_run(
     sharded = config.parallel.shards
     state = {"scaler": None if scaler is None else scaler.state_dict(), **state}
     if sharded:
-        fsdp.reshard_model(model)
-        fsdp.save_sharded(
+        reshard_model(model)
+        _save_sharded(
             output, step, model, optimizer, adapter, tokenizer, state, accelerator.device, averages, save_more
         )  # fmt: skip
     with raised_everywhere():
         if main and not sharded:
-            state["optimizer"] = optimizer.state_dict()
-
-            def save_beside(folder: Path) -> None:
+            state[OPTIMIZER] = optimizer.state_dict()
+            with atomic_checkpoint(output, step) as folder:
+                (adapter or model).save_pretrained(folder)
+                publish_config(folder)
                 if averages is not None:
                     averages.save(folder, model.save_pretrained, tokenizer, main=True)
                 if save_more is not None:
                     save_more(folder)
-
-            save_checkpoint(output, step, adapter or model, tokenizer, state, save_beside)
+                write_state(folder, step, tokenizer, state)
         if main:
             remove_old_checkpoints(output, config.checkpoint.keep_last)
     return step_folder(output, step)
@@ -81,11 +109,157 @@ def restore_run(
 def load_optimizer(config: TrainConfig, folder: Path, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Set the optimizer to the one under "optimizer" in a `state`, or where that has none to the sharded one in
     `folder`. Every process calls this together. Raises DlmBridgeError where it is damaged."""
-    whole = state.get(fsdp.OPTIMIZER) is not None
+    whole = state.get(OPTIMIZER) is not None
     checkpoint = folder if (folder / STATE).is_file() else folder.parent  # of a value model's folder
-    with damaged_state(checkpoint / STATE if whole else folder / fsdp.OPTIMIZER, checkpoint):
+    with damaged_state(checkpoint / STATE if whole else folder / OPTIMIZER, checkpoint):
         if whole and not config.parallel.shards:
-            optimizer.load_state_dict(state[fsdp.OPTIMIZER])
+            optimizer.load_state_dict(state[OPTIMIZER])
         else:
             plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
-            fsdp.load_optimizer(folder, model, plain, state)
+            _load_sharded(folder, model, plain, state)
+
+
+def _save_sharded(
+    output: Path,
+    step: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    adapter: Adapter | None,
+    tokenizer: Any,
+    state: dict[str, Any],
+    device: torch.device,
+    averages: AveragedModel | None = None,
+    save_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
+    and `state`, and `save_more` adds to the folder on all of them.
+
+    Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
+    disk refuses.
+    """
+    main, folder = dist.get_rank() == 0, temporary_folder(output, step)
+    with contextlib.ExitStack() as checkpoint:
+        # The block of one rank ends with an error of any rank, at the same point.
+        with raised_everywhere():
+            if main:
+                checkpoint.enter_context(atomic_checkpoint(output, step))
+        with raised_everywhere(), checkpoint_errors(output, step):
+            save_optimizer(folder / OPTIMIZER, model, optimizer)
+            if save_more is not None:
+                save_more(folder)
+            write_rank_digests(folder, dist.get_rank())
+        with raised_everywhere(), checkpoint_errors(output, step):
+            if adapter is None:
+                _save_weights(folder, model, device)
+            else:
+                tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
+                if main:
+                    adapter.save_pretrained(folder, tensors)
+            if averages is not None:
+                averages.save(folder, lambda place: _save_weights(place, model, device), tokenizer, main)
+        with raised_everywhere(), checkpoint_errors(output, step):
+            if main:
+                write_state(folder, step, tokenizer, state)
+                checkpoint.close()  # which gives the folder its name
+
+
+def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Write the optimizer's state of a sharded model; every process calls this together."""
+    try:
+        dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    except CheckpointException as error:  # of any rank, raised in all
+        failure = next((failure[0] for failure in error.failures.values()), None)
+        raise failure if isinstance(failure, OSError) else RuntimeError(one_line(failure or error)) from error
+
+
+def _save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
+    """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
+    under the Hub's names. Every process calls this together, rank 0 writes."""
+    weights = ((name, full_tensor(tensor, device)) for name, tensor in stored_tensors(model))
+    try:
+        if dist.get_rank() == 0:
+            _write_hub_files(folder, model, weights, shard_size)
+    finally:
+        for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
+            pass
+
+
+def save_parameters(folder: Path, model: nn.Module, device: torch.device) -> None:
+    """Write a sharded model's parameters by its own names to one safetensors file. Every process calls this together,
+    rank 0 writes."""
+    specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in model.named_parameters()}
+    writer = None
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        writer = HubWriter(folder, plan_by_size(specs, 2**62))
+    for name, weight in model.named_parameters():
+        whole = full_tensor(weight, device)
+        if writer is not None:
+            writer.write(name, whole.contiguous().cpu())
+    if writer is not None:
+        writer.finish()
+
+
+@torch.no_grad()
+def load_parameters(file: Path, model: nn.Module) -> None:
+    """Set a sharded model's parameters to those of a file of `save_parameters`, of which each process reads its shards
+    alone."""
+    with safe_open(file, framework="pt") as tensors:
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor)
+            first, local = first_row(weight), weight.to_local()
+            local.copy_(tensors.get_slice(name)[first : first + len(local)])
+
+
+def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], shard_size: int) -> None:
+    _write_configs(folder, model)
+    plans = _shard_plans(model, shard_size)
+    writer = HubWriter(folder, plans)
+    for name, whole in weights:
+        for hub_name, part in hub_tensors(model, {name: whole}).items():
+            writer.write(hub_name, part.contiguous().cpu())
+    writer.finish()
+    if len(plans) > 1:
+        (folder / SAFETENSORS_INDEX).write_text(index_text(plans))
+
+
+def _load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
+    state. Every process calls this together, within `damaged_state`."""
+    if not (folder / OPTIMIZER).is_dir():
+        whole = _by_name(state[OPTIMIZER], model, optimizer)
+        set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+        return
+    found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    with raised_everywhere():
+        reader = RestrictedReader(folder / OPTIMIZER)
+    dcp.load(found, storage_reader=reader)
+    set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
+
+
+def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict by the names of parameters in place of their numbers."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    order = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
+    return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+
+
+def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, tensor in stored_tensors(model):
+        parts = hub_tensors(model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
+        specs |= {hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in parts.items()}
+    return plan_by_size(specs, shard_size)
+
+
+def _write_configs(folder: Path, model: Any) -> None:
+    config = model.config
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    # FSDP replaces a module's class by one whose name starts so.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    publish_config(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    copy_remote_code(config, folder)

@@ -1,58 +1,26 @@
-"""FSDP2: sharding a Hub model, gradient clipping, and checkpoints of sharded weights and optimizer state."""
+"""FSDP2: sharding a Hub model, gradient clipping, and gathering whole weights."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dlm_bridge.convert.checkpoints.huggingface import publish_config
-from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
-from dlm_bridge.convert.formats.hub_weights import (
-    SAFETENSORS_INDEX,
-    HubWriter,
-    ShardPlan,
-    index_text,
-    plan_by_size,
-)
-from dlm_bridge.distributed import process_group_ends, raised_everywhere, start_process_group
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.models.diffusion_lm import copy_remote_code
-from dlm_bridge.train.checkpoints import (
-    RestrictedReader,
-    atomic_checkpoint,
-    checkpoint_errors,
-    temporary_folder,
-    write_rank_digests,
-    write_state,
-)
+from dlm_bridge.distributed import process_group_ends, start_process_group
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.lazy import LazyWeights, ShardSource, replace_parameters, shard_source
+from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
-from dlm_bridge.train.ema import AveragedModel
-from dlm_bridge.train.lazy_weights import LazyWeights, ShardSource, first_row, replace_parameters, shard_source
-from dlm_bridge.train.loading import decoder_layers
-from dlm_bridge.train.lora import Adapter
-
-OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
-SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
 
 
 def with_launcher_settings(config: Config) -> Config:
@@ -201,149 +169,3 @@ def _fill(model: nn.Module, source: ShardSource) -> None:
     for name, _ in list(model.named_buffers(remove_duplicate=False)):
         owner, _, own_name = name.rpartition(".")
         model.get_submodule(owner)._buffers[own_name] = source.buffer(name)
-
-
-def save_sharded(
-    output: Path,
-    step: int,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    adapter: Adapter | None,
-    tokenizer: Any,
-    state: dict[str, Any],
-    device: torch.device,
-    averages: AveragedModel | None = None,
-    save_more: Callable[[Path], None] | None = None,
-) -> None:
-    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
-    and `state`, and `save_more` adds to the folder on all of them.
-
-    Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
-    disk refuses.
-    """
-    main, folder = dist.get_rank() == 0, temporary_folder(output, step)
-    with contextlib.ExitStack() as checkpoint:
-        # The block of one rank ends with an error of any rank, at the same point.
-        with raised_everywhere():
-            if main:
-                checkpoint.enter_context(atomic_checkpoint(output, step))
-        with raised_everywhere(), checkpoint_errors(output, step):
-            save_optimizer(folder / OPTIMIZER, model, optimizer)
-            if save_more is not None:
-                save_more(folder)
-            write_rank_digests(folder, dist.get_rank())
-        with raised_everywhere(), checkpoint_errors(output, step):
-            if adapter is None:
-                save_weights(folder, model, device)
-            else:
-                tensors = {name: full_tensor(weight, device).cpu() for name, weight in adapter.parameters().items()}
-                if main:
-                    adapter.save_pretrained(folder, tensors)
-            if averages is not None:
-                averages.save(folder, lambda place: save_weights(place, model, device), tokenizer, main)
-        with raised_everywhere(), checkpoint_errors(output, step):
-            if main:
-                write_state(folder, step, tokenizer, state)
-                checkpoint.close()  # which gives the folder its name
-
-
-def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write the optimizer's state of a sharded model; every process calls this together."""
-    try:
-        dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    except CheckpointException as error:  # of any rank, raised in all
-        failure = next((failure[0] for failure in error.failures.values()), None)
-        raise failure if isinstance(failure, OSError) else RuntimeError(one_line(failure or error)) from error
-
-
-def save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
-    """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
-    under the Hub's names. Every process calls this together, rank 0 writes."""
-    weights = ((name, full_tensor(tensor, device)) for name, tensor in stored_tensors(model))
-    try:
-        if dist.get_rank() == 0:
-            _write_hub_files(folder, model, weights, shard_size)
-    finally:
-        for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
-            pass
-
-
-def save_parameters(folder: Path, model: nn.Module, device: torch.device) -> None:
-    """Write a sharded model's parameters by its own names to one safetensors file. Every process calls this together,
-    rank 0 writes."""
-    specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in model.named_parameters()}
-    writer = None
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        writer = HubWriter(folder, plan_by_size(specs, 2**62))
-    for name, weight in model.named_parameters():
-        whole = full_tensor(weight, device)
-        if writer is not None:
-            writer.write(name, whole.contiguous().cpu())
-    if writer is not None:
-        writer.finish()
-
-
-@torch.no_grad()
-def load_parameters(file: Path, model: nn.Module) -> None:
-    """Set a sharded model's parameters to those of a file of `save_parameters`, of which each process reads its shards
-    alone."""
-    with safe_open(file, framework="pt") as tensors:
-        for name, weight in model.named_parameters():
-            assert isinstance(weight, DTensor)
-            first, local = first_row(weight), weight.to_local()
-            local.copy_(tensors.get_slice(name)[first : first + len(local)])
-
-
-def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], shard_size: int) -> None:
-    _write_configs(folder, model)
-    plans = _shard_plans(model, shard_size)
-    writer = HubWriter(folder, plans)
-    for name, whole in weights:
-        for hub_name, part in hub_tensors(model, {name: whole}).items():
-            writer.write(hub_name, part.contiguous().cpu())
-    writer.finish()
-    if len(plans) > 1:
-        (folder / SAFETENSORS_INDEX).write_text(index_text(plans))
-
-
-def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
-    state. Every process calls this together, within `damaged_state`."""
-    if not (folder / OPTIMIZER).is_dir():
-        whole = _by_name(state[OPTIMIZER], model, optimizer)
-        set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
-        return
-    found: Any = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
-    with raised_everywhere():
-        reader = RestrictedReader(folder / OPTIMIZER)
-    dcp.load(found, storage_reader=reader)
-    set_optimizer_state_dict(model, optimizer, found[OPTIMIZER])
-
-
-def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict by the names of parameters in place of their numbers."""
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    order = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
-    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
-    return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
-
-
-def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
-    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, tensor in stored_tensors(model):
-        parts = hub_tensors(model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
-        specs |= {hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in parts.items()}
-    return plan_by_size(specs, shard_size)
-
-
-def _write_configs(folder: Path, model: Any) -> None:
-    config = model.config
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    # FSDP replaces a module's class by one whose name starts so.
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(folder)
-    publish_config(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    copy_remote_code(config, folder)

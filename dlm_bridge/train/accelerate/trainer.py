@@ -16,7 +16,10 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from rich.console import Console
 
+from dlm_bridge.data.blocks import Samples
 from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.loading.lazy import shard_source
+from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions
@@ -33,10 +36,7 @@ from dlm_bridge.train.accelerate.canvas import loss_head, prepare_canvas_model
 from dlm_bridge.train.accelerate.checkpoints import restore_run, save_run
 from dlm_bridge.train.accelerate.optimizers import build_optimizer
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data.blocks import Samples
 from dlm_bridge.train.ema import AveragedModel, averaged_folder
-from dlm_bridge.train.lazy_weights import shard_source
-from dlm_bridge.train.loading import StartingModel, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.norms import HubLayerNorms
 from dlm_bridge.train.setup import (
@@ -47,6 +47,7 @@ from dlm_bridge.train.setup import (
     resolve_objective,
     resume_point,
     start_run,
+    starting_model,
     training_errors,
     trains_on_cpu,
     write_config,

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.linear_cross_entropy import (
     ALIGNED,
@@ -23,7 +24,6 @@ from dlm_bridge.objectives.linear_cross_entropy import (
     loss_bucket,
 )
 from dlm_bridge.objectives.losses import log_sum_exps, position_losses
-from dlm_bridge.train.loading import decoder_layers
 
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
 

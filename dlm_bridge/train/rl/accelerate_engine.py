@@ -27,16 +27,24 @@ from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.distributed import ALONE
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.reading import reading
-from dlm_bridge.loading import check_whole
+from dlm_bridge.loading.pretrained import check_whole, model_without_weights
+from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
-from dlm_bridge.train.accelerate.checkpoints import load_optimizer, restore_run, save_run
+from dlm_bridge.train.accelerate.checkpoints import (
+    OPTIMIZER,
+    load_optimizer,
+    load_parameters,
+    restore_run,
+    save_optimizer,
+    save_parameters,
+    save_run,
+)
 from dlm_bridge.train.accelerate.optimizers import adamw, clip_gradients
 from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_of, run
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
-from dlm_bridge.train.loading import StartingModel, model_without_weights, starting_model
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
@@ -50,7 +58,7 @@ from dlm_bridge.train.rl.trainer import (
     target_logps,
     value_file,
 )
-from dlm_bridge.train.setup import RunStart, training_errors
+from dlm_bridge.train.setup import RunStart, starting_model, training_errors
 
 VALUE_STATE = "value_optimizer"  # of the value model, in its trainer's state
 # The name of a weight that PEFT's layers hold: one around a linear layer, one around the other for stacks of experts.
@@ -362,8 +370,8 @@ class ValueModel(ValueUpdates):
         is the policy alone."""
         if self.fsdp:
             fsdp.reshard_model(self.plain_model)
-            fsdp.save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
-            fsdp.save_optimizer(folder / VALUE_FOLDER / fsdp.OPTIMIZER, self.plain_model, self.optimizer)
+            save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
+            save_optimizer(folder / VALUE_FOLDER / OPTIMIZER, self.plain_model, self.optimizer)
             return
         (folder / VALUE_FOLDER).mkdir()
         weights = {name: weight.contiguous().cpu() for name, weight in self.plain_model.named_parameters()}
@@ -371,7 +379,7 @@ class ValueModel(ValueUpdates):
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Set the optimizer to that of a checkpoint, whose trainer's state is `state`."""
-        own = {fsdp.OPTIMIZER: state.get(VALUE_STATE)}
+        own = {OPTIMIZER: state.get(VALUE_STATE)}
         load_optimizer(self.config, folder / VALUE_FOLDER, self.plain_model, self.optimizer, own)
 
 
@@ -385,7 +393,7 @@ def _load_value_weights(model: nn.Module, checkpoint: Path) -> None:
     check_whole(file)
     with reading(f"{file}: is not the value model of --model"):
         if any(isinstance(weight, DTensor) for weight in model.parameters()):
-            fsdp.load_parameters(file, model)
+            load_parameters(file, model)
             return
         found = model.load_state_dict(load_file(file), strict=False)
         stored = {name for name, _ in model.named_parameters()}

@@ -19,6 +19,8 @@ from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.distributed import Replicas, first_on_main, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.atomic import disk_errors
+from dlm_bridge.loading.pretrained import model_without_weights
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
@@ -36,11 +38,6 @@ from dlm_bridge.parallel.train.schedule import eval_mode, gathered_weights, opti
 from dlm_bridge.parallel.train.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
-from dlm_bridge.train.loading import (
-    MegatronSource,
-    model_without_weights,
-    open_megatron_source,
-)
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.rl.methods import check_model, load_rows
@@ -54,7 +51,7 @@ from dlm_bridge.train.rl.trainer import (
     ValueUpdates,
     value_file,
 )
-from dlm_bridge.train.setup import write_config
+from dlm_bridge.train.setup import open_megatron_source, write_config
 from dlm_bridge.train.trainer import Processes
 
 

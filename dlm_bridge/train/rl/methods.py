@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlm_bridge.data.documents import check_tokenizer
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.autoregressive import generate_keywords
 from dlm_bridge.generation.samplers import SpecialTokens
 from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.special_tokens import align_special_tokens
 from dlm_bridge.objectives.registry import mask_token_id, noise_process
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, METHODS, SAMPLED
-from dlm_bridge.train.data.documents import check_tokenizer
-from dlm_bridge.train.loading import load_tokenizer, model_family
 from dlm_bridge.train.monitoring import check_trackers
 from dlm_bridge.train.rl.policy import PolicyTrainer
 from dlm_bridge.train.rl.preference import PreferenceTrainer
 from dlm_bridge.train.rl.trainer import RLTrainer
-from dlm_bridge.train.setup import check_length
+from dlm_bridge.train.setup import check_length, load_tokenizer
 
 
 def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any]:
@@ -79,5 +79,5 @@ def check_sampler(config: RLConfig, model: Any) -> None:
 
 
 def _mask_token(model: Any) -> int | None:
-    """The token that no prompt may hold; None of an autoregressive model."""
-    return mask_token_id(model) if hasattr(model, "family") else None
+    """The token that no row may hold; None of an autoregressive model, and where texts contain the mask token."""
+    return mask_token_id(model) if hasattr(model, "family") and not model.family.ordinary_mask else None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge.attention.masks import MaskDescriptor
+from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch, rank_targets
 from dlm_bridge.parallel.core import parallel_state
@@ -23,7 +24,6 @@ from dlm_bridge.parallel.gpt import model_inputs
 from dlm_bridge.parallel.self_attention import scales_queries
 from dlm_bridge.parallel.train.schedule import gathered_weights, run_schedule
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.loading import MegatronSource
 from dlm_bridge.train.rl.trainer import UpdatePart
 from dlm_bridge.train.trainer import Processes
 

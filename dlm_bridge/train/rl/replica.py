@@ -22,10 +22,10 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.batch_size import free_memory
 from dlm_bridge.generation.runtime.runner import release
 from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
-from dlm_bridge.loading import check_tensor_parallel_split
+from dlm_bridge.loading.lazy import HubRange, NotInRangesError, hub_ranges, replace_parameters
+from dlm_bridge.loading.placement import check_tensor_parallel_split
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.options import OptionError
-from dlm_bridge.train.lazy_weights import HubRange, NotInRangesError, hub_ranges, replace_parameters
 
 GIB = 2**30
 

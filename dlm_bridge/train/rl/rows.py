@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from dlm_bridge.data.chat_template import render_prompt
+from dlm_bridge.data.conversations import Example, encode_conversations
+from dlm_bridge.data.messages import DataRow, check_sources, read_data_rows, read_prompt
+from dlm_bridge.data.sources import DataSources, find_data
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.train.data.chat_template import render_prompt
-from dlm_bridge.train.data.conversations import Example, encode_conversations
-from dlm_bridge.train.data.messages import DataRow, check_sources, read_data_rows, read_prompt
-from dlm_bridge.train.data.sources import DataSources, find_data
 
 T = TypeVar("T")
 

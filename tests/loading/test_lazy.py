@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge.loading import lazy
+from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.mapping.layout import Layout
-from dlm_bridge.train import lazy_weights
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.loading import load_model, starting_model
+from dlm_bridge.train.setup import model_source, starting_model
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.families import dream, llada, llada2_moe
 from tests.families.case import FamilyCase, all_cases
@@ -33,8 +34,8 @@ def config_of(place: Path, **options: Any) -> TrainConfig:
 
 
 def assert_same_model(config: TrainConfig) -> None:
-    """What `starting_model` reads in parts is what `load_model` loads."""
-    starting, loaded = starting_model(config, None, main=True), load_model(config)
+    """What `starting_model` reads in parts is what `ModelSource.load` loads."""
+    starting, loaded = starting_model(config, None, main=True), model_source(config).load()
     model, weights = starting.model, starting.weights
     assert weights is not None
     found, wanted = dict(model.named_parameters()), dict(loaded.named_parameters())
@@ -143,7 +144,7 @@ def test_an_odd_checkpoint_is_read_whole_by_the_first_process(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = config_of(folder)
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dlm_bridge.train.loading.load_model", lambda config: "loaded whole")
+        patched.setattr(ModelSource, "load", lambda source: "loaded whole")
         assert starting_model(config, None, main=True).model == "loaded whole"
     assert [odd in record.message for record in caplog.records] == [True]
     other = starting_model(config, None, main=False)
@@ -156,19 +157,19 @@ def test_quantized_weights_are_read_whole(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("dlm_bridge.train.loading.load_model", lambda config: "loaded whole")
+        patched.setattr(ModelSource, "load", lambda source: "loaded whole")
         assert starting_model(config_of(folder), None, main=True).model == "loaded whole"
 
 
 def test_a_conversion_that_moves_elements_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A transposed square matrix has the right shape; its rows are not the Hub's."""
-    folder, real = llada.CASES[0].write(tmp_path / "hub"), lazy_weights.hub_tensors
+    folder, real = llada.CASES[0].write(tmp_path / "hub"), lazy.hub_tensors
 
     def transposed(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = real(model, tensors)
         return {name: part.T.contiguous() if "q_proj" in name else part for name, part in found.items()}
 
-    monkeypatch.setattr(lazy_weights, "hub_tensors", transposed)
+    monkeypatch.setattr(lazy, "hub_tensors", transposed)
     assert starting_model(config_of(folder), None, main=False).weights is None
 
 

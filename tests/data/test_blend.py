@@ -12,10 +12,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from dlm_bridge.data.blocks import LONGEST_PERIOD, Blend, Concatenated, Epochs, MockBlocks, Rows, blend_schedule
+from dlm_bridge.data.indexed import IndexedWriter, TokenLimits, token_dtype
+from dlm_bridge.data.sources import ReaderSettings, find_data
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.blocks import LONGEST_PERIOD, Blend, Concatenated, Epochs, MockBlocks, Rows, blend_schedule
-from dlm_bridge.train.data.indexed import IndexedWriter, TokenLimits, token_dtype
-from dlm_bridge.train.data.sources import ReaderSettings, find_data
 
 READER = ReaderSettings(
     seq_length=4, seed=0, shares=(0.8, 0.2, 0.0), fit=TokenLimits(1000, None), with_documents=False

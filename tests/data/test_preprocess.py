@@ -24,14 +24,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from dlm_bridge.cli.app import app
+from dlm_bridge.data import documents
+from dlm_bridge.data import preprocess as module
+from dlm_bridge.data.documents import find_files, pack
+from dlm_bridge.data.indexed import IndexedWriter, check_fingerprint, fingerprint_file, open_indexed
+from dlm_bridge.data.preprocess import preprocess
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.data import documents
-from dlm_bridge.train.data import preprocess as module
-from dlm_bridge.train.data.documents import find_files, pack
-from dlm_bridge.train.data.indexed import IndexedWriter, check_fingerprint, fingerprint_file, open_indexed
-from dlm_bridge.train.data.preprocess import preprocess
 from tests.train.conftest import Run
 
 DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "", "é = 3\n" * 30, "x"]

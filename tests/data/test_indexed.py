@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import indexed as data_stream
-from dlm_bridge.train.data.indexed import (
+from dlm_bridge.data import indexed as data_stream
+from dlm_bridge.data.indexed import (
     IndexedTokens,
     IndexedWriter,
     StreamBlocks,
@@ -25,6 +24,7 @@ from dlm_bridge.train.data.indexed import (
     split_stream,
     token_dtype,
 )
+from dlm_bridge.errors import DlmBridgeError
 
 DOCUMENTS = [[5, 6, 7], [8], list(range(100, 140)), [9, 9], [3] * 17, list(range(200, 209))]
 ALL = TokenLimits(1000, None)
@@ -243,7 +243,7 @@ def test_tokens_that_do_not_fit_the_model_are_named(tmp_path: Path, monkeypatch:
     assert _rows(split_stream(source, 8, 0, TokenLimits(209, 4), whole, False)[0]).max() == 208
     for fit, message in {
         TokenLimits(208, None): "a.bin holds token id 208, the model has 208",
-        TokenLimits(209, 9): "a.bin holds the mask token (id 9)",
+        TokenLimits(209, 9): "a.bin holds the mask token (id 9) in document 4",
     }.items():
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
             split_stream(source, 8, 0, fit, whole, False)

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.train.chats import said
+from tests.data.chats import said
 
 EOS, BOS = "<|endoftext|>", "<|begin_of_text|>"
 # What the published templates write, in short: LLaDA-8B-Base's and the first Llama 3's end with the assistant's header

@@ -19,9 +19,9 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
+from dlm_bridge.data.blocks import Rows
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.reading import check_characters, check_readable, reading
-from dlm_bridge.train.data.blocks import Rows
 
 TEXT_FIELD = "text"
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")

@@ -17,17 +17,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.objectives.batches import IGNORE_INDEX
-from dlm_bridge.train.data import conversations
-from dlm_bridge.train.data.conversations import (
+from dlm_bridge.data import conversations
+from dlm_bridge.data.conversations import (
     ConversationSettings,
     encode_conversations,
     load_conversation_blocks,
 )
-from dlm_bridge.train.data.messages import DataRow, check_sources, read_data_rows
-from dlm_bridge.train.data.sources import find_data
-from tests.train.chats import MARKED, chatty, conversation, write_rows
+from dlm_bridge.data.messages import DataRow, check_sources, read_data_rows
+from dlm_bridge.data.sources import find_data
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.objectives.batches import IGNORE_INDEX
+from tests.data.chats import MARKED, chatty, conversation, write_rows
 
 ROWS = [conversation(number) for number in range(40)]
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dlm_bridge.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
+from dlm_bridge.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
+from dlm_bridge.data.sources import find_sources
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.processes import end_with_parent, leave_inherited, signals_blocked
-from dlm_bridge.train.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
-from dlm_bridge.train.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
-from dlm_bridge.train.data.sources import find_sources
 
 if TYPE_CHECKING:
     from dlm_bridge.convert.workers import Progress

@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from dlm_bridge.data import documents
+from dlm_bridge.data.blocks import Epochs, MockBlocks, split
+from dlm_bridge.data.documents import check_tokenizer, find_files, pack
+from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data import documents
-from dlm_bridge.train.data.blocks import Epochs, MockBlocks, split
-from dlm_bridge.train.data.documents import check_tokenizer, find_files, pack
-from dlm_bridge.train.data.loader import BatchSampler
 
 DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "é = 3\n" * 30]
 

@@ -19,7 +19,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from dlm_bridge.data.blocks import Rows, section_sizes
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.atomic import atomic_file, disk_errors
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
-from dlm_bridge.train.data.blocks import Rows, section_sizes
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -357,6 +357,11 @@ class TokenLimits:
     vocabulary: int  # ids are below it
     mask_token_id: int | None  # which the data must not contain
 
+    def is_exceeded(self, tokens: np.ndarray) -> bool:
+        """True for tokens that the model does not have, or the mask token."""
+        outside = tokens.size > 0 and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary)
+        return outside or (self.mask_token_id is not None and bool((tokens == self.mask_token_id).any()))
+
 
 @dataclass(frozen=True)
 class StreamBlocks:
@@ -392,25 +397,29 @@ class StreamBlocks:
         tokens = np.empty((len(indices), self.seq_length), dtype=np.int64)
         documents = np.empty((len(indices), self.seq_length), dtype=np.int32)
         for row, index in enumerate(indices):
-            self._read(index * self.seq_length, tokens[row], documents[row])
-        _check_ids(self.source, tokens, self.fit)
+            filled = 0
+            for number, (begin, count) in enumerate(self._pieces(index * self.seq_length)):
+                tokens[row, filled : filled + count] = self.source.tokens[begin : begin + count]
+                documents[row, filled : filled + count] = number
+                filled += count
+        if self.fit.is_exceeded(tokens):
+            for index in indices:
+                for begin, count in self._pieces(index * self.seq_length):
+                    _check_ids(self.source, begin, begin + count, self.fit)
         numbers = torch.from_numpy(documents) if self.with_documents else None
         return Rows(torch.from_numpy(tokens), documents=numbers)
 
-    def _read(self, place: int, tokens: np.ndarray, numbers: np.ndarray) -> None:
-        """Fill `tokens` from `place` of the stream on, and `numbers` with its documents', counted from 0."""
-        document = int(np.searchsorted(self._ends, place, side="right"))
-        filled = number = 0
-        while filled < len(tokens):
-            left = int(self._ends[document]) - place - filled
+    def _pieces(self, place: int) -> Iterator[tuple[int, int]]:
+        """The parts of documents that the block from `place` of the stream on consists of: where each begins in the
+        file, and its length."""
+        document, end = int(np.searchsorted(self._ends, place, side="right")), place + self.seq_length
+        while place < end:
+            left = int(self._ends[document]) - place
             if left:  # else a document without tokens
                 length = int(self._ends[document] - (self._ends[document - 1] if document else 0))
-                begin = int(self._begins[document]) + length - left
-                count = min(left, len(tokens) - filled)
-                tokens[filled : filled + count] = self.source.tokens[begin : begin + count]
-                numbers[filled : filled + count] = number
-                filled += count
-                number += 1
+                count = min(left, end - place)
+                yield int(self._begins[document]) + length - left, count
+                place += count
             document += 1
 
 
@@ -449,11 +458,13 @@ def check_token_limits(source: IndexedTokens, fit: TokenLimits) -> None:
     """Raise DlmBridgeError where a token id exceeds the model's vocabulary, as with another tokenizer. A sample of the
     file is checked here, the rest when it is read."""
     for start in np.linspace(0, max(len(source.tokens) - CHECKED_WIDTH, 0), CHECKED_PLACES).astype(np.int64):
-        _check_ids(source, source.tokens[start : start + CHECKED_WIDTH], fit)
+        _check_ids(source, int(start), int(start) + CHECKED_WIDTH, fit)
 
 
-def _check_ids(source: IndexedTokens, tokens: np.ndarray, fit: TokenLimits) -> None:
-    if tokens.size == 0:
+def _check_ids(source: IndexedTokens, start: int, stop: int, fit: TokenLimits) -> None:
+    """Raise DlmBridgeError where tokens `start` to `stop` of a pair exceed the limits."""
+    tokens = source.tokens[start:stop]
+    if not fit.is_exceeded(tokens):
         return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= fit.vocabulary:
@@ -461,10 +472,12 @@ def _check_ids(source: IndexedTokens, tokens: np.ndarray, fit: TokenLimits) -> N
             f"{source.prefix}.bin holds token id {low if low < 0 else high}, the model has "
             f"{fit.vocabulary}: preprocess it with the model's tokenizer"
         )
-    if fit.mask_token_id is not None and (tokens == fit.mask_token_id).any():
-        raise DlmBridgeError(
-            f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}): preprocess text without it"
-        )
+    place = start + int((tokens == fit.mask_token_id).argmax())
+    document = int(np.searchsorted(source.starts(), place, side="right"))
+    raise DlmBridgeError(
+        f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}) in document {document}: preprocess text "
+        "without it"
+    )
 
 
 def fingerprint_file(prefix: str | Path) -> Path:

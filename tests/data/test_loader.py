@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from dlm_bridge.data.loader import Prefetcher
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.loader import Prefetcher
 
 
 def test_results_come_in_order_and_only_so_far_ahead() -> None:

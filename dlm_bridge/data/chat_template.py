@@ -24,9 +24,9 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from dlm_bridge.data.messages import Conversation
 from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.files.reading import reading
-from dlm_bridge.train.data.messages import Conversation
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REMEDY = (

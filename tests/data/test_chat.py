@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from dlm_bridge.data.chat_template import set_chat_template
+from dlm_bridge.data.conversations import encode_conversations
+from dlm_bridge.data.messages import DataRow
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.data.chat_template import set_chat_template
-from dlm_bridge.train.data.conversations import encode_conversations
-from dlm_bridge.train.data.messages import DataRow
-from tests.train.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
-from tests.train.templates import (
+from tests.data.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
+from tests.data.templates import (
     MULTIMODAL,
     marks,
     problems,

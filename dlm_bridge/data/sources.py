@@ -14,9 +14,7 @@ import datasets
 from huggingface_hub import HfApi, constants
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.files.reading import parse_yaml
-from dlm_bridge.train.data.blocks import (
+from dlm_bridge.data.blocks import (
     MOCK,
     Blend,
     Blocks,
@@ -27,8 +25,8 @@ from dlm_bridge.train.data.blocks import (
     blend_schedule,
     split,
 )
-from dlm_bridge.train.data.documents import JSON_SUFFIXES, NamedDataset, Source, check_tokenizer, find_files, pack
-from dlm_bridge.train.data.indexed import (
+from dlm_bridge.data.documents import JSON_SUFFIXES, NamedDataset, Source, check_tokenizer, find_files, pack
+from dlm_bridge.data.indexed import (
     IndexedTokens,
     TokenLimits,
     check_fingerprint,
@@ -39,6 +37,8 @@ from dlm_bridge.train.data.indexed import (
     split_stream,
     without_fingerprints,
 )
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import parse_yaml
 
 PAIR_SUFFIXES = (".bin", ".idx")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *PAIR_SUFFIXES, ".parquet", ".txt", ".md", ".csv", ".gz", ".zst")

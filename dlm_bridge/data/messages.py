@@ -13,10 +13,7 @@ from typing import Any
 
 import datasets
 
-from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.files.reading import check_characters, reading
-from dlm_bridge.generation.prompts import with_joined_text
-from dlm_bridge.train.data.documents import (
+from dlm_bridge.data.documents import (
     TABLE_ROWS,
     NamedDataset,
     Source,
@@ -26,6 +23,9 @@ from dlm_bridge.train.data.documents import (
     parse_object,
     read_parquet,
 )
+from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.files.reading import check_characters, reading
+from dlm_bridge.generation.prompts import with_joined_text
 
 FIELDS = "'messages', 'prompt' and 'completion', 'conversations', or 'instruction' and 'output'"
 # Names of roles in ShareGPT's rows; any other name is the role itself.

@@ -13,13 +13,13 @@ import datasets
 import numpy as np
 import torch
 
+from dlm_bridge.data.blocks import Rows
+from dlm_bridge.data.chat_template import RenderedConversation, render_answers
+from dlm_bridge.data.documents import Source, cached, check_eos, fingerprint
+from dlm_bridge.data.messages import Conversation, DataRow, read_conversation, read_data_rows
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
-from dlm_bridge.train.data.blocks import Rows
-from dlm_bridge.train.data.chat_template import RenderedConversation, render_answers
-from dlm_bridge.train.data.documents import Source, cached, check_eos, fingerprint
-from dlm_bridge.train.data.messages import Conversation, DataRow, read_conversation, read_data_rows
 
 RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # of a row of `generate --jsonl --commit-steps`
 

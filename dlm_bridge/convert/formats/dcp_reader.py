@@ -1,0 +1,58 @@
+"""torch's own loading of a distributed checkpoint, without its pickles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from dlm_bridge.convert.formats.dcp import read_metadata as read_dcp_metadata
+from dlm_bridge.files.pickles import restricted_loading
+from dlm_bridge.files.reading import FileWindow
+
+
+class RestrictedReader(FileSystemReader):
+    """torch's reader of a distributed checkpoint, without its pickles: `.metadata` is read by the restricted reader,
+    and the items go through `restricted_loading`. Raises DlmBridgeError where `.metadata` is damaged, hostile or not
+    consistent with the files."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = self._read()  # at once, since torch logs what is raised when it asks
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
+
+    def _read(self) -> Metadata:
+        contents = read_dcp_metadata(Path(self.path))
+        state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
+        places = {MetadataIndex(name): place for name, place in contents.objects.items()}
+        for name, tensor in contents.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
+            properties = TensorProperties(getattr(torch, tensor.dtype_name))
+            state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+            places |= {MetadataIndex(name, torch.Size(each.offsets)): each.place for each in tensor.chunks}
+        storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
+        return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def _slice_file(self, file: Any, place: Any) -> Any:
+        window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot be searched from its end
+        window.name = file.name
+        return window
+
+    @restricted_loading()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, planner)

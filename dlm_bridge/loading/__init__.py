@@ -1,0 +1,190 @@
+"""A model from any folder: `load_model` loads one to sample from, with its tokenizer and adapter, `ModelSource` one to
+train.
+
+`pretrained` finds family, config, weights and tokenizer of a Hub folder, `lazy` reads weights by ranges of elements,
+`placement` says which device holds what.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlm_bridge.convert.checkpoints import is_megatron, open_checkpoint
+from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
+from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
+from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
+from dlm_bridge.distributed import from_all, is_main, local_rank, raised_everywhere, start_process_group, world_size
+from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.files.atomic import temporary_folder
+from dlm_bridge.files.pickles import restricted_loading
+from dlm_bridge.files.reading import opening
+from dlm_bridge.generation.settings import refuse_prompt_learning
+from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, resolve
+from dlm_bridge.loading.placement import Placement, join_replicas
+from dlm_bridge.loading.pretrained import load_hub_model, load_tokenizer
+from dlm_bridge.mapping.dtypes import parse_dtype
+from dlm_bridge.models.special_tokens import align_special_tokens
+
+__all__ = ["LoadedModel", "Placement", "join_replicas", "load_model"]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode and its tokenizer.
+
+    Args:
+        family: the family's name, or the class of an autoregressive model of no family.
+        diffusion: this package samples and scores it as a diffusion model; any other, DiffusionGemma too, is sampled
+            by transformers' own `generate`.
+    """
+
+    model: Any
+    tokenizer: Any
+    family: str
+    diffusion: bool
+
+
+def load_model(
+    place: str | os.PathLike[str],
+    placement: Placement | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    family: str | None = None,
+    revision: str | None = None,
+    like: str | None = None,
+    tokenizer: str | None = None,
+) -> LoadedModel:
+    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, of an
+    adapter, a PEFT folder or Megatron's, on the base that it or its run names, or of the newest checkpoint in a
+    training run's folder.
+
+    `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
+    checkpoint, or the base of an adapter, that was not written by dlm-bridge; `tokenizer` a folder or id of another
+    tokenizer.
+
+    Raises:
+        DlmBridgeError: a place that holds no model that can be sampled from, no tokenizer, or a placement that the
+            machine does not have.
+    """
+    where = (placement or Placement()).arguments()
+    wanted = parse_dtype(dtype)
+    path = checkpoint_folder(place)
+    if path.is_dir() and is_megatron(path):
+        if revision is not None:
+            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        base = (like or named_base(path)) if (path / ADAPTER_MANIFEST).is_file() else None
+        with _exported(path, like, family, base) as folder:
+            if base is not None:
+                return _load_adapter(folder, str(path), base, placement, dtype, family, tokenizer)
+            return _load_folder(folder, where, wanted, family, str(path), tokenizer)
+    if like is not None:
+        raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
+    folder = resolve(path, revision)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
+        return _load_adapter(folder, str(folder), named_base(folder), placement, dtype, family, tokenizer)
+    return _load_folder(folder, where, wanted, family, os.fspath(path), tokenizer)
+
+
+def _load_folder(
+    folder: Path,
+    where: dict[str, Any],
+    dtype: torch.dtype | None,
+    family: str | None,
+    name: str,
+    tokenizer: str | None,
+) -> LoadedModel:
+    remedy = "" if tokenizer else ": name one with --tokenizer"
+    loaded = load_tokenizer(tokenizer or folder, f"--tokenizer {tokenizer}" if tokenizer else name, remedy)
+    model, spec = load_hub_model(folder, name, family, dtype, **where)
+    if "distributed_config" in where:
+        from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
+
+        use_plain_shards(model)
+    align_special_tokens(model, loaded, name)
+    note = precision_note(name, model.dtype, model.device.type) if dtype is None else None
+    if note is not None and is_main():
+        logger.warning(note)
+    return LoadedModel(
+        model=model.eval(),
+        tokenizer=loaded,
+        family=type(model).__name__ if spec is None else spec.name,
+        diffusion=spec is not None and spec.sampled_here,
+    )
+
+
+def precision_note(name: str, dtype: torch.dtype, device: str) -> str | None:
+    """What is said of a model that is sampled from in the precision that it is stored in; None where that is fast."""
+    if device != "cuda" or dtype != torch.float32:
+        return None
+    return printable(
+        f"{name}: the weights are fp32, as training saves them, and so is the computation: --dtype bf16 is several "
+        "times faster on a GPU"
+    )
+
+
+def _load_adapter(
+    folder: Path,
+    name: str,
+    base: str,
+    placement: Placement | None,
+    dtype: str | torch.dtype | None,
+    family: str | None,
+    tokenizer: str | None,
+) -> LoadedModel:
+    """A PEFT folder's adapter, called `name` in errors, on its base model."""
+    from peft import PeftConfig, PeftModel
+
+    if placement is not None and placement.tensor_parallel:
+        cut = "--tp-plan" if placement.tp is None else "--tp"
+        raise DlmBridgeError(f"{cut} cuts whole models: merge {name} first (dlm-bridge adapter export --merge)")
+    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known():
+        adapter = PeftConfig.from_pretrained(str(folder))
+    refuse_prompt_learning(adapter, name)
+    own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
+    opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
+    token = mask_only_token(folder)
+    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known(), restricted_loading():
+        model = PeftModel.from_pretrained(opened.model, str(folder))
+        if token is not None:
+            restrict_to_masks(model, token)
+    return replace(opened, model=model.eval())
+
+
+@contextmanager
+def _exported(root: Path, like: str | None, family: str | None, base: str | None) -> Iterator[Path]:
+    """A Megatron checkpoint as a temporary Hub folder, an adapter's of `base` as a PEFT folder, exported by one
+    process."""
+    from dlm_bridge.bridge import Bridge
+
+    def export(folder: Path) -> None:
+        if base is not None:
+            checkpoint = open_checkpoint(base, family=family)
+            export_adapter(open_adapter(root, checkpoint), checkpoint, folder / "hub")
+            return
+        Bridge.from_megatron(root, like=like, family=family).to_hf(folder / "hub")
+
+    if world_size() == 1:
+        with temporary_folder() as folder:
+            export(folder)
+            yield folder / "hub"
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and not dist.is_initialized():
+        torch.cuda.set_device(local_rank() or 0)
+    start_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")  # as transformers does for tensor parallelism
+    with temporary_folder() as own:
+        with raised_everywhere():
+            if is_main():
+                export(own)
+        yield from_all(own)[0] / "hub"
+        dist.barrier()  # the first process removes what the others read

@@ -1,0 +1,1 @@
+"""Loading: whole models, and weights read in parts."""
