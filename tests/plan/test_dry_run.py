@@ -23,7 +23,6 @@ from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.plan.dry_run import DryRun, dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_yaml
-from dlm_bridge.train.loading import load_model
 from tests.train.conftest import _cache, corpus, seed_folder, tokenizer, values
 
 SHORT = {"split": "100,0,0", "global_batch_size": 8}
