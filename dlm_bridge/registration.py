@@ -26,9 +26,10 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["engines", "commands", "samplers", "kernels"]
+Kind = Literal["engines", "commands", "features", "samplers", "kernels"]
 
-EXTENSIONS = ("parallel",)  # our own, each the package `dlm_bridge.NAME` where its folder is there
+# Our own, each the package `dlm_bridge.NAME` where its folder is there.
+EXTENSIONS = ("parallel", "train.rl", "plan", "display", "serving", "kernels", "extra_samplers", "original")
 ENTRY_POINTS = "dlm_bridge.extensions"
 # The oldest and the newest versions that the tests pass with, by distribution; Transformer Engine's on GPUs.
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}
@@ -36,14 +37,27 @@ TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transfor
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds, by name: "module:attribute", imported when it is asked for."""
+    """What an extension adds, by name: "module:attribute", or a module, imported when it is asked for.
+
+    Args:
+        name: its package's name below `dlm_bridge`, or any other outside this repository.
+        extra: what pip installs for it, "dlm-bridge[megatron]".
+        needs: other extensions that it imports.
+        engines: values of `--engine`: classes below `train.engine.Engine`.
+        commands: functions that add the command to the Typer app.
+        features: what a command of the core offers where the extension is there.
+        samplers: classes below `Sampler`.
+        kernels: modules of kernels that the core uses where their device and packages are there.
+    """
 
     name: str
-    extra: str | None = None  # what pip installs for it, "dlm-bridge[megatron]"
-    engines: Mapping[str, str] = field(default_factory=dict)  # values of --engine: classes below `train.engine.Engine`
-    commands: Mapping[str, str] = field(default_factory=dict)  # functions that add the command to the Typer app
-    samplers: Mapping[str, str] = field(default_factory=dict)  # classes below `Sampler`
-    kernels: Mapping[str, str] = field(default_factory=dict)  # functions that swap a model's modules for fused ones
+    extra: str | None = None
+    needs: tuple[str, ...] = ()
+    engines: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
+    features: Mapping[str, str] = field(default_factory=dict)
+    samplers: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
@@ -81,6 +95,9 @@ def load(kind: Kind, name: str) -> Any:
     if name not in known:
         raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
     extension = known[name]
+    lacking = [one for one in extension.needs if one not in extensions()]
+    if lacking:
+        raise DlmBridgeError(f"{name} of {extension.name} needs {', '.join(lacking)}{absent()}")
     try:
         return _imported(getattr(extension, kind)[name])
     except DlmBridgeError:
@@ -103,7 +120,8 @@ def deferred(place: str) -> Any:
 
 def _imported(place: str) -> Any:
     module, _, attribute = place.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    imported = importlib.import_module(module)
+    return getattr(imported, attribute) if attribute else imported
 
 
 def absent() -> str:
