@@ -12,7 +12,7 @@ import typer
 from dlm_bridge.cli.generate_request import (
     ALIASES,
     SETTINGS,
-    Request,
+    Arguments,
     parse_batch_size,
     parse_settings,
     parse_template_args,
@@ -80,7 +80,7 @@ def _command() -> Callable[..., None]:
             settings[name] = value
         options["template_args"] = parse_template_args(options.pop("chat_template_args") or [])
         options["batch_size"] = parse_batch_size(options["batch_size"])
-        request = Request(settings=settings, **options)
+        request = Arguments(settings=settings, **options)
         request.check()
         # Imported only now: a mistyped option should answer at once.
         from dlm_bridge.cli.generate_run import run

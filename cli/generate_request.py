@@ -35,7 +35,7 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True)
-class Request:
+class Arguments:
     """The options of one invocation."""
 
     model: str

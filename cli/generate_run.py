@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging
 
-from dlm_bridge.cli.generate_request import Request
+from dlm_bridge.cli.generate_request import Arguments
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import Replicas, is_main, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
@@ -42,7 +42,7 @@ from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
 
-def run(request: Request) -> None:
+def run(request: Arguments) -> None:
     """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, with
     the whole model and a share of the prompts, or in groups of both kinds; the first one writes."""
     logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
@@ -77,7 +77,7 @@ def run(request: Request) -> None:
             _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
 
 
-def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any]) -> None:
+def _sample_one(request: Arguments, loaded: LoadedModel, settings: dict[str, Any]) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
@@ -107,7 +107,7 @@ def _sample_one(request: Request, loaded: LoadedModel, settings: dict[str, Any])
 
 
 def _sample_file(
-    request: Request,
+    request: Arguments,
     loaded: LoadedModel,
     settings: dict[str, Any],
     prompts: Sequence[WrittenPrompt],
@@ -200,7 +200,7 @@ Facts = dict[str, Any]  # what is written of a row beside its prompt
 
 
 def _resumed(
-    request: Request,
+    request: Arguments,
     loaded: LoadedModel,
     prompts: Sequence[WrittenPrompt],
     tokens: Sequence[Sequence[int]],
@@ -335,7 +335,7 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _stdout_or(request: Request) -> Iterator[TextIO]:
+def _stdout_or(request: Arguments) -> Iterator[TextIO]:
     """The output of the first process; that of the others is discarded."""
     if not is_main():
         with open(os.devnull, "w") as stream:

@@ -43,7 +43,7 @@ class Extension:
         name: its package's name below `dlm_bridge`, or any other outside this repository.
         extra: what pip installs for it, "dlm-bridge[megatron]".
         needs: other extensions that it imports.
-        engines: values of `--engine`: classes below `train.engine.Engine`.
+        engines: values of `--engine`: classes below `train.engine.TrainingEngine`.
         commands: functions that add the command to the Typer app.
         features: what a command of the core offers where the extension is there.
         samplers: classes below `Sampler`.

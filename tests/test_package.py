@@ -31,7 +31,7 @@ PAGES = sorted(
 )
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md" and not {"data", ".venv", "build"} & set(page.parts)]
 # A checkpoint's manifest, and groups of entry points.
-NO_MODULES = {f"dlm_bridge.{name}" for name in ("json", "families", "platforms", "samplers")}
+NO_MODULES = {f"dlm_bridge.{name}" for name in ("json", "extensions", "families", "platforms", "samplers")}
 
 
 def run(code: str, *args: str, cwd: Path | None = None) -> str:

@@ -30,9 +30,9 @@ OTHER = object()
 """
 CODE = """
 from pathlib import Path
-from dlm_bridge.train.engine import Engine
+from dlm_bridge.train.engine import TrainingEngine
 
-class Chip(Engine):
+class Chip(TrainingEngine):
     def train(self, config, resume=False, console=None):
         return Path("trained")
     def find_checkpoint(self, config): ...

@@ -129,8 +129,8 @@ def load_hub_model(
     """
     from transformers import AutoModelForCausalLM
 
-    check_weights(folder, name, remedy)
     spec, config = find_config(folder, name, family)
+    check_weights(folder, name, remedy)
     if (distributed := arguments.get("distributed_config")) is not None:
         check_tensor_parallel_split(config, distributed.tp_size, name)
     model_class = AutoModelForCausalLM if spec is None else spec.load("model_class")

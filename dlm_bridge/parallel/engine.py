@@ -6,10 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from dlm_bridge.registration import deferred
-from dlm_bridge.train.engine import Engine
+from dlm_bridge.train.engine import TrainingEngine
 
 
-class MegatronEngine(Engine):
+class MegatronEngine(TrainingEngine):
     """Training on megatron-core; beside it live models (of `Bridge.build_megatron_model`) and their logits (of `verify
     --logits`)."""
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from dlm_bridge.train.config import TrainConfig
 
 
-def find_engine(name: str) -> Engine:
+def find_engine(name: str) -> TrainingEngine:
     """The engine of `--engine NAME`. Raises DlmBridgeError where its extension is not installed."""
     return load("engines", name)()
 
 
-class Engine(ABC):
+class TrainingEngine(ABC):
     """What a command and a dry run ask of an engine. Every method raises DlmBridgeError for bad input."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Engine(ABC):
         return {}
 
 
-class AccelerateEngine(Engine):
+class AccelerateEngine(TrainingEngine):
     """Training on the Hub's own model classes, by Accelerate."""
 
     train = deferred("dlm_bridge.train.accelerate.trainer:train")

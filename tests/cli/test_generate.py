@@ -534,7 +534,7 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--family", "nonsense"], "unknown family 'nonsense'"),
         (["--prompt", "x", "--revision", "main"], "--revision main needs a Hub id"),
         (["--prompt", "x", "--like", "y"], "names the Hub model of a Megatron checkpoint"),
-        (["--prompt", "x", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no tokenizer that loads there"),
+        (["--prompt", "x", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no such folder"),
     ],
 )
 def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], said: str) -> None:

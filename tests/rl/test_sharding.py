@@ -121,7 +121,7 @@ def test_memory_that_runs_out_in_a_rollout(run: Run, tmp_path: Path, monkeypatch
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(Rollouts, "_denoised", fails)
+    monkeypatch.setattr(Rollouts, "_sampled", fails)
     with pytest.raises(DlmBridgeError, match=r"^rollouts .* 32 rows at once.*--rollout-batch-size"):
         run(tmp_path / "run")
 
