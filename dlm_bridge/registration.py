@@ -74,7 +74,8 @@ def extensions() -> dict[str, Extension]:
     """The extensions of this installation by name, our own first. One of another package that fails to import, is not
     an Extension or has a name that is taken is left out with a warning."""
     there = [name for name in EXTENSIONS if _is_package(f"dlm_bridge.{name}")]
-    found: dict[str, Extension] = {name: importlib.import_module(f"dlm_bridge.{name}").EXTENSION for name in there}
+    modules = {name: importlib.import_module(f"dlm_bridge.{name}") for name in there}
+    found: dict[str, Extension] = {name: one.EXTENSION for name, one in modules.items() if hasattr(one, "EXTENSION")}
     for point, extension in load_entry_points(ENTRY_POINTS).items():
         if not isinstance(extension, Extension):
             logger.warning(f"entry point '{point}' of {ENTRY_POINTS} is not an Extension, left out: {extension!r}")
