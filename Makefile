@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # `make test-gpu PART=2` runs one of them; without PART all run, one after another.
 PARTS := 1 2 3
-FILES_1 := tests/generation
-FILES_2 := tests --ignore tests/generation --ignore tests/parallel/test_gpus.py
+FILES_1 := tests/generation tests/kernels
+FILES_2 := tests --ignore tests/generation --ignore tests/kernels --ignore tests/parallel/test_gpus.py
 FILES_3 := tests/parallel/test_gpus.py
 GPU_TEST_WORKERS ?= 8
 

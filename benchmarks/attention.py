@@ -1,4 +1,4 @@
-"""Attention over cached keys and values in place (`triton_kernels`) against PyTorch's, and the best tiles for it.
+"""Attention over cached keys and values in place (`kernels.sampling`) against PyTorch's, and the best tiles for it.
 
     python benchmarks/attention.py --tune
 
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.generation.runtime import attention, triton_kernels
+from dlm_bridge.generation.runtime import attention
+from dlm_bridge.kernels import sampling
 
 BYTES_PER_S = 4.3e12
 LAYERS = 12
@@ -73,12 +74,12 @@ def main() -> None:
     for shape in TINY if options.tiny else SHAPES:
         layers = [inputs(shape) for _ in range(1 if options.tiny else LAYERS)]
         expected = attention.attend_torch(*layers[0]).double()
-        error = ((triton_kernels.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
+        error = ((sampling.attend(*layers[0]).double() - expected).norm() / expected.norm()).item()
         seen = shape.batch * shape.end if layers[0][7] is None else int(layers[0][7].sum())
         least = 4 * seen * shape.groups * shape.size / BYTES_PER_S * 1e6
         console.print(
             f"{shape.name:42} PyTorch {microseconds(attention.attend_torch, layers):6.1f}   kernel "
-            f"{microseconds(triton_kernels.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
+            f"{microseconds(sampling.attend, layers):6.1f}   reading {least:5.1f}   relative error {error:.0e}"
         )
         if options.tune:
             tune(shape, layers, console)
@@ -104,7 +105,7 @@ def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:
     found = []
     for tiles in candidates(shape.shared * shape.new):
         try:
-            took = microseconds(lambda *one, tiles=tiles: triton_kernels.attend(*one, tiles=tiles), layers)
+            took = microseconds(lambda *one, tiles=tiles: sampling.attend(*one, tiles=tiles), layers)
         except Exception as error:  # such as tiles that do not fit the shared memory
             console.print(f"    {tiles}: {type(error).__name__}")
             continue
@@ -113,19 +114,19 @@ def tune(shape: Shape, layers: list[tuple[Any, ...]], console: Console) -> None:
         console.print(f"    {took:6.1f}  {tiles}")
     splits = []
     for count in (1, 2, 4, 8, 16):
-        took = microseconds(lambda *one, count=count: triton_kernels.attend(*one, splits=count), layers)
+        took = microseconds(lambda *one, count=count: sampling.attend(*one, splits=count), layers)
         splits.append(f"{count}: {took:.1f}")
     console.print(f"    programs for a group: {', '.join(splits)}")
 
 
-def candidates(rows: int) -> Iterable[triton_kernels.AttentionTiles]:
+def candidates(rows: int) -> Iterable[sampling.AttentionTiles]:
     if rows <= 16:
         cuts = itertools.product((16,), (32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4))
     elif rows <= 32:
         cuts = itertools.product((32,), (32, 64, 128), (2, 4), (2, 3))
     else:
         cuts = itertools.product((32, 64, 128), (32, 64), (4, 8), (2, 3))
-    return (triton_kernels.AttentionTiles(*cut) for cut in cuts)
+    return (sampling.AttentionTiles(*cut) for cut in cuts)
 
 
 def microseconds(call: Callable[..., Any], layers: list[tuple[Any, ...]]) -> float:

@@ -47,7 +47,7 @@ class Extension:
         commands: functions that add the command to the Typer app.
         features: what a command of the core offers where the extension is there.
         samplers: classes below `Sampler`.
-        kernels: modules of kernels that the core uses where their device and packages are there.
+        kernels: modules of kernels by subject, one of `KERNELS`, for one type of device ("attention.cuda") or any.
     """
 
     name: str
@@ -60,6 +60,12 @@ class Extension:
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 
+# What the core calls of a module of kernels, each in the place of its own function or class of that name.
+KERNELS = {
+    "attention": ("supports_attention", "attend"),  # of generation.runtime.attention
+    "tokens": ("supports_logits", "best_token", "draw_token", "probability_of", "philox_uniform"),  # of token_sampling
+    "layers": ("Layers",),  # of generation.runtime.graphs
+}
 CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
 
 
@@ -107,6 +113,28 @@ def load(kind: Kind, name: str) -> Any:
             raise  # our own mistake
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
         raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
+
+
+@cache
+def find_kernels(subject: str, device: str) -> Any:
+    """The module of kernels of a subject for a type of device, None where no extension has one. One that fails to
+    import or lacks a function is left out, with a warning unless it is ours, which only need Triton. Looked up once
+    per process."""
+    known = registered("kernels")
+    for name in (f"{subject}.{device}", subject):
+        if name not in known:
+            continue
+        try:
+            module = load("kernels", name)
+        except (DlmBridgeError, ImportError) as error:
+            if known[name].name not in EXTENSIONS:
+                logger.warning(f"kernels left out: {one_line(error)}")
+            continue
+        lacking = [function for function in KERNELS[subject] if not hasattr(module, function)]
+        if not lacking:
+            return module
+        logger.warning(f"kernels {name} of {known[name].name} left out: they lack {', '.join(lacking)}")
+    return None
 
 
 def deferred(place: str) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.objectives.noise import philox_uniform
+from dlm_bridge.registration import find_kernels
 
 
 class Noise:
@@ -47,7 +46,7 @@ class Noise:
         index = list(rows)
         seed_A1, draw_A1 = to_device(self._rows[index], self.device).split(1, dim=1)
         self._rows[index] += torch.tensor([0, 1])
-        kernels = _triton_kernels() if places_AN.is_cuda else None
+        kernels = find_kernels("tokens", places_AN.device.type)
         evaluate = philox_uniform if kernels is None else kernels.philox_uniform
         uniform_AN: torch.Tensor = evaluate(seed_A1, draw_A1, places_AN)
         return uniform_AN
@@ -125,7 +124,7 @@ def shared_seed(model: Any) -> int | None:
 
 def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
     """[A, N], the token with the highest logit except `without` (-1: none), the first of equal ones."""
-    kernels = _triton_kernels() if logits_ANV.is_cuda else None
+    kernels = find_kernels("tokens", logits_ANV.device.type)
     if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.best_token(logits_ANV, without)
         return tokens_AN
@@ -134,7 +133,7 @@ def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
 
 def draw_token(logits_ANV: torch.Tensor, uniform_AN: torch.Tensor, without: int = -1) -> torch.Tensor:
     """[A, N], a token drawn from softmax(logits), without the token `without` if there is one; see `invert`."""
-    kernels = _triton_kernels() if logits_ANV.is_cuda else None
+    kernels = find_kernels("tokens", logits_ANV.device.type)
     if kernels is not None and kernels.supports_logits(logits_ANV):
         tokens_AN: torch.Tensor = kernels.draw_token(logits_ANV, without, uniform_AN)
         return tokens_AN
@@ -167,22 +166,12 @@ def probability_of(
 
     In half precision the sum is float32, and the probability is rounded.
     """
-    kernels = _triton_kernels() if logits_ANV.is_cuda else None
+    kernels = find_kernels("tokens", logits_ANV.device.type)
     dtype = logits_ANV.dtype if dtype is None else dtype
     if kernels is not None and kernels.supports_logits(logits_ANV) and dtype in (logits_ANV.dtype, torch.float64):
         probabilities_AN: torch.Tensor = kernels.probability_of(tokens_AN, logits_ANV, dtype)
         return probabilities_AN
     return logits_ANV.softmax(dim=-1, dtype=dtype).gather(-1, tokens_AN[..., None])[..., 0]
-
-
-@functools.cache
-def _triton_kernels() -> ModuleType | None:
-    """The module of the Triton kernels; None without Triton."""
-    try:
-        from dlm_bridge.generation.runtime import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
 
 
 def gather_tokens(values_ANV: torch.Tensor, tokens_AN: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Execution of forward passes: eager, CUDA graphs, compiled layers; attention kernels; fused linear layers."""
+"""Execution of forward passes: eager, CUDA graphs, compiled layers; attention over the KV cache; packed rows."""

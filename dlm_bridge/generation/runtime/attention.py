@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
 from dlm_bridge.generation.runtime.varlen import attend_packed, attend_packed_cached, write_packed
+from dlm_bridge.registration import find_kernels
 
 NAME = "dlm_bridge_cached"
 
@@ -101,8 +100,8 @@ def attend(
 def uses_kernel(
     shapes: Iterable[tuple[int, int]], dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Whether layers of these shapes (query heads per KV head, head size) run the Triton kernel."""
-    kernel = _kernel(columns.device.type)
+    """Whether layers of these shapes (query heads per KV head, head size) run a kernel of an extension."""
+    kernel = find_kernels("attention", columns.device.type)
     return kernel is not None and all(
         kernel.supports_attention(dtype, columns.shape[-1], shared, size, mask) for shared, size in shapes
     )
@@ -171,8 +170,8 @@ def attend_cached(
 ) -> torch.Tensor:
     """Write `key` and `value` to the cache at their columns, then attend to the cache's first `end` columns.
 
-    One operator, so that a compiled layer updates the buffers in place instead of copying them. On a CUDA device with
-    Triton, a few queries run the kernel that reads the cache in place; otherwise PyTorch's attention runs.
+    One operator, so that a compiled layer updates the buffers in place instead of copying them. Where an extension has
+    a kernel that reads the cache in place, a few queries run it; otherwise PyTorch's attention runs.
 
     Args:
         length: [1], the number of those columns as a tensor on the device, so that a recorded graph serves every
@@ -181,7 +180,7 @@ def attend_cached(
             blocks of this length, as if the blocks were run one after the other. None: the new columns all attend to
             each other.
     """
-    kernel = _kernel(query.device.type)
+    kernel = find_kernels("attention", query.device.type)
     shared, width, size = query.shape[1] // key.shape[1], query.shape[2], query.shape[3]
     attend = attend_torch
     same = value.shape[-1] == size  # latent attention has narrower values
@@ -239,18 +238,6 @@ def _masked_until(
         limit_BQ = torch.minimum(length, columns.view(-1, columns.shape[-1])[:, :1] + (own_Q + 1) * block)
     seen_BQK = torch.arange(end, device=columns.device) < limit_BQ[..., None]
     return seen_BQK[:, None] if mask is None else seen_BQK[:, None] & mask
-
-
-@functools.cache
-def _kernel(device: str) -> ModuleType | None:
-    """The module of the Triton kernels; None without Triton or on another kind of device."""
-    if device != "cuda":
-        return None
-    try:
-        from dlm_bridge.generation.runtime import triton_kernels
-    except ImportError:
-        return None
-    return triton_kernels
 
 
 def _attention(

@@ -1,11 +1,11 @@
-"""CUDA graphs of a model's body in static shapes, with fused or compiled decoder layers."""
+"""CUDA graphs of a model's body in static shapes, with compiled decoder layers or an extension's fused ones."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.fx.experimental import _config as shape_config
 from transformers.utils import logging
 
 from dlm_bridge.generation.kv_cache import StaticKVCache
-from dlm_bridge.generation.runtime import attention, fused_elementwise, fused_linear
+from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.varlen import packed_shape, padded_cu_seqlens
+from dlm_bridge.registration import find_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -58,6 +59,29 @@ _TENSORS = (
 )  # fmt: skip
 
 
+class Layers:
+    """The decoder layers of a model: here its own, in an extension of kernels a subclass that replaces them.
+
+    Args:
+        compiled: `torch.compile` compiles all layers, or where `trims` is true all but the last one.
+    """
+
+    trims = False  # whether the last layer can leave out positions after its attention
+
+    def __init__(self, model: Any, compiled: bool) -> None: ...
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Context in which the layers are replaced."""
+        return nullcontext()
+
+    def returning(self, places_AN: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Context in which the last layer returns these places alone, see `at_places`; None: all."""
+        return nullcontext()
+
+    def end(self) -> None:
+        """Give weights that were moved memory of their own again."""
+
+
 @dataclass
 class _RecordedGraph:
     """A CUDA graph with its static inputs and output."""
@@ -72,20 +96,17 @@ class GraphedBody:
     second is recorded, and later ones are replayed: launching a graph costs the CPU no more than one kernel.
 
     Args:
-        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise kernels of this
-            package do, where they can (`fused_elementwise`). The last layer uses those kernels in both cases, since
-            after its attention only the positions that are asked for are computed.
+        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise an extension's
+            kernels do, where they can (`Layers`). The last layer uses those kernels in both cases, since after its
+            attention only the positions that are asked for are computed.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
     def __init__(self, model: Any, compile_layers: bool, *, rows: int, width: int) -> None:
         self.buffers = StaticKVCache.allocate(model, rows, width) if width else None
         self._rows, self._width = rows, width
-        self._fused = fused_linear.fuse_linear_layers(model)
-        self._replacements = fused_elementwise.fuse_elementwise(model, self._fused)
-        self._last = fused_elementwise.last_layer(model, self._replacements)
-        if compile_layers:
-            self._replacements = fused_elementwise.of_last_layer(model, self._replacements) if self._last else []
+        kernels = find_kernels("layers", model.device.type)
+        self._layers: Layers = (Layers if kernels is None else kernels.Layers)(model, compile_layers)
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
@@ -122,11 +143,7 @@ class GraphedBody:
     def prepared(self, model: Any) -> Iterator[None]:
         """Install the compiled decoder layers and the fused ones; the model is restored afterwards."""
         self._model = model
-        with (
-            fused_linear.fused_layers_installed(self._fused),
-            fused_elementwise.installed(self._replacements),
-            self._compiled_layers(),
-        ):
+        with self._layers.installed(), self._compiled_layers():
             yield
 
     def forget(self) -> None:
@@ -137,7 +154,7 @@ class GraphedBody:
     def end(self) -> None:
         """Drop the recorded graphs, and give the fused weights memory of their own again."""
         self.forget()
-        fused_linear.separate_weights(self._fused)
+        self._layers.end()
 
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
@@ -145,7 +162,7 @@ class GraphedBody:
         try:
             if self._compile_layers:
                 if not self._compiled:
-                    compiled_layers = layers if self._last is None else layers[:-1]
+                    compiled_layers = layers[:-1] if self._layers.trims else layers
                     self._compiled = [_compiled(layer._call_impl) for layer in compiled_layers]
                 for layer, compiled in zip(layers, self._compiled, strict=False):
                     layer._compiled_call_impl = compiled
@@ -167,7 +184,7 @@ class GraphedBody:
                 the KV cache as well. False: exactly the given rows run, for when other rows of the cache are in use.
         """
         if inputs.places is not None and not self._trims(inputs):
-            return fused_elementwise.at_places(self(replace(inputs, places=None), record=record), inputs.places)
+            return at_places(self(replace(inputs, places=None), record=record), inputs.places)
         rows = len(inputs.tokens if inputs.places is None else inputs.places)
         inputs = self._with_length_tensor(inputs)
         if not record:
@@ -206,12 +223,10 @@ class GraphedBody:
         rows, count = inputs.places.shape
         if inputs.cu_seqlens is not None:
             rows = self._rows  # batches share graphs
-        return self._last is not None and 2 * rows * count <= inputs.tokens.numel()
+        return self._layers.trims and 2 * rows * count <= inputs.tokens.numel()
 
     def _run(self, inputs: BodyInputs) -> torch.Tensor:
-        if self._last is None:
-            return run_body(self._model, self.buffers, inputs)
-        with self._last.returning(inputs.places):
+        with self._layers.returning(inputs.places):
             return run_body(self._model, self.buffers, inputs)
 
     def _with_length_tensor(self, inputs: BodyInputs) -> BodyInputs:
@@ -331,6 +346,13 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
         max_seqlen_k=inputs.max_seqlen_k,
     )
     return output.last_hidden_state
+
+
+def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
+    """Hidden states at some places, [A, N, H], out of [A, Q, H] or, for packed tokens, out of [1, T, H]."""
+    if len(hidden) == 1:
+        return hidden[0, places_AN]
+    return hidden.gather(1, places_AN[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
 def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:

@@ -17,8 +17,7 @@ from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
-from dlm_bridge.generation.runtime.fused_elementwise import at_places
-from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, batch_size_for, run_body
+from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, at_places, batch_size_for, run_body
 from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedRows, Packing, varlen_attention
 
 Execution = Literal["eager", "graph", "compiled"]

@@ -1,7 +1,7 @@
 """Fused mixture of experts: routing, activation, and the weighted sum of the experts' outputs in few kernels.
 
 transformers' router launches 15 to 20 kernels of one operation each. Its experts launch 13 beside their two grouped
-matrix products; the weighted sum alone writes the outputs twice in float32. As in `fused_elementwise`, modules are
+matrix products; the weighted sum alone writes the outputs twice in float32. As in `layers`, modules are
 replaced for what they compute: their forward pass with tiny weights must give what the formula gives.
 """
 
@@ -103,7 +103,7 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
     """Whether the module computes what `FusedRouter` does.
 
     Args:
-        formula: `elementwise_kernels.route_in_groups_torch`.
+        formula: `elementwise.route_in_groups_torch`.
     """
     tensors: list[Any] = [getattr(module, name, None) for name in ("weight", "e_score_correction_bias")]
     if not all(isinstance(one, torch.Tensor) for one in tensors) or tensors[0].dim() != 2:

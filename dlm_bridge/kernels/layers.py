@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,16 +24,44 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from dlm_bridge.generation.kv_cache import is_attention
+from dlm_bridge.generation.runtime import graphs
 from dlm_bridge.generation.runtime.attention import attend
-from dlm_bridge.generation.runtime.fused_experts import (
-    FusedExperts,
-    FusedRouter,
-    is_group_router,
-    supports_grouped_experts,
+from dlm_bridge.generation.runtime.graphs import at_places
+from dlm_bridge.kernels.experts import FusedExperts, FusedRouter, is_group_router, supports_grouped_experts
+from dlm_bridge.kernels.linear import (
+    FusedGroup,
+    FusedLinear,
+    fuse_linear_layers,
+    fused_layers_installed,
+    is_unmodified,
+    separate_weights,
 )
-from dlm_bridge.generation.runtime.fused_linear import FusedGroup, FusedLinear, is_unmodified
 
 _PROBE = "dlm_bridge_probe"  # name of the attention function `_record_call` in transformers' registry
+
+
+class Layers(graphs.Layers):
+    """Fused linear layers, and fused elementwise operations where Triton has a kernel: of compiled layers in the last
+    one only."""
+
+    def __init__(self, model: Any, compiled: bool) -> None:
+        self._groups = fuse_linear_layers(model)
+        self._replacements = fuse_elementwise(model, self._groups)
+        self._last = last_layer(model, self._replacements)
+        self.trims = self._last is not None
+        if compiled:
+            self._replacements = of_last_layer(model, self._replacements) if self.trims else []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with fused_layers_installed(self._groups), installed(self._replacements):
+            yield
+
+    def returning(self, places_AN: torch.Tensor | None) -> AbstractContextManager[None]:
+        return super().returning(places_AN) if self._last is None else self._last.returning(places_AN)
+
+    def end(self) -> None:
+        separate_weights(self._groups)
 
 
 @dataclass(frozen=True)
@@ -217,13 +245,6 @@ def of_last_layer(model: Any, replacements: Iterable[Replacement]) -> list[Repla
     return [one for one in replacements if one.module in own]
 
 
-def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
-    """Hidden states at some places, [A, N, H], out of [A, Q, H] or, for packed tokens, out of [1, T, H]."""
-    if len(hidden) == 1:
-        return hidden[0, places_AN]
-    return hidden.gather(1, places_AN[..., None].expand(-1, -1, hidden.shape[-1]))
-
-
 @contextmanager
 def installed(replacements: Iterable[Replacement]) -> Iterator[None]:
     """Replace methods of modules, which must be their class's own; restore them afterwards."""
@@ -245,10 +266,10 @@ def _kernels(device: str) -> ModuleType | None:
     if device != "cuda":
         return None
     try:
-        from dlm_bridge.generation.runtime import elementwise_kernels
+        from dlm_bridge.kernels import elementwise
     except ImportError:
         return None
-    return elementwise_kernels
+    return elementwise
 
 
 def _position_embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge.generation import release
-from dlm_bridge.generation.runtime import fused_linear
 from dlm_bridge.generation.runtime.graphs import GraphedBody
+from dlm_bridge.kernels import linear
 from tests.generation.conftest import load, prompts
 from tests.generation.test_caches import load_case
 from tests.generation.test_families import DIFFUSION
@@ -27,10 +27,7 @@ def fresh(folder: Path) -> Any:
 
 def one_storage(model: Any) -> bool:
     attention = model.model.layers[0].self_attn
-    return (
-        len({getattr(attention, name).weight.untyped_storage().data_ptr() for name in fused_linear.FUSED_LAYERS[0]})
-        == 1
-    )
+    return len({getattr(attention, name).weight.untyped_storage().data_ptr() for name in linear.FUSED_LAYERS[0]}) == 1
 
 
 @pytest.mark.parametrize("name", ["llada", "sdar", "fast_dllm_v2", "llada2_moe"])
@@ -40,16 +37,16 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(4, 60, (2, 16), generator=torch.Generator().manual_seed(5))
     before = {name: one.clone() for name, one in model.state_dict().items()}
     expected = model(tokens).logits
-    places = fused_linear.fuse_linear_layers(model)
+    places = linear.fuse_linear_layers(model)
     assert name == "llada2_moe" or len(places) == 2 * len(model.model.layers)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    with fused_linear.fused_layers_installed(places):
+    with linear.fused_layers_installed(places):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-10, atol=1e-10)
     assert torch.equal(model(tokens).logits, expected)
-    assert [place.names for place in fused_linear.fuse_linear_layers(model)] == [
+    assert [place.names for place in linear.fuse_linear_layers(model)] == [
         place.names for place in places
     ]  # found as it is
-    fused_linear.separate_weights(places)
+    linear.separate_weights(places)
     assert name == "llada2_moe" or not one_storage(model)
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
@@ -83,7 +80,7 @@ def test_generate_and_what_happens_to_the_weights(fresh: Any, tmp_path: Path, mo
 
 def test_weights_are_still_trained(fresh: Any) -> None:
     with torch.inference_mode():
-        places = fused_linear.fuse_linear_layers(fresh)
+        places = linear.fuse_linear_layers(fresh)
     assert places
     assert one_storage(fresh)
     fresh(prompts(2, 9)).logits.float().logsumexp(-1).mean().backward()
@@ -102,7 +99,7 @@ def test_what_is_left_alone(fresh: Any) -> None:
     fresh.model.layers[1].self_attn.v_proj.__class__ = type("Quantised", (nn.Linear,), {})
     attention.q_proj.weight = fresh.model.layers[1].self_attn.q_proj.weight
     mlp.up_proj.bias = nn.Parameter(torch.zeros(mlp.up_proj.out_features))
-    assert fused_linear.fuse_linear_layers(fresh) == []
+    assert linear.fuse_linear_layers(fresh) == []
 
 
 def test_one_compiled_layer_serves_all(fresh: Any) -> None:

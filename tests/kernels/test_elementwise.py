@@ -15,11 +15,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
-from dlm_bridge.generation.runtime import elementwise_kernels  # noqa: E402
-from tests.generation.interpreted import round_to_nearest_bf16  # noqa: E402
+from dlm_bridge.kernels import elementwise  # noqa: E402
+from tests.kernels.interpreted import round_to_nearest_bf16  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = pytest.mark.parametrize("dtype", elementwise_kernels.DTYPES, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", elementwise.DTYPES, ids=str)
 kernels = torch.ops.dlm_bridge
 
 
@@ -113,8 +113,7 @@ def test_sum_of_experts(tokens: int, experts: int, size: int, dtype: torch.dtype
     for wider in {dtype, torch.float32}:
         weights = random(2, tokens, experts, dtype=wider)
         found, expected = (
-            function(rows, places, weights)
-            for function in (kernels.sum_experts, elementwise_kernels.sum_experts_torch)
+            function(rows, places, weights) for function in (kernels.sum_experts, elementwise.sum_experts_torch)
         )
         assert_an_ulp_apart(found, expected)
         if not INTERPRETED:  # the order in which PyTorch sums on a GPU
@@ -130,7 +129,7 @@ def test_router(tokens: int, experts: int, groups: int, top_groups: int, top: in
     logits, bias = random(0, tokens, experts, dtype=torch.float32), random(1, experts, dtype=torch.float32)
     settings = (groups, top_groups, top, normalised, 2.5)
     weights, chosen = kernels.route_in_groups(logits, bias, *settings)
-    expected, order = elementwise_kernels.route_in_groups_torch(logits, bias, *settings)
+    expected, order = elementwise.route_in_groups_torch(logits, bias, *settings)
     assert torch.equal(chosen, order)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
     alike = torch.zeros_like(logits)

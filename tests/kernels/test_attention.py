@@ -13,8 +13,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
-from dlm_bridge.generation.runtime import triton_kernels  # noqa: E402
 from dlm_bridge.generation.runtime.attention import attend_torch  # noqa: E402
+from dlm_bridge.kernels import sampling  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3} | ({} if INTERPRETED else {torch.bfloat16: 8e-3})
@@ -75,7 +75,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, masked: bool) -> tuple[dict
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, splits: int | None) -> None:
     arguments, expected = case(shape, dtype, masked)
     key, value, keys, values = (arguments[name].clone() for name in ("key", "value", "key_cache", "value_cache"))
-    output = triton_kernels.attend(**arguments, splits=splits)
+    output = sampling.attend(**arguments, splits=splits)
     error = (output.double() - expected).norm() / expected.norm()
     assert error < ERRORS[dtype]
     first, width = int(arguments["columns"][0]), key.shape[2]
@@ -99,12 +99,12 @@ def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: i
         part = {name: arguments[name][:, :, begin : begin + block] for name in ("query", "key", "value")}
         seen = first + begin + block
         part |= {"end": seen, "columns": arguments["columns"][begin : begin + block]}
-        expected.append(triton_kernels.attend(**alone | part | {"mask": mask if mask is None else mask[..., :seen]}))
-    output = triton_kernels.attend(**arguments, block=block, splits=splits)
+        expected.append(sampling.attend(**alone | part | {"mask": mask if mask is None else mask[..., :seen]}))
+    output = sampling.attend(**arguments, block=block, splits=splits)
     torch.testing.assert_close(output, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
     for name in ("key_cache", "value_cache"):
         torch.testing.assert_close(arguments[name], alone[name], rtol=0, atol=0, equal_nan=True)
-    whole = triton_kernels.attend(**arguments, splits=splits)
+    whole = sampling.attend(**arguments, splits=splits)
     assert not torch.allclose(output[:, :block], whole[:, :block], atol=1e-3)
 
 
@@ -116,7 +116,7 @@ def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
     if masked:
         arguments["mask"] = torch.nn.functional.pad(mask, (0, columns - end), value=True)
     ends = torch.tensor([end], dtype=torch.int32, device=DEVICE)
-    output = triton_kernels.attend(**arguments | {"end": columns}, length=ends, splits=splits)
+    output = sampling.attend(**arguments | {"end": columns}, length=ends, splits=splits)
     assert (output.double() - expected).norm() / expected.norm() < ERRORS[torch.float32]
 
 
@@ -141,7 +141,7 @@ def test_columns_of_each_row(splits: int) -> None:
         found_caches = caches.clone()
         seen = end if length is None else columns
         arguments = (own_BQ, seen, mask[..., :seen], None, length)
-        output = triton_kernels.attend(query, key, value, *found_caches, *arguments, splits=splits)
+        output = sampling.attend(query, key, value, *found_caches, *arguments, splits=splits)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(found_caches[..., :spare, :], expected_caches[..., :spare, :])
 
@@ -150,6 +150,6 @@ def test_a_row_that_may_look_at_nothing_gets_zero() -> None:
     arguments, _ = case(SHAPES[2], torch.float32, masked=True)
     arguments["mask"][1] = False
     for splits in (1, 2):
-        output = triton_kernels.attend(**arguments, splits=splits)
+        output = sampling.attend(**arguments, splits=splits)
         assert output.isfinite().all()
         assert output[1].eq(0).all()

@@ -21,15 +21,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu(optional=True)
 
-from dlm_bridge.generation.runtime import elementwise_kernels, fused_elementwise, fused_linear, runner  # noqa: E402
-from dlm_bridge.generation.runtime.fused_elementwise import fuse_elementwise, installed  # noqa: E402
+from dlm_bridge.generation.runtime import runner  # noqa: E402
 from dlm_bridge.generation.runtime.graphs import BodyInputs, run_body  # noqa: E402
+from dlm_bridge.kernels import elementwise, layers, linear  # noqa: E402
+from dlm_bridge.kernels.layers import fuse_elementwise, installed  # noqa: E402
 from tests.generation.conftest import load, prompts  # noqa: E402
-from tests.generation.interpreted import round_to_nearest_bf16  # noqa: E402
 from tests.generation.recorded import stand_in  # noqa: E402
 from tests.generation.test_batches import OperatorCount  # noqa: E402
 from tests.generation.test_caches import load_case  # noqa: E402
 from tests.generation.test_families import DIFFUSION  # noqa: E402
+from tests.kernels.interpreted import round_to_nearest_bf16  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -37,7 +38,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(fused_elementwise, "_kernels", lambda device: elementwise_kernels)
+        monkeypatch.setattr(layers, "_kernels", lambda device: elementwise)
         round_to_nearest_bf16(monkeypatch)
 
 
@@ -46,7 +47,7 @@ def fresh(folder: Path) -> Any:
     return load(folder).to(DEVICE)
 
 
-def kinds(replacements: list[fused_elementwise.Replacement]) -> Counter[str]:
+def kinds(replacements: list[layers.Replacement]) -> Counter[str]:
     return Counter(getattr(one.function, "__name__", type(one.function).__name__) for one in replacements)
 
 
@@ -87,17 +88,17 @@ def test_the_same_hidden_states(name: str, tmp_path: Path) -> None:
     model.to(DEVICE, torch.bfloat16)
     model.config._experts_implementation = "grouped_mm"  # the default on a GPU
     inputs = packed_inputs((3, 1))
-    groups = fused_linear.fuse_linear_layers(model)
-    with fused_linear.fused_layers_installed(groups):
+    groups = linear.fuse_linear_layers(model)
+    with linear.fused_layers_installed(groups):
         expected = hidden_states(model, inputs)
     replacements = fuse_elementwise(model, groups)
     assert kinds(replacements) == EXPECTED[name]
-    with fused_linear.fused_layers_installed(groups), installed(replacements):
+    with linear.fused_layers_installed(groups), installed(replacements):
         found = hidden_states(model, inputs)
     assert (found != expected).float().mean() < 0.05  # another order of rounding changes a third and more
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     assert not any({"forward", "_apply_gate"} & set(vars(module)) for module in model.modules())
-    with fused_linear.fused_layers_installed(groups):
+    with linear.fused_layers_installed(groups):
         assert torch.equal(hidden_states(model, inputs), expected)
 
 
@@ -114,19 +115,19 @@ def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
     """Four products, attention, and four between them."""
     model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == "sdar"), tmp_path)
     model.to(DEVICE, torch.bfloat16)
-    groups = fused_linear.fuse_linear_layers(model)
+    groups = linear.fuse_linear_layers(model)
     replacements = fuse_elementwise(model, groups)
 
     def launches_of_a_layer() -> int:
         counts = []
-        for layers in (1, 2):
-            model.config.num_hidden_layers = layers
+        for depth in (1, 2):
+            model.config.num_hidden_layers = depth
             with Launches() as counted:
                 hidden_states(model, packed_inputs((2,)))
             counts.append(counted.count)
         return counts[1] - counts[0]
 
-    with fused_linear.fused_layers_installed(groups):
+    with linear.fused_layers_installed(groups):
         assert launches_of_a_layer() > 40
         with installed(replacements):
             assert launches_of_a_layer() == 9
@@ -146,14 +147,14 @@ def test_graphs_run_fused_layers(
     """With a KV cache and without, of padded rows and packed ones. Behind the last layer's attention only what is
     asked for is computed, where that is little of it: also of compiled layers, whose last one is fused."""
     sums: list[tuple[int, ...]] = []
-    add = fused_elementwise.FusedRMSNorm.add
+    add = layers.FusedRMSNorm.add
 
     def recording(self: Any, *arguments: Any) -> torch.Tensor:
         total: torch.Tensor = add(self, *arguments)
         sums.append(tuple(total.shape[:2]))
         return total
 
-    monkeypatch.setattr(fused_elementwise.FusedRMSNorm, "add", recording)
+    monkeypatch.setattr(layers.FusedRMSNorm, "add", recording)
     monkeypatch.setattr(runner, "supports_packing", lambda model: packed)
     if INTERPRETED:
         stand_in(monkeypatch)
@@ -194,7 +195,7 @@ def test_norms_that_compute_something_else(norm: Any, fresh: Any) -> None:
     layer.input_layernorm = norm(before) if norm is Doubled else norm(len(before.weight))
     layer.input_layernorm.variance_epsilon = before.variance_epsilon
     layer.input_layernorm.to(DEVICE, torch.bfloat16)
-    replaced = [one.module for one in fuse_elementwise(model, fused_linear.fuse_linear_layers(model))]
+    replaced = [one.module for one in fuse_elementwise(model, linear.fuse_linear_layers(model))]
     assert layer.input_layernorm not in replaced
     assert layer not in replaced
     assert model.model.layers[1] in replaced
@@ -207,7 +208,7 @@ def test_what_is_left_alone(fresh: Any) -> None:
     first.mlp.act_fn = nn.GELU()
     second.self_attn.o_proj.register_forward_pre_hook(lambda *_: None)
     second.forward = lambda *arguments, **more: type(second).forward(second, *arguments, **more)
-    replaced = [one.module for one in fuse_elementwise(fresh, fused_linear.fuse_linear_layers(fresh))]
+    replaced = [one.module for one in fuse_elementwise(fresh, linear.fuse_linear_layers(fresh))]
     for part in (first, first.post_attention_layernorm, first.mlp, second, second.self_attn):
         assert part not in replaced
     assert {first.self_attn, first.input_layernorm, second.mlp, second.input_layernorm} <= set(replaced)
@@ -220,7 +221,7 @@ def test_what_is_left_alone(fresh: Any) -> None:
 def test_adapters_are_left_alone(fresh: Any) -> None:
     get_peft_model(fresh, LoraConfig(target_modules=["q_proj", "up_proj", "o_proj"], init_lora_weights=False))
     fresh.bfloat16()
-    groups = fused_linear.fuse_linear_layers(fresh)
+    groups = linear.fuse_linear_layers(fresh)
     replacements = fuse_elementwise(fresh, groups)
     assert kinds(replacements) == {"FusedRMSNorm": 5, "FusedLayer": 2}
     inputs = packed_inputs((2,))

@@ -1,0 +1,5 @@
+"""The fixtures of the tests of generation."""
+
+from tests.generation.conftest import folder
+
+__all__ = ["folder"]
