@@ -1,4 +1,4 @@
-"""How many files one tensor, one batch and one `generate` call pass through, and how large the package is.
+"""Files that one tensor, one batch, one `generate` call and one HTTP request pass through, and how large the core is.
 
     python scripts/walk.py                 every walk and the size of the package
     python scripts/walk.py import --files  one walk, with its files in the order in which they are entered
@@ -11,8 +11,10 @@ class bodies, decorators, registrations; nor do annotations, which Typer evaluat
     import    `dlm-bridge import HF OUT --tp 2 --pp 2`, the whole command; its files of cli/ count as well
     batch     `dlm-bridge pretrain --engine megatron` on one CPU process: from the end of the first optimizer step to
               the end of the run, so with the evaluation and the checkpoint, without what sets the run up
-    generate  model.generate(...) of a model that is already loaded
+    generate  model.generate(...) of a model that is already loaded, 8 steps
+    http      a completion of 8 tokens from a server in this process, on its threads, without its start
 
+Of the last two the calls of named functions of the package are counted as well, in the second of two equal calls.
 A line of code is a line that holds a token which is neither a comment nor part of a docstring.
 
 At commit 82f9993, before the redesign: 36, 44 and 27 files; dlm_bridge/ had 372 Python files and 29,572 lines of code.
@@ -29,7 +31,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import tokenize
+import urllib.request
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -37,6 +41,10 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from dlm_bridge.registration import EXTENSIONS  # noqa: E402
+
 PACKAGE, COMMANDS = ROOT / "dlm_bridge", ROOT / "cli"
 # The public config.json of LLaDA-8B with tiny sizes.
 CONFIG: dict[str, Any] = {
@@ -84,6 +92,7 @@ class Walk:
     def __init__(self) -> None:
         self.on = False
         self.files: dict[str, None] = {}
+        self.calls = 0
         threading.setprofile(self._called)  # threads that start from now on
         sys.setprofile(self._called)
 
@@ -91,7 +100,10 @@ class Walk:
         if not self.on or event != "call":
             return
         file = frame.f_code.co_filename
-        if file not in self.files and file.startswith(str(ROOT)) and not _importing(frame):
+        if not file.startswith(str(PACKAGE)):
+            return
+        self.calls += not frame.f_code.co_name.startswith("<")  # no comprehensions, no lambdas
+        if file not in self.files and not _importing(frame):
             self.files[file] = None
 
     def under(self, folder: Path) -> list[str]:
@@ -144,15 +156,47 @@ def walk_generate(folder: Path, walk: Walk) -> None:
     import dlm_bridge  # noqa: F401  registers LLaDA
 
     model = AutoModelForCausalLM.from_pretrained(write_model(folder / "hub"))
-    walk.on = True
-    model.generate(torch.arange(8)[None], gen_length=16, block_length=8, steps=8)
+    for _ in range(2):
+        walk.on, walk.calls = True, 0
+        model.generate(torch.arange(8)[None], gen_length=16, block_length=8, steps=8)
+
+
+def walk_http(folder: Path, walk: Walk) -> None:
+    from dlm_bridge.loading import load_model
+    from dlm_bridge.serving.connections import bind
+    from dlm_bridge.serving.model import ServedModel
+    from dlm_bridge.serving.scheduler import Scheduler
+    from dlm_bridge.serving.server import Limits, Server
+
+    write_tokenizer(write_model(folder / "hub"))
+    served = ServedModel(load_model(folder / "hub"), "tiny", {"block_length": 8, "steps": 8}, None)
+    scheduler = Scheduler(served.open_engine, batch_size=8, queue_size=8)
+    sock = bind("127.0.0.1", 0)
+    server = Server(served, scheduler, Limits(100_000, 60.0), sock)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    body = json.dumps({"model": "tiny", "prompt": "a b c", "max_tokens": 8}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{sock.getsockname()[1]}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    for _ in range(2):
+        walk.on, walk.calls = True, 0
+        urllib.request.urlopen(request).read()
+        time.sleep(0.2)
+    walk.on = False
+    server.should_exit = True
+    thread.join()
 
 
 WALKS: dict[str, Callable[[Path, Walk], None]] = {
     "import": walk_import,
     "batch": walk_batch,
     "generate": walk_generate,
+    "http": walk_http,
 }
+COUNTED = ("generate", "http")  # walks whose calls are counted
 
 
 def write_model(folder: Path) -> Path:
@@ -169,16 +213,27 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def run_here(name: str) -> dict[str, list[str]]:
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single letters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({chr(97 + n) if n < 26 else f"<{n}>": n for n in range(128)}, "<27>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<126>", mask_token="<127>").save_pretrained(folder)
+
+
+def run_here(name: str) -> dict[str, Any]:
     """One walk in this process."""
     walk = Walk()
     with tempfile.TemporaryDirectory() as folder:
         WALKS[name](Path(folder), walk)
         walk.on = False
-    return {"dlm_bridge": walk.under(PACKAGE), "cli": walk.under(COMMANDS)}
+    calls = {"calls": walk.calls} if name in COUNTED else {}
+    return {"dlm_bridge": walk.under(PACKAGE), "cli": walk.under(COMMANDS), **calls}
 
 
-def run(name: str) -> dict[str, list[str]]:
+def run(name: str) -> dict[str, Any]:
     """One walk in a process of its own."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, __file__, name, "--here"]
@@ -208,9 +263,17 @@ def code_lines(source: str) -> int:
     return len(lines - docstrings)
 
 
-def size(folder: Path) -> dict[str, int]:
-    files = sorted(folder.rglob("*.py"))
-    return {"files": len(files), "lines": sum(code_lines(file.read_text()) for file in files)}
+def sizes() -> dict[str, dict[str, int]]:
+    """Python files and lines of code: of the core, of each extension, and of all."""
+    files = sorted([*PACKAGE.rglob("*.py"), *COMMANDS.rglob("*.py")])
+    owners = {name: PACKAGE / name.replace(".", "/") for name in EXTENSIONS}
+    parts: dict[str, dict[str, int]] = {name: {"files": 0, "lines": 0} for name in ("core", *EXTENSIONS, "all")}
+    for file in files:
+        owner = next((name for name, folder in owners.items() if file.is_relative_to(folder)), "core")
+        for name in (owner, "all"):
+            parts[name]["files"] += 1
+            parts[name]["lines"] += code_lines(file.read_text())
+    return parts
 
 
 def main() -> None:
@@ -226,17 +289,17 @@ def main() -> None:
         print(json.dumps(run_here(options.walks[0])))
         return
     walks = {name: run(name) for name in options.walks or WALKS}
-    sizes = {folder.name: size(folder) for folder in (PACKAGE, COMMANDS)}
     if options.json:
-        print(json.dumps({"walks": walks, "sizes": sizes}))
+        print(json.dumps({"walks": walks, "sizes": sizes()}))
         return
     for name, found in walks.items():
         files = found["dlm_bridge"] + found["cli"]
-        print(f"{name:10}{len(files):4} files, {len(found['cli'])} of them of cli/")
+        calls = f", {found['calls']:,} calls" if "calls" in found else ""
+        print(f"{name:10}{len(files):4} files, {len(found['cli'])} of them of cli/{calls}")
         if options.files:
             print(*(f"    {file}" for file in files), sep="\n")
-    for name, found in sizes.items():
-        print(f"{name + '/':12} {found['files']:4} Python files, {found['lines']:,} lines of code")
+    for name, found in sizes().items():
+        print(f"{name:14} {found['files']:4} Python files, {found['lines']:,} lines of code")
 
 
 if __name__ == "__main__":
