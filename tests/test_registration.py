@@ -107,6 +107,13 @@ def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str
     )
 
 
+def copy_without(folder: Path, extension: str) -> None:
+    """The package in a folder, without an extension's own, of which there is what git leaves."""
+    leave = shutil.ignore_patterns("__pycache__", extension)
+    shutil.copytree(ROOT / "dlm_bridge", folder / "dlm_bridge", ignore=leave)
+    (folder / "dlm_bridge" / extension / "__pycache__").mkdir(parents=True)
+
+
 COMMAND = "from dlm_bridge.cli.app import main; main()"
 
 
@@ -151,9 +158,7 @@ print(dlm_bridge.evaluation.logits.unsupported_reason(bridge), file=sys.stderr)
 
 
 def test_without_the_folder_of_the_megatron_engine(tmp_path: Path) -> None:
-    leave = shutil.ignore_patterns("__pycache__", "parallel")
-    shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
-    (tmp_path / "dlm_bridge/parallel/__pycache__").mkdir(parents=True)  # as git leaves it
+    copy_without(tmp_path, "parallel")
     done = run(WITHOUT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "0", "2", "2", "2"]
