@@ -13,6 +13,7 @@ import pytest
 
 import dlm_bridge
 from dlm_bridge import DlmBridgeError, registration
+from dlm_bridge.generation.samplers import SAMPLERS, SamplerTable
 from dlm_bridge.registration import Extension, extensions, load, load_entry_points, registered
 
 ROOT = Path(dlm_bridge.__file__).parents[1]
@@ -24,6 +25,7 @@ EXTENSION = Extension(
     "vendor[gpu]",
     engines={"chip": "vendor_code:Chip", "megatron": "vendor_code:Other", "lost": "vendor_lost:Engine"},
     commands={"hello": "vendor_code:add", "bye": "vendor_lost:add"},
+    samplers={"steps": "vendor_sampler:Steps", "lost": "vendor_lost:Sampler", "path": "pathlib:Path"},
 )
 TAKEN = Extension("parallel")
 OTHER = object()
@@ -40,6 +42,12 @@ class Chip(Engine):
 def add(app):
     app.command("hello")(lambda: print("hello"))
 """
+SAMPLER = """
+from dlm_bridge.generation.samplers.llada import LLaDASampler
+
+class Steps(LLaDASampler):
+    name = "steps"
+"""
 
 
 def clear() -> None:
@@ -52,6 +60,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package beside this one, with entry points that are good, broken and of other kinds."""
     (tmp_path / "vendor_extension.py").write_text(VENDOR)
     (tmp_path / "vendor_code.py").write_text(CODE)
+    (tmp_path / "vendor_sampler.py").write_text(SAMPLER)
     (tmp_path / "vendor_lost.py").write_text("import no_such_package\n")
     info = tmp_path / "vendor-1.0.dist-info"
     info.mkdir()
@@ -82,6 +91,13 @@ def test_a_package_adds_an_engine(vendor: Path, caplog: pytest.LogCaptureFixture
     assert "vendor_code" not in sys.modules
     assert str(load("engines", "chip")().train(None)) == "trained"
     assert registered("engines")["megatron"].name == "parallel"  # ours first
+
+
+def test_a_package_adds_samplers(vendor: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = SamplerTable()
+    with caplog.at_level(logging.WARNING, "dlm_bridge"):
+        assert [name for name in table if name not in SAMPLERS] == ["steps"]
+    assert ["lost of vendor" in caplog.text, "path of vendor" in caplog.text] == [True, True]
 
 
 def test_what_fails_to_import_names_its_extra(vendor: Path) -> None:
