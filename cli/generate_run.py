@@ -25,8 +25,6 @@ from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialRows
 from dlm_bridge.generation.batch_size import plan_shared_batch
-from dlm_bridge.generation.display.picture import svg
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
 from dlm_bridge.generation.offline import (
     GeneratedTexts,
     PromptSampler,
@@ -40,6 +38,9 @@ from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompt
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
+from dlm_bridge.registration import load
+
+DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
 
 
 def run(request: Arguments) -> None:
@@ -50,6 +51,7 @@ def run(request: Arguments) -> None:
     quieten_peft()
     if request.jsonl is not None and request.output is not None:
         check_new_file(request.output, request.overwrite)
+    displays = {name: load("features", f"generate --{name}") for name in DISPLAYS if getattr(request, name)}
     prompts = []
     if request.jsonl is not None:
         prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.template_args)
@@ -72,29 +74,31 @@ def run(request: Arguments) -> None:
             tokenizer=request.tokenizer,
         )
         if request.jsonl is None:
-            _sample_one(request, loaded, request.settings)
+            _sample_one(request, loaded, request.settings, displays)
         else:
             _sample_file(request, loaded, request.settings, prompts, join_replicas(placement))
 
 
-def _sample_one(request: Arguments, loaded: LoadedModel, settings: dict[str, Any]) -> None:
+def _sample_one(
+    request: Arguments, loaded: LoadedModel, settings: dict[str, Any], displays: Mapping[str, Callable[..., Any]]
+) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     trace = None
-    if (request.show or request.html or request.svg) and is_main():
-        trace = DenoisingTrace(TokenStrings(loaded.tokenizer), ids)
-    with live(trace, Console()) if trace is not None and request.show else nullcontext():
+    if displays and is_main():
+        trace = load("features", "denoising trace")(loaded.tokenizer, ids)
+    with displays["show"](trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
     if not is_main():
         return
     facts = {"model": request.model, "family": loaded.family, **_figures(result)}
     if trace is not None and request.html is not None:
         with atomic_file(request.html, request.overwrite) as stream:
-            stream.write(page(trace, request.model, {**settings, **_rounded(facts)}))
+            stream.write(displays["html"](trace, request.model, {**settings, **_rounded(facts)}))
     if trace is not None and request.svg is not None:
         with atomic_file(request.svg, request.overwrite) as stream:
-            stream.write(svg(trace, str(loaded.family)))
+            stream.write(displays["svg"](trace, str(loaded.family)))
     with _stdout_or(request) as stream:
         if request.as_json:
             samples = zip(result.texts, result.token_ids, strict=True)
@@ -310,7 +314,7 @@ def _rows_of_calls(
 
 
 def _sample(
-    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], trace: DenoisingTrace | None
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], settings: dict[str, Any], trace: Any
 ) -> GeneratedTexts:
     streamer = None if trace is None else trace if loaded.diffusion else trace.token_streamer()
     return write_texts(loaded.model, loaded.tokenizer, prompts, settings, streamer=streamer)

@@ -8,6 +8,7 @@ import typer
 
 from dlm_bridge.cli.convert import SHOWN, Json, Revision, Workers, print_json, progress_bar, size_text
 from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.registration import load
 
 if TYPE_CHECKING:
     from dlm_bridge.convert.verify import Verdict
@@ -71,9 +72,7 @@ def verify(
     if against_original:
         if b is not None:
             raise DlmBridgeError(f"--against-original compares {a} with the code that it names: leave {b} out")
-        from dlm_bridge.evaluation.original import verify_original
-
-        verdict = verify_original(
+        verdict = load("features", "verify --against-original")(
             a,
             consent=trust_remote_code,
             python=original_python,

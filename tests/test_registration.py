@@ -13,6 +13,7 @@ import pytest
 
 import dlm_bridge
 from dlm_bridge import DlmBridgeError, registration
+from dlm_bridge.generation.samplers import SAMPLERS, SamplerTable
 from dlm_bridge.registration import Extension, extensions, load, load_entry_points, registered
 
 ROOT = Path(dlm_bridge.__file__).parents[1]
@@ -24,6 +25,7 @@ EXTENSION = Extension(
     "vendor[gpu]",
     engines={"chip": "vendor_code:Chip", "megatron": "vendor_code:Other", "lost": "vendor_lost:Engine"},
     commands={"hello": "vendor_code:add", "bye": "vendor_lost:add"},
+    samplers={"steps": "vendor_sampler:Steps", "lost": "vendor_lost:Sampler", "path": "pathlib:Path"},
 )
 TAKEN = Extension("parallel")
 OTHER = object()
@@ -40,6 +42,12 @@ class Chip(TrainingEngine):
 def add(app):
     app.command("hello")(lambda: print("hello"))
 """
+SAMPLER = """
+from dlm_bridge.generation.samplers.llada import LLaDASampler
+
+class Steps(LLaDASampler):
+    name = "steps"
+"""
 
 
 def clear() -> None:
@@ -52,6 +60,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package beside this one, with entry points that are good, broken and of other kinds."""
     (tmp_path / "vendor_extension.py").write_text(VENDOR)
     (tmp_path / "vendor_code.py").write_text(CODE)
+    (tmp_path / "vendor_sampler.py").write_text(SAMPLER)
     (tmp_path / "vendor_lost.py").write_text("import no_such_package\n")
     info = tmp_path / "vendor-1.0.dist-info"
     info.mkdir()
@@ -84,6 +93,13 @@ def test_a_package_adds_an_engine(vendor: Path, caplog: pytest.LogCaptureFixture
     assert registered("engines")["megatron"].name == "parallel"  # ours first
 
 
+def test_a_package_adds_samplers(vendor: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = SamplerTable()
+    with caplog.at_level(logging.WARNING, "dlm_bridge"):
+        assert [name for name in table if name not in SAMPLERS] == ["steps"]
+    assert ["lost of vendor" in caplog.text, "path of vendor" in caplog.text] == [True, True]
+
+
 def test_what_fails_to_import_names_its_extra(vendor: Path) -> None:
     with pytest.raises(DlmBridgeError, match=r"lost .*no_such_package.*pip install 'vendor\[gpu\]'"):
         load("engines", "lost")
@@ -105,6 +121,13 @@ def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def copy_without(folder: Path, extension: str) -> None:
+    """The package in a folder, without an extension's own, of which there is what git leaves."""
+    leave = shutil.ignore_patterns("__pycache__", extension)
+    shutil.copytree(ROOT / "dlm_bridge", folder / "dlm_bridge", ignore=leave)
+    (folder / "dlm_bridge" / extension / "__pycache__").mkdir(parents=True)
 
 
 COMMAND = "from dlm_bridge.cli.app import main; main()"
@@ -151,9 +174,7 @@ print(dlm_bridge.evaluation.logits.unsupported_reason(bridge), file=sys.stderr)
 
 
 def test_without_the_folder_of_the_megatron_engine(tmp_path: Path) -> None:
-    leave = shutil.ignore_patterns("__pycache__", "parallel")
-    shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
-    (tmp_path / "dlm_bridge/parallel/__pycache__").mkdir(parents=True)  # as git leaves it
+    copy_without(tmp_path, "parallel")
     done = run(WITHOUT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "0", "2", "2", "2"]

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Check, Sampler, check_value, is_token_ids
+from dlm_bridge.registration import absent
 
 # Unset in the file, so that transformers' text-generation pipeline does not fill them with its own defaults.
 PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")
@@ -203,7 +204,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
     if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in SAMPLERS):
         raise DlmBridgeError(
             f"unknown algorithm {algorithm!r}: known are {', '.join(SAMPLERS)}; register_sampler adds another, before "
-            f"the model is loaded{where}"
+            f"the model is loaded{where}{absent()}"
         )
     eos_token_ids(values.get("eos_token_id"))
 

@@ -27,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from dlm_bridge.generation.display.trace import TokenStrings
+from dlm_bridge.display.trace import TokenStrings
 from dlm_bridge.generation.request import Committed
 from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, timed_out
 from dlm_bridge.serving.connections import HttpServer

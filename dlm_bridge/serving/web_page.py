@@ -18,8 +18,7 @@ from typing import Any, get_args
 
 from starlette.responses import PlainTextResponse
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.display.trace import (
+from dlm_bridge.display.trace import (
     BAR,
     MASKED,
     STEPS,
@@ -28,6 +27,7 @@ from dlm_bridge.generation.display.trace import (
     TraceFrame,
     confidence_colour,
 )
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.offline import GeneratedTexts, write_texts
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message

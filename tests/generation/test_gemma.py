@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import AutoTokenizer
 
-from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel, load_model
 from tests.canvas_models import CANVAS, CONTEXT, has_class, keyed_draws, write_canvas_model
 from tests.cli.conftest import Cli, cli  # noqa: F401  a fixture
-from tests.cli.pages import Page, played
 
 pytestmark = has_class
 STEPS = 3
@@ -106,31 +101,6 @@ def test_a_file_of_prompts(cli: Cli, folder: Path, loaded: LoadedModel, tmp_path
         )
     ]
     assert len(set(two[0].token_ids)) == 2
-
-
-def test_the_page_and_the_live_view_show_every_denoising_step(
-    cli: Cli,  # noqa: F811
-    folder: Path,
-    loaded: LoadedModel,
-    tmp_path: Path,
-) -> None:
-    # A seed at which no character is made of several tokens.
-    words = ["--prompt", "the cat", "--gen-length", 16, *SHORT, "--seed", 4, "--html", tmp_path / "out.html"]
-    report = cli.report(folder, *words)
-    trace = json.loads(Page((tmp_path / "out.html").read_text("utf-8")).scripts[0][1])
-    frames = played(trace)
-    assert [frame["forwards"] for frame in trace["frames"]] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # a canvas ends after 3
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shown = "the cat" + tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
-    assert "".join(map(str, frames[-1])) == shown
-    assert len({"".join(map(str, frame)) for frame in frames}) > 4  # drafts change
-    ids = tokenizer("the cat")["input_ids"]
-    screen = io.StringIO()
-    view = DenoisingTrace(TokenStrings(tokenizer), ids)
-    with live(view, Console(file=screen, force_terminal=True, width=200)):
-        settings = {"gen_length": 8, "steps": STEPS, "seed": 1}
-        write_texts(loaded.model, tokenizer, [ids], settings, streamer=view.token_streamer())
-    assert f"forward {STEPS}" in screen.getvalue()
 
 
 def test_another_canvas_than_the_model_was_trained_with_is_said(

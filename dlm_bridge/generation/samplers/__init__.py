@@ -1,7 +1,8 @@
 """Samplers: the table of the published ones, the base class, and the declaration of their parameters.
 
-Adding a sampler takes its file and its row in `_BUILT_IN`. An installed package adds one through an entry point of the
-group `dlm_bridge.samplers` that names a `Sampler` class; a script, by `register_sampler`.
+Adding a family's own takes its file and its row in `_BUILT_IN`. Extensions register others, as
+`dlm_bridge.extra_samplers` does (`dlm_bridge.registration`), and an installed package a single one through an entry
+point of the group `dlm_bridge.samplers` that names a `Sampler` class; a script, by `register_sampler`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import EXECUTIONS
 from dlm_bridge.generation.token_sampling import TokenSampling
 from dlm_bridge.objectives.base import NoiseName
-from dlm_bridge.registration import load_entry_points
+from dlm_bridge.registration import EXTENSIONS, load, load_entry_points, registered
 
 logger = logging.get_logger(__name__)
 
@@ -35,26 +36,18 @@ _BUILT_IN = {
     "difflm": "difflm:DiffLMSampler",
     "illada": "illada:ILLaDASampler",
     "mdlm": "mdlm:MDLMSampler",
-    "bd3lm": "bd3lm:BD3LMSampler",
     "dream": "dream:DreamSampler",
-    "dream_block": "dream_block:DreamBlockSampler",
     "dreamon": "dreamon:DreamOnSampler",
     "diffullama": "diffullama:DiffuLLaMASampler",
     "rnd1": "rnd1:RND1Sampler",
     "sdar": "sdar:SDARSampler",
     "llada2": "llada2:LLaDA2Sampler",
-    "llada2.1": "llada21:LLaDA21Sampler",
     "llada2.2": "llada22:LLaDA22Sampler",
     "fast_dllm_v2": "fast_dllm_v2:FastDLLMv2Sampler",
     "nemotron": "nemotron:NemotronSampler",
-    "linear_spec": "linear_spec:LinearSpecSampler",
     "idlm": "idlm:IDLMSampler",
     "wedlm": "wedlm:WeDLMSampler",
     "uniform": "uniform:UniformSampler",
-    "hierarchical": "hierarchical:HierarchicalSampler",
-    "multi_block": "multi_block:MultiBlockSampler",
-    "wino": "wino:WINOSampler",
-    "credit": "credit:CreditSampler",
 }
 
 
@@ -340,7 +333,7 @@ def register_sampler(kind: Kind) -> Kind:
 
 
 class SamplerTable(Mapping[str, type[Sampler]]):
-    """The known samplers by name: the published ones, those of entry points, and the registered ones.
+    """The known samplers by name: those of families, of extensions, of entry points, and the registered ones.
 
     They are imported at the first look.
     """
@@ -409,6 +402,13 @@ class SamplerTable(Mapping[str, type[Sampler]]):
             for name, place in _BUILT_IN.items():
                 module, _, attribute = place.partition(":")
                 self._kinds[name] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+            for name, extension in registered("samplers").items():
+                try:
+                    self.add(load("samplers", name))
+                except DlmBridgeError as error:
+                    if extension.name in EXTENSIONS:
+                        raise
+                    logger.warning(f"the sampler {name} of {extension.name} is left out: {error}")
             for entry, kind in load_entry_points("dlm_bridge.samplers").items():
                 try:
                     self.add(kind)

@@ -24,14 +24,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.generation.canvas import BlockLayout
+from dlm_bridge.attention.masks import AttentionPattern, causal_mask
+from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.request import MASK
+from dlm_bridge.generation.runtime.runner import CanvasView
+from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
-from dlm_bridge.generation.samplers.linear_spec import SpeculativePredictor, columns_from
 from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens, without_token
+
+# Rows in different columns attend to a multiple of so many columns, so that shapes recur.
+COLUMN_MULTIPLE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +207,83 @@ class StridedRule(DenoisingRule):
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:
         """[A, N, V] in float64, without the token that is never drawn."""
         return without_token(shaped_ANV, context.canvas.excluded_token_id, torch.float64).softmax(dim=-1)
+
+
+class SpeculativePredictor(RowCachePredictor):
+    """Causal attention; in a draft, a row's block attends to all of itself.
+
+    Rows have blocks of their own, which begin at the columns `firsts`, those of their last committed tokens. With the
+    cache "block" the keys and values of committed tokens are cached as the check computed them. Those of rejected
+    tokens and of drafts stand behind them, where the next block overwrites them before anything attends to them.
+    """
+
+    def begin(self, rows: list[int]) -> None:
+        """These rows have no new token."""
+        for row in rows:
+            self.canvas.memory.values("new tokens")[row] = 0
+
+    def firsts(self, rows: list[int]) -> list[int]:
+        """The column of each row's last committed token."""
+        written = self.canvas.memory.values("new tokens")
+        return [self.canvas.starts[row] - 1 + written[row] for row in rows]
+
+    def advance(self, rows: list[int], counts: list[int]) -> list[int]:
+        """So many tokens more of each row are committed. Returns the rows with more than none."""
+        written = self.canvas.memory.values("new tokens")
+        for row, count in zip(rows, counts, strict=True):
+            written[row] += count
+        return [row for row, count in zip(rows, counts, strict=True) if count]
+
+    def prompt(self, rows: list[int]) -> torch.Tensor:
+        """[A, 1, V], the causal model's logits of each row's first new token; with a cache, of its first rows."""
+        view = self.prompt_view(rows)
+        last_A1 = (self.canvas.first_new(rows) - self.canvas.origin(rows))[:, None] - 1
+        if not self.cache.stores:
+            return self._runner.logits_at(view, last_A1)
+        return self._runner.head_at(self._runner.hidden(view, once=True), last_A1)
+
+    def check(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
+        """[A, N, V], the causal model's logits of what follows each token of the rows' blocks."""
+        return self._block_logits(rows, firsts, tokens_AN, draft=False)
+
+    def _block_logits(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
+    ) -> torch.Tensor:
+        own_AN = columns_from(firsts, tokens_AN.shape[1], tokens_AN.device)
+        if not self.cache.stores:
+            return self._runner.logits_at(self._uncached_view(rows, firsts, tokens_AN, own_AN, draft), own_AN)
+        view = self._cached_view(rows, firsts, tokens_AN, draft)
+        return self._runner.head(self._runner.hidden(view), slice(None))
+
+    def _uncached_view(
+        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
+    ) -> CanvasView:
+        stop = max(firsts) + tokens_AN.shape[1]
+        positions_AS, real_AS = self._positions(rows, stop)
+        tokens_AS = self.canvas.take(rows, slice(0, stop)).scatter(1, own_AN, tokens_AN)
+        mask = causal_mask(real_AS)
+        if draft:
+            inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
+            mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
+            return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
+        needed_AS = real_AS & (torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:])
+        ends = [first + tokens_AN.shape[1] for first in firsts]
+        lengths = tuple(end - self.canvas.origins[row] for row, end in zip(rows, ends, strict=True))
+        packing = Packing(needed_AS, lengths, causal=True)
+        return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
+
+    def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
+        width, block = tokens_AN.shape[1], None if draft else 1
+        before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
+        stop = max(before) + width
+        if min(before) == max(before):  # one range of columns: attention needs no mask
+            return CanvasView(tokens_AN, None, None, before[0], stop, block=block)
+        stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
+        own_AN = columns_from(before, width, tokens_AN.device)
+        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
+        return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block)
+
+
+def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
+    """[A, width] columns of the canvas, from each row's own first one on."""
+    return to_device(firsts, device)[:, None] + torch.arange(width, device=device)

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from transformers import LogitsProcessor
 
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.extra_samplers import linear_spec
 from dlm_bridge.generation import generate
 from dlm_bridge.generation.commit_rules import LeftToRightRule
-from dlm_bridge.generation.samplers import linear_spec
 from tests.families.case import FamilyCase
 from tests.families.nemotron_labs_diffusion import CASES, reference
 from tests.generation import published_samplers as published

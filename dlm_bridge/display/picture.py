@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-from dlm_bridge.generation.display.trace import DenoisingTrace, confidence_colour
+from dlm_bridge.display.trace import DenoisingTrace, confidence_colour
 
 COLUMNS = 64  # characters a line
 CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of its font's size

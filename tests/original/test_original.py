@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge import DlmBridgeError
-from dlm_bridge.evaluation import original
-from dlm_bridge.evaluation.original import requirements, verify_original
 from dlm_bridge.models.families import families
+from dlm_bridge.original import comparison
+from dlm_bridge.original.comparison import requirements, verify_original
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
+from tests.test_registration import COMMAND, copy_without, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -107,7 +108,7 @@ def test_nothing_runs_without_consent(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(original.subprocess, "Popen", started)
+    monkeypatch.setattr(comparison.subprocess, "Popen", started)
     code, shown, error = run_cli(capsys, "verify", checkpoint, "--against-original", "--original-python", HERE)
     assert (code, shown) == (2, "")
     for words in (str(checkpoint), "modeling_llada.py", "--trust-remote-code"):
@@ -172,17 +173,17 @@ def test_environments_are_made_once_and_whole(tmp_path: Path) -> None:
         archive.writestr("paper_model-1.0.dist-info/RECORD", "")
     cache = tmp_path / "cache"
     with pytest.raises(DlmBridgeError, match="no-such-model"):
-        original.make_environment(["no-such-model"], cache, ["--no-index"])
-    python = original.make_environment([str(wheel)], cache, ["--no-index"])
+        comparison.make_environment(["no-such-model"], cache, ["--no-index"])
+    python = comparison.make_environment([str(wheel)], cache, ["--no-index"])
     assert os.stat(python).st_mode & 0o100
     assert list(python.parents[1].glob("lib/*/site-packages/paper_model.py"))
     assert not list(python.parents[1].glob("lib/*/site-packages/torch"))  # nothing of this environment
-    ready = python.parents[1] / original.READY
+    ready = python.parents[1] / comparison.READY
     wheel.unlink()
-    assert original.make_environment([str(wheel)], cache, ["--no-index"]) == python
+    assert comparison.make_environment([str(wheel)], cache, ["--no-index"]) == python
     ready.unlink()  # as if it had been interrupted
     with pytest.raises(DlmBridgeError, match="paper_model"):
-        original.make_environment([str(wheel)], cache, ["--no-index"])
+        comparison.make_environment([str(wheel)], cache, ["--no-index"])
 
 
 def test_the_script_takes_every_family_that_has_code_of_its_own(
@@ -217,3 +218,12 @@ def test_the_script_refuses_without_consent(checkpoint: Path, capsys: pytest.Cap
     arguments = ["--family", "llada", "--checkpoint", f"llada={checkpoint}"]
     assert verify_published.main(arguments) == 2
     assert "--trust-remote-code" in capsys.readouterr().err
+
+
+def test_without_the_folder(tmp_path: Path) -> None:
+    copy_without(tmp_path, "original")
+    done = run(COMMAND, tmp_path, "verify", "a", "--against-original", "--trust-remote-code")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("dlm-bridge: ")]
+    assert "--against-original" in line
+    assert "dlm_bridge.original" in line

@@ -134,6 +134,11 @@ class DenoisingTrace:
         return _TokenStreamer(self, list(self._tokens))
 
 
+def trace_of(tokenizer: Any, prompt: Sequence[int]) -> DenoisingTrace:
+    """The trace, empty yet, of a row with these prompt tokens."""
+    return DenoisingTrace(TokenStrings(tokenizer), prompt)
+
+
 @contextmanager
 def live(trace: DenoisingTrace, console: Console) -> Iterator[None]:
     """Show a trace as it grows, and remove it at the end; without effect where `console` is not a terminal."""

@@ -1,7 +1,7 @@
 """Comparison of a Hub checkpoint with the remote code that it names (`verify --against-original`).
 
 The one place where code of the Hub is run, and only where the caller consents: in a process of its own
-(original_runner.py), in a virtual environment with the versions that the checkpoint was published for. Compared are
+(runner.py), in a virtual environment with the versions that the checkpoint was published for. Compared are
 the keys of config.json, every tensor name and shape, logits, and the tokens of a greedy sample.
 
 A virtual environment is no sandbox: what runs there can do whatever the user can. It gets neither the Hub's token nor
@@ -43,7 +43,7 @@ NOT_COMPARED = {
 OWN_MASK = {"fast_dllm_v2"}  # block-causal families whose model makes its mask itself
 VERSION = re.compile(r"transformers\s*==\s*(\d+(?:\.\d+)+)")
 _MISSING = "missing"  # no JSON value that a config holds under a key of the other side
-RUNNER = Path(__file__).with_name("original_runner.py")
+RUNNER = Path(__file__).with_name("runner.py")
 READY = "requirements.json"  # written last: an environment without it was interrupted
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS", "SYSTEMROOT")
 _SHOWN = 3  # lines of a failed process' output
@@ -51,7 +51,7 @@ _SHOWN = 3  # lines of a failed process' output
 
 @dataclass(frozen=True)
 class OriginalResult:
-    """What the original code says of a checkpoint; fields as original_runner.py writes them."""
+    """What the original code says of a checkpoint; fields as runner.py writes them."""
 
     versions: dict[str, str]
     class_name: str

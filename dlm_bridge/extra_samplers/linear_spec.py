@@ -17,26 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.attention.masks import AttentionPattern, causal_mask
+from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
-from dlm_bridge.generation.predictors import RowCachePredictor
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
-from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers.idlm import SpeculativePredictor, columns_from
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
-
-# Rows in different columns attend to a multiple of so many columns, so that shapes recur.
-COLUMN_MULTIPLE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +63,7 @@ class LinearSpecSampler(Sampler):
             layout=BlockLayout(None, spare=spare),
             rule=SpeculativeRule(self.block_length, self.threshold),
             sampling=self.sampling(),
-            predictor=SpeculativePredictor,
+            predictor=DraftPredictor,
             predictor_options={"adapter": self.draft_adapter},
         )
 
@@ -84,7 +80,7 @@ class SpeculativeRule(DenoisingRule):
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """Commit the causal model's first token. The block is all of the new tokens."""
         canvas, predictor = context.canvas, context.predictor
-        assert isinstance(predictor, SpeculativePredictor)
+        assert isinstance(predictor, DraftPredictor)
         predictor.begin(rows)
         firsts = predictor.firsts(rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
@@ -93,7 +89,7 @@ class SpeculativeRule(DenoisingRule):
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
         """A draft and its check."""
         predictor = context.predictor
-        assert isinstance(predictor, SpeculativePredictor)
+        assert isinstance(predictor, DraftPredictor)
         predictor.keep_rows(rows)
         firsts = predictor.firsts(rows)
         drafts_AN = self._draft(context, predictor, rows, firsts)
@@ -110,13 +106,13 @@ class SpeculativeRule(DenoisingRule):
     ) -> list[int]:
         """Commit what the check allows; the rows that have not ended."""
         predictor = context.predictor
-        assert isinstance(predictor, SpeculativePredictor)
+        assert isinstance(predictor, DraftPredictor)
         committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
         counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
         return predictor.advance(rows, counts)
 
     def _draft(
-        self, context: SamplerContext, predictor: SpeculativePredictor, rows: list[int], firsts: list[int]
+        self, context: SamplerContext, predictor: DraftPredictor, rows: list[int], firsts: list[int]
     ) -> torch.Tensor:
         """[A, N] tokens: the last committed one of each row, and the drafted ones behind it."""
         canvas = context.canvas
@@ -204,13 +200,8 @@ class SpeculativeRule(DenoisingRule):
         return committed_A, logits_ANV
 
 
-class SpeculativePredictor(RowCachePredictor):
-    """Causal attention, except in drafts, where a row's block attends to all of itself.
-
-    Rows have blocks of their own, which begin at the columns `firsts`, those of their last committed tokens. With the
-    cache "block" the keys and values of committed tokens are cached as the check computed them. Those of rejected
-    tokens and of drafts stand behind them, where the next block overwrites them before anything attends to them.
-    """
+class DraftPredictor(SpeculativePredictor):
+    """Predictor of drafts and of their checks. An adapter may be active in drafts only."""
 
     def __init__(
         self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, shift: bool, adapter: str | None = None
@@ -223,31 +214,9 @@ class SpeculativePredictor(RowCachePredictor):
             )
         self._adapter = DraftAdapter(runner.model, adapter)
 
-    def begin(self, rows: list[int]) -> None:
-        """These rows have no new token."""
-        for row in rows:
-            self.canvas.memory.values("new tokens")[row] = 0
-
-    def firsts(self, rows: list[int]) -> list[int]:
-        """The column of each row's last committed token."""
-        written = self.canvas.memory.values("new tokens")
-        return [self.canvas.starts[row] - 1 + written[row] for row in rows]
-
-    def advance(self, rows: list[int], counts: list[int]) -> list[int]:
-        """So many tokens more of each row are committed. Returns the rows with more than none."""
-        written = self.canvas.memory.values("new tokens")
-        for row, count in zip(rows, counts, strict=True):
-            written[row] += count
-        return [row for row, count in zip(rows, counts, strict=True) if count]
-
     def prompt(self, rows: list[int]) -> torch.Tensor:
-        """[A, 1, V], the causal model's logits of each row's first new token; with a cache, of its first rows."""
-        view = self.prompt_view(rows)
-        last_A1 = (self.canvas.first_new(rows) - self.canvas.origin(rows))[:, None] - 1
         with self._adapter.off():
-            if not self.cache.stores:
-                return self._runner.logits_at(view, last_A1)
-            return self._runner.head_at(self._runner.hidden(view, once=True), last_A1)
+            return super().prompt(rows)
 
     def draft(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
         """[A, N, V], the denoiser's logits of the rows' blocks."""
@@ -255,46 +224,11 @@ class SpeculativePredictor(RowCachePredictor):
             return self._block_logits(rows, firsts, tokens_AN, draft=True)
 
     def check(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N, V], the causal model's logits of what follows each token of the rows' blocks."""
         with self._adapter.off():
-            return self._block_logits(rows, firsts, tokens_AN, draft=False)
-
-    def _block_logits(
-        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, *, draft: bool
-    ) -> torch.Tensor:
-        own_AN = columns_from(firsts, tokens_AN.shape[1], tokens_AN.device)
-        if not self.cache.stores:
-            return self._runner.logits_at(self._uncached_view(rows, firsts, tokens_AN, own_AN, draft), own_AN)
-        view = self._cached_view(rows, firsts, tokens_AN, draft)
-        return self._runner.head(self._runner.hidden(view), slice(None))
-
-    def _uncached_view(
-        self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, own_AN: torch.Tensor, draft: bool
-    ) -> CanvasView:
-        stop = max(firsts) + tokens_AN.shape[1]
-        positions_AS, real_AS = self._positions(rows, stop)
-        tokens_AS = self.canvas.take(rows, slice(0, stop)).scatter(1, own_AN, tokens_AN)
-        mask = causal_mask(real_AS)
-        if draft:
-            inside_AS = torch.zeros_like(real_AS).scatter(1, own_AN, True)
-            mask = mask | (inside_AS[:, None, :, None] & inside_AS[:, None, None, :])
-            return CanvasView(tokens_AS, mask, positions_AS, 0, stop)
-        needed_AS = real_AS & (torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:])
-        ends = [first + tokens_AN.shape[1] for first in firsts]
-        lengths = tuple(end - self.canvas.origins[row] for row, end in zip(rows, ends, strict=True))
-        packing = Packing(needed_AS, lengths, causal=True)
-        return CanvasView(tokens_AS, mask, positions_AS, 0, stop, packing=packing)
+            return super().check(rows, firsts, tokens_AN)
 
     def _cached_view(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor, draft: bool) -> CanvasView:
-        width, variant, block = tokens_AN.shape[1], self._adapter.variant(draft), None if draft else 1
-        before = [first - self.canvas.origins[row] for row, first in zip(rows, firsts, strict=True)]
-        stop = max(before) + width
-        if min(before) == max(before):  # one range of columns: attention needs no mask
-            return CanvasView(tokens_AN, None, None, before[0], stop, block=block, variant=variant)
-        stop = min(-(-stop // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, self.canvas.cache_width)
-        own_AN = columns_from(before, width, tokens_AN.device)
-        attended_AS = torch.arange(stop, device=own_AN.device) <= own_AN[:, -1:]
-        return CanvasView(tokens_AN, attended_AS, own_AN, end=stop, columns=own_AN, block=block, variant=variant)
+        return replace(super()._cached_view(rows, firsts, tokens_AN, draft), variant=self._adapter.variant(draft))
 
 
 class DraftAdapter:
@@ -349,8 +283,3 @@ class DraftAdapter:
         finally:
             for layer, (active, disabled) in zip(self._layers, before, strict=True):
                 layer._active_adapter, layer._disable_adapters = active, disabled
-
-
-def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
-    """[A, width] columns of the canvas, from each row's own first one on."""
-    return to_device(firsts, device)[:, None] + torch.arange(width, device=device)

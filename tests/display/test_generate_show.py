@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from dlm_bridge.generation import DenoisingStep
-from dlm_bridge.generation.display.trace import (
+from dlm_bridge.display.trace import (
     MASKED,
     DenoisingTrace,
     TokenStrings,
@@ -26,9 +25,21 @@ from dlm_bridge.generation.display.trace import (
     status,
     trace_data,
 )
+from dlm_bridge.generation import DenoisingStep
+from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.request import MASK as HOLE
+from dlm_bridge.loading import load_model
+from tests.canvas_models import has_class, write_canvas_model
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
+from tests.test_registration import copy_without, run
+
+STEPS = 3  # of a draft
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> Path:
+    return write_canvas_model(tmp_path / "gemma")
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
@@ -158,3 +169,84 @@ def test_the_terminal_shows_open_places_and_what_is_new(llada: Path) -> None:
     assert [span.style for span in legend.spans][:: len(legend.spans) - 1] == [red, green]
     assert "probability" not in status(trace.frames[0]).plain
     assert trace_data(trace)["length"] == 3
+
+
+def test_masks_inside_a_prompt_are_open_from_the_start(cli: Cli, llada: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llada)
+    first, second = (tokenizer(text)["input_ids"] for text in ("the ", " cat"))
+    ids = [*first, *[MASK] * 4, *second, MASK]
+    words = ["--infill", "--seed", 0, "--html", tmp_path / "o.html"]
+    report = cli.report(llada, "--prompt", "the [MASK:4] cat[MASK]", *words)
+    frames = played(json.loads(Page((tmp_path / "o.html").read_text("utf-8")).scripts[0][1]))
+    assert [piece is None for piece in frames[0]] == [token == MASK for token in ids]
+    assert "".join(map(str, frames[-1])) == tokenizer.decode(report["samples"][0]["token_ids"])
+
+
+def test_without_a_terminal_only_the_text_is_printed(cli: Cli, llada: Path) -> None:
+    words = ["--prompt", "the cat", "--gen-length", 8, "--seed", 3]
+    assert cli(llada, *words, "--show")[:2] == cli(llada, *words)[:2]
+
+
+def test_beams_have_no_steps_to_show(cli: Cli, qwen3: Path, tmp_path: Path) -> None:
+    words = ["--prompt", "x", "--set", "num_beams=2", "--gen-length", 8, "--html", tmp_path / "o.html"]
+    code, _, err = cli(qwen3, *words)
+    assert code == 2
+    assert "streamer" in err
+    assert not (tmp_path / "o.html").exists()
+
+
+WITHOUT = """
+import sys
+from dlm_bridge.cli import app
+for option in sys.argv[1:]:
+    sys.argv = ["dlm-bridge", "generate", "m", "--prompt", "x", option]
+    try:
+        app.main()
+    except SystemExit as stop:
+        print(stop.code)
+"""
+
+
+def test_without_the_folder(tmp_path: Path) -> None:
+    copy_without(tmp_path, "display")
+    done = run(WITHOUT, tmp_path, "--show", "--html=o.html", "--svg=o.svg")
+    assert done.stdout.split() == ["2", "2", "2"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dlm-bridge: ")]
+    for option, line in zip(("--show", "--html", "--svg"), lines, strict=True):  # the model is not looked for
+        assert option in line
+        assert "dlm_bridge.display" in line
+    assert not list(tmp_path.glob("o.*"))
+
+
+@has_class
+def test_the_page_and_the_live_view_show_every_step_of_a_draft(cli: Cli, gemma: Path, tmp_path: Path) -> None:
+    # A seed at which no character is made of several tokens.
+    words = [
+        "--prompt",
+        "the cat",
+        "--gen-length",
+        16,
+        "--steps",
+        STEPS,
+        "--seed",
+        4,
+        "--set",
+        "eos_token_id=null",
+        "--html",
+        tmp_path / "out.html",
+    ]
+    report = cli.report(gemma, *words)
+    trace = json.loads(Page((tmp_path / "out.html").read_text("utf-8")).scripts[0][1])
+    frames = played(trace)
+    assert [frame["forwards"] for frame in trace["frames"]] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # a canvas ends after 3
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    shown = "the cat" + tokenizer.decode(report["samples"][0]["token_ids"], skip_special_tokens=False)
+    assert "".join(map(str, frames[-1])) == shown
+    assert len({"".join(map(str, frame)) for frame in frames}) > 4  # drafts change
+    loaded, ids = load_model(gemma), tokenizer("the cat")["input_ids"]
+    screen = io.StringIO()
+    view = DenoisingTrace(TokenStrings(tokenizer), ids)
+    with live(view, Console(file=screen, force_terminal=True, width=200)):
+        settings = {"gen_length": 8, "steps": STEPS, "seed": 1}
+        write_texts(loaded.model, tokenizer, [ids], settings, streamer=view.token_streamer())
+    assert f"forward {STEPS}" in screen.getvalue()

@@ -1,0 +1,13 @@
+"""What a generation looks like while it runs: the live view in the terminal, the animated page and the picture."""
+
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension(
+    "display",
+    features={
+        "denoising trace": "dlm_bridge.display.trace:trace_of",
+        "generate --show": "dlm_bridge.display.trace:live",
+        "generate --html": "dlm_bridge.display.trace:page",
+        "generate --svg": "dlm_bridge.display.picture:svg",
+    },
+)

@@ -1,0 +1,17 @@
+"""Published samplers that are no family's default."""
+
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension(
+    "extra_samplers",
+    samplers={
+        "bd3lm": "dlm_bridge.extra_samplers.bd3lm:BD3LMSampler",
+        "dream_block": "dlm_bridge.extra_samplers.dream_block:DreamBlockSampler",
+        "llada2.1": "dlm_bridge.extra_samplers.llada21:LLaDA21Sampler",
+        "linear_spec": "dlm_bridge.extra_samplers.linear_spec:LinearSpecSampler",
+        "hierarchical": "dlm_bridge.extra_samplers.hierarchical:HierarchicalSampler",
+        "multi_block": "dlm_bridge.extra_samplers.multi_block:MultiBlockSampler",
+        "wino": "dlm_bridge.extra_samplers.wino:WINOSampler",
+        "credit": "dlm_bridge.extra_samplers.credit:CreditSampler",
+    },
+)

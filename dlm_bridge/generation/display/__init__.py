@@ -1,1 +1,0 @@
-"""Display of denoising: a trace, live in a terminal or as an animated page."""
