@@ -14,7 +14,7 @@ import pytest
 import dlm_bridge
 from dlm_bridge import DlmBridgeError, registration
 from dlm_bridge.generation.samplers import SAMPLERS, SamplerTable
-from dlm_bridge.registration import Extension, extensions, load, load_entry_points, registered
+from dlm_bridge.registration import EXTENSIONS, Extension, extensions, load, load_entry_points, registered
 
 ROOT = Path(dlm_bridge.__file__).parents[1]
 VENDOR = """
@@ -73,6 +73,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     points["broken"] = "vendor_lost:EXTENSION"
     lines = [f"{name} = {place}" for name, place in points.items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{registration.ENTRY_POINTS}]", *lines]) + "\n")
+    assert "llada" in SAMPLERS  # which is filled at its first use, here without the package
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         clear()
@@ -125,9 +126,10 @@ def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str
 
 def copy_without(folder: Path, extension: str) -> None:
     """The package in a folder, without an extension's own, of which there is what git leaves."""
-    leave = shutil.ignore_patterns("__pycache__", extension)
-    shutil.copytree(ROOT / "dlm_bridge", folder / "dlm_bridge", ignore=leave)
-    (folder / "dlm_bridge" / extension / "__pycache__").mkdir(parents=True)
+    shutil.copytree(ROOT / "dlm_bridge", folder / "dlm_bridge", ignore=shutil.ignore_patterns("__pycache__"))
+    own = folder / "dlm_bridge" / extension.replace(".", "/")
+    shutil.rmtree(own)
+    (own / "__pycache__").mkdir(parents=True)
 
 
 COMMAND = "from dlm_bridge.cli.app import main; main()"
@@ -145,17 +147,41 @@ def test_the_command_line_has_a_packages_commands(vendor: Path) -> None:
     assert "pip install 'vendor[gpu]'" in line
 
 
-EDGES = ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined")  # from one extension to another
-TRAIN = ["pretrain", "--model", "m", "--data", "mock", "--output", "o", "--engine", "megatron"]
-COMMANDS = (["--help"], ["env", "--json"], TRAIN, [*TRAIN, "--dry-run"], ["no-such-command"])
-WITHOUT = f"""
+# Modules of other extensions that import one.
+EDGES = {
+    "parallel": ("dlm_bridge.train.rl.megatron_engine", "dlm_bridge.train.rl.pipelined"),
+    "plan": ("dlm_bridge.train.rl.dry_run",),
+    "display": ("dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
+}
+TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o")
+RL = ("rl", "--model", "m", "--data", "d", "--output", "o", "--method", "dpo")
+GENERATE = ("generate", "m", "--prompt", "x")
+# What is refused without an extension.
+REFUSED: dict[str, list[tuple[str, ...]]] = {
+    "parallel": [(*TRAIN, "--engine", "megatron"), (*TRAIN, "--engine", "megatron", "--dry-run")],
+    "train.rl": [RL],
+    "plan": [("plan", "m", "--gpus", "1", "--seq-length", "8"), (*TRAIN, "--dry-run"), (*RL, "--dry-run")],
+    "display": [
+        (*GENERATE, "--show"),
+        (*GENERATE, "--html", "o"),
+        (*GENERATE, "--svg", "o"),
+        ("serve", "m"),
+        ("app", "m"),
+    ],
+    "serving": [("serve", "m"), ("app", "m"), ("transformers", "env")],
+    "kernels": [],
+    "extra_samplers": [],  # which takes a model: tests/extra_samplers
+    "original": [("verify", "m", "--against-original", "--trust-remote-code")],
+}
+WITHOUT = """
 import contextlib, importlib, io, pkgutil, sys
 import dlm_bridge
 from dlm_bridge.cli.app import main
+edges, commands = eval(sys.argv[1])
 for module in pkgutil.walk_packages(dlm_bridge.__path__, "dlm_bridge."):
-    if module.name not in {EDGES} and not module.name.endswith("__main__"):
+    if module.name not in edges and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-for words in {COMMANDS}:
+for words in commands:
     sys.argv = ["dlm-bridge", *words]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -163,21 +189,32 @@ for words in {COMMANDS}:
         except SystemExit as stop:
             print(stop.code or 0, file=sys.__stdout__)
             raise
+"""
+LIVE = """
+import dlm_bridge
+from dlm_bridge.evaluation.logits import unsupported_reason
 bridge = dlm_bridge.Bridge(None)
 for ask in (lambda: bridge.build_megatron_model(dlm_bridge.Layout()), lambda: bridge.stream_hf_weights(None)):
     try:
         ask()
     except dlm_bridge.DlmBridgeError as error:
-        print(error, file=sys.stderr)
-print(dlm_bridge.evaluation.logits.unsupported_reason(bridge), file=sys.stderr)
+        print(error)
+print(unsupported_reason(bridge))
 """
 
 
-def test_without_the_folder_of_the_megatron_engine(tmp_path: Path) -> None:
-    copy_without(tmp_path, "parallel")
-    done = run(WITHOUT, tmp_path)
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_without_an_extensions_folder(name: str, tmp_path: Path) -> None:
+    """Everything else is imported and answers; what the extension adds is refused in one line that names it."""
+    copy_without(tmp_path, name)
+    refused = REFUSED[name]
+    commands = [("--help",), ("env", "--json"), ("families", "--json"), *refused, ("no-such-command",)]
+    done = run(WITHOUT, tmp_path, repr((EDGES.get(name, ()), commands)))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["0", "0", "2", "2", "2"]
-    said = [line for line in done.stderr.splitlines() if "lacks dlm_bridge.parallel" in line]
-    assert [line.startswith("dlm-bridge: ") for line in said] == [True] * 3 + [False] * 3
+    assert done.stdout.split() == ["0"] * 3 + ["2"] * (len(refused) + 1), done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("dlm-bridge: ")]
+    assert len(said) == len(refused) + 1
+    assert [line for line in said if f"lacks dlm_bridge.{name}" not in line] == []
     assert not (tmp_path / "o").exists()
+    if name == "parallel":
+        assert run(LIVE, tmp_path).stdout.count("lacks dlm_bridge.parallel") == 3

@@ -32,7 +32,6 @@ from dlm_bridge.loading import load_model
 from tests.canvas_models import has_class, write_canvas_model
 from tests.cli.conftest import MASK, Cli
 from tests.cli.pages import Page, played
-from tests.test_registration import copy_without, run
 
 STEPS = 3  # of a draft
 
@@ -193,29 +192,6 @@ def test_beams_have_no_steps_to_show(cli: Cli, qwen3: Path, tmp_path: Path) -> N
     assert code == 2
     assert "streamer" in err
     assert not (tmp_path / "o.html").exists()
-
-
-WITHOUT = """
-import sys
-from dlm_bridge.cli import app
-for option in sys.argv[1:]:
-    sys.argv = ["dlm-bridge", "generate", "m", "--prompt", "x", option]
-    try:
-        app.main()
-    except SystemExit as stop:
-        print(stop.code)
-"""
-
-
-def test_without_the_folder(tmp_path: Path) -> None:
-    copy_without(tmp_path, "display")
-    done = run(WITHOUT, tmp_path, "--show", "--html=o.html", "--svg=o.svg")
-    assert done.stdout.split() == ["2", "2", "2"]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("dlm-bridge: ")]
-    for option, line in zip(("--show", "--html", "--svg"), lines, strict=True):  # the model is not looked for
-        assert option in line
-        assert "dlm_bridge.display" in line
-    assert not list(tmp_path.glob("o.*"))
 
 
 @has_class

@@ -17,7 +17,6 @@ from dlm_bridge.original import comparison
 from dlm_bridge.original.comparison import requirements, verify_original
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
-from tests.test_registration import COMMAND, copy_without, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -218,12 +217,3 @@ def test_the_script_refuses_without_consent(checkpoint: Path, capsys: pytest.Cap
     arguments = ["--family", "llada", "--checkpoint", f"llada={checkpoint}"]
     assert verify_published.main(arguments) == 2
     assert "--trust-remote-code" in capsys.readouterr().err
-
-
-def test_without_the_folder(tmp_path: Path) -> None:
-    copy_without(tmp_path, "original")
-    done = run(COMMAND, tmp_path, "verify", "a", "--against-original", "--trust-remote-code")
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("dlm-bridge: ")]
-    assert "--against-original" in line
-    assert "dlm_bridge.original" in line
