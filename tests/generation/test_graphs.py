@@ -12,21 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from dlm_bridge.distributed import process_group_ends
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import Ended, Failed, Request
 from dlm_bridge.generation.runtime import graphs, runner
 from tests.families.case import FamilyCase, some_slow
-from tests.families.nemotron_labs_diffusion import CASES as SELF_SPECULATING
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
-from tests.generation.standin import ragged as ragged_prompts
 from tests.generation.test_caches import load_case, logits_of
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_linear_spec import ARGUMENTS as LINEAR_SPEC
-from tests.generation.test_linear_spec import checkpoint, write_published_adapter
 from tests.generation.test_small_blocks import load_varied, ragged
 
 pytestmark = pytest.mark.gpu(optional=True)
@@ -148,54 +144,18 @@ def test_small_blocks(lengths: tuple[int, ...], execution: str, tmp_path: Path) 
     assert len(runner._graphed_bodies[model]._recorded) >= 2
 
 
-@pytest.mark.parametrize("cache", ["none", "block"])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_linear_spec(execution: str, cache: str, tmp_path: Path) -> None:
-    """Drafts and checks have one shape and are recorded apart; rows of one pace and of several."""
-    model, _, _ = checkpoint(SELF_SPECULATING[1], tmp_path)
-    model.to(DEVICE).float()  # which attends in place on a GPU
-    _, ids, mask = ragged_prompts((3, 9, 1))
-    ids, mask = ids.to(DEVICE), mask.to(DEVICE)
-    for tokens, real in ((ids, mask), (ids[1:2], mask[1:2])):
-        settings = {**LINEAR_SPEC, "attention_mask": real, "gen_length": 24, "cache": cache}
-        expected = model.generate(tokens, **settings, execution="eager").sequences
-        for _ in range(3):
-            assert torch.equal(model.generate(tokens, **settings, execution=execution).sequences, expected)
-    assert len(runner._graphed_bodies[model]._recorded) >= 1 or cache == "none"
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_linear_spec_with_an_adapter_that_drafts(execution: str, tmp_path: Path) -> None:
-    """It is on for drafts and off for checks: tokens are the model's own, in other numbers of forward passes."""
-    model, _, config = checkpoint(SELF_SPECULATING[0], tmp_path)
-    write_published_adapter(tmp_path / "linear_spec_lora", config, seed=1)
-    _, ids, mask = ragged_prompts((5, 5, 2))
-    settings = {**LINEAR_SPEC, "attention_mask": mask.to(DEVICE), "gen_length": 20, "execution": "eager"}
-    plain = model.to(DEVICE).generate(ids.to(DEVICE), **settings)
-    wrapped = PeftModel.from_pretrained(model, tmp_path, subfolder="linear_spec_lora").to(DEVICE)
-    settings["draft_adapter"] = "default"
-    expected = wrapped.generate(ids.to(DEVICE), **settings)
-    assert torch.equal(expected.sequences, plain.sequences)
-    assert expected.forwards != plain.forwards
-    for _ in range(3):
-        output = wrapped.generate(ids.to(DEVICE), **settings | {"execution": execution})
-        assert torch.equal(output.sequences, expected.sequences)
-        assert output.forwards == expected.forwards
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("sampler", ["linear_spec", "fast_dllm_v2"])
-def test_tokens_on_a_gpu_are_those_on_the_cpu(sampler: str, tmp_path: Path) -> None:
-    """In float64, where rounding decides no token; linear self-speculation, and Fast-dLLM v2's `dual` cache."""
-    if sampler == "linear_spec":
-        model, _, _ = checkpoint(SELF_SPECULATING[1], tmp_path)
-        _, tokens, real = ragged_prompts((3, 9, 1))
-        settings = {**LINEAR_SPEC, "gen_length": 24, "cache": "block"}
-    else:
-        model, mask = load_varied(tmp_path)
-        _, tokens, real = ragged((13, 5, 16, 10), 0)
-        settings = {"gen_length": 40, "cache": "dual", "mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
-        settings |= {"small_block_size": 4, "threshold": 0.3, "return_dict_in_generate": True}
+def test_fast_dllm_v2_s_tokens_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
+    """In float64, where rounding decides no token, with its `dual` cache."""
+    model, mask = load_varied(tmp_path)
+    _, tokens, real = ragged((13, 5, 16, 10), 0)
+    settings = {"gen_length": 40, "cache": "dual", "mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None}
+    settings |= {"small_block_size": 4, "threshold": 0.3, "return_dict_in_generate": True}
+    check_device(model, tokens, real, settings)
+
+
+def check_device(model: Any, tokens: torch.Tensor, real: torch.Tensor, settings: dict[str, Any]) -> None:
+    """The model's tokens on the GPU are those on the CPU, in as many forward passes."""
     expected = model.generate(tokens, attention_mask=real, **settings)
     model.to(DEVICE)
     for execution in ("eager", *EXECUTIONS):
