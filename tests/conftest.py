@@ -52,11 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files whose folder belongs to an extension that is not there, and files that import one."""
-    if collection_path.suffix != ".py":
-        return None
     lacking = _lacking(config)
-    folder = FOLDERS.get(collection_path.relative_to(ROOT).parts[0])
-    return folder in lacking or bool(lacking & _imported(collection_path)) or None
+    if collection_path.parent == ROOT and FOLDERS.get(collection_path.name) in lacking:
+        return True
+    return bool(collection_path.suffix == ".py" and lacking & _imported(collection_path)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,9 +26,9 @@ from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.generation.autoregressive import sample
 from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
 from dlm_bridge.models.families import families, find_family
+from dlm_bridge.registration import extensions
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import linear_layers, with_lora
-from dlm_bridge.train.rl.replica import RolloutModel
 from tests.autoregressive.cases import CASES, Case
 from tests.families.case import layouts
 from tests.processes import assert_ok, launch, work
@@ -205,6 +205,10 @@ def check_tensor_parallel(case: Case, folder: Path) -> None:
     loaded = model_class.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).eval()
     assert use_plain_shards(loaded)
     assert_same_outputs(loaded, whole)
+    if "train.rl" not in extensions():
+        return
+    from dlm_bridge.train.rl.replica import RolloutModel
+
     copied = RolloutModel(whole, torch.float32, "", dist.group.WORLD)
     with copied.allocated(torch.device("cpu")) as model:
         for _, tensor in stored_tensors(model):

@@ -22,7 +22,6 @@ from dlm_bridge.generation.prompts import read_prompts
 from dlm_bridge.loading import load_model
 from dlm_bridge.loading.pretrained import load_tokenizer
 from dlm_bridge.loading.source import ModelSource
-from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.lora import add_adapter
@@ -97,8 +96,11 @@ def test_a_damaged_model_is_named_by_every_loader(copy: Path, name: str) -> None
             load(copy)
 
 
+@pytest.mark.extension("plan")
 @pytest.mark.parametrize("damage", [halve, pipe, Path.unlink], ids=lambda damage: damage.__name__)
 def test_a_dry_run_names_damaged_pickled_weights(copy: Path, damage: Damage) -> None:
+    from dlm_bridge.plan.dry_run import dry_run
+
     pickle_weights(copy)
     config = TrainConfig.from_flags(model=str(copy), data=["mock"], output="y", seq_length=32)
     dry_run(config)
@@ -107,8 +109,11 @@ def test_a_dry_run_names_damaged_pickled_weights(copy: Path, damage: Damage) -> 
         dry_run(config)
 
 
+@pytest.mark.extension("plan")
 def test_pickled_weights_of_torch_before_1_6_are_refused(copy: Path) -> None:
     """They have no archive whose records can be checked before anything is read."""
+    from dlm_bridge.plan.dry_run import dry_run
+
     pickle_weights(copy, _use_new_zipfile_serialization=False)
     with pytest.raises(DlmBridgeError, match=r"pytorch_model-00001-of-00002.bin: not a torch.save file"):
         dry_run(TrainConfig.from_flags(model=str(copy), data=["mock"], output="y", seq_length=32))

@@ -25,8 +25,8 @@ from torch.distributed import TCPStore
 
 from dlm_bridge import processes
 from dlm_bridge.cli.__main__ import run
+from dlm_bridge.registration import registered
 from tests.processes import free_port
-from tests.rl.conftest import write_llada as write_policy
 from tests.train.conftest import undrawn
 
 TIMEOUT_S = 25.0  # to be busy, and to end
@@ -85,8 +85,8 @@ INTERRUPTED = (
     Case(("eval", "{llada}", "--perplexity", "{text}"), "dlm_bridge.evaluation.perplexity.likelihood_bounds"),
     Case(PRETRAIN, STEP),
     pytest.param(Case(PRETRAIN, STEP, deaf=True), marks=pytest.mark.slow),
-    pytest.param(Case(MEGATRON, WRITER), marks=pytest.mark.slow),
-    Case(RL),
+    pytest.param(Case(MEGATRON, WRITER), marks=[pytest.mark.slow, pytest.mark.extension("parallel")]),
+    pytest.param(Case(RL), marks=pytest.mark.extension("train.rl")),
 )
 KILLED = (
     Case(("import", "{llada}", "{out}", "--tp", "2", "--processes", "2"), WRITE),
@@ -94,8 +94,8 @@ KILLED = (
         ("preprocess", "{text}", "--output", "{out}", "--tokenizer", "{llada}", "--workers", "2"),
         "dlm_bridge.data.preprocess._TokenizerWork.__call__",
     ),
-    pytest.param(Case(MEGATRON, WRITER), marks=pytest.mark.slow),
-    Case(RL),
+    pytest.param(Case(MEGATRON, WRITER), marks=[pytest.mark.slow, pytest.mark.extension("parallel")]),
+    pytest.param(Case(RL), marks=pytest.mark.extension("train.rl")),
 )
 
 
@@ -108,7 +108,11 @@ def files(llada: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     (root / "text.txt").write_text("a line of text\n" * 200)
     (root / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "ba"}\n')
     found = {"megatron": root / "megatron", "text": root / "text.txt", "prompts": root / "prompts.jsonl"}
-    return {"llada": str(llada), "policy": str(write_policy(root / "policy")), **{k: str(v) for k, v in found.items()}}
+    if "rl" in registered("commands"):
+        from tests.rl.conftest import write_llada as write_policy
+
+        found["policy"] = write_policy(root / "policy")
+    return {"llada": str(llada), **{name: str(path) for name, path in found.items()}}
 
 
 @pytest.mark.parametrize("case", INTERRUPTED, ids=str)
@@ -137,6 +141,7 @@ STARTING = (
 TOLD_WHEN_IT_STARTS = """
 import signal
 from dlm_bridge.cli.__main__ import run
+from dlm_bridge.registration import registered
 
 set_handler = signal.signal
 

@@ -30,7 +30,6 @@ from dlm_bridge.data.documents import find_files, pack
 from dlm_bridge.data.indexed import IndexedWriter, check_fingerprint, fingerprint_file, open_indexed
 from dlm_bridge.data.preprocess import preprocess
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train.config import TrainConfig
 from tests.train.conftest import Run
 
@@ -235,8 +234,11 @@ def _other(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.extension("plan")
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path, run: Run, tokenizer: Any, seed_folder: Path) -> None:
     """For training and for validation, also in a dry run; data without a record pass."""
+    from dlm_bridge.plan.dry_run import dry_run
+
     other = AutoTokenizer.from_pretrained(_other(tmp_path / "other"))
     (tmp_path / "data").mkdir()
     corpus = _jsonl(tmp_path / "a.jsonl", copies=20)

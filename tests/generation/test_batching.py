@@ -21,7 +21,7 @@ from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_samplers import CASES, build
+from tests.generation.test_samplers import CASES, build, names
 
 
 def requests(count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0) -> list[Request]:
@@ -143,7 +143,7 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
         assert {end.finish_reason for end in stopped} >= {"stop"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names())
 def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": 0.0, "eos_token_id": None}

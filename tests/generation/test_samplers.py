@@ -10,6 +10,7 @@ import torch
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import SAMPLERS, generate
+from dlm_bridge.registration import registered
 from tests.generation.standin import MASK, StandIn, family, ragged
 
 BLOCK = {"block_size": 4}
@@ -78,16 +79,32 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Samplers of the extension.
+EXTRA = ("bd3lm", "credit", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_block", "wino")
+
+
+def names(without: str | tuple[str, ...] = ()) -> list[Any]:
+    """Names of cases that do not begin with one of `without`."""
+    found = []
+    for name, (facts, _, _) in CASES.items():
+        marks = [pytest.mark.extension("extra_samplers")] * (facts.sampler["algorithm"] in EXTRA)
+        if not name.startswith(without):
+            found.append(pytest.param(name, marks=marks, id=name))
+    return found
+
+
 def build(name: str) -> tuple[StandIn, dict[str, Any]]:
     facts, config, arguments = CASES[name]
     return StandIn(facts, **config), {"gen_length": 12, "temperature": 0.8, **arguments}
 
 
+@pytest.mark.extension("extra_samplers")
 def test_every_sampler_has_a_case() -> None:
     assert {facts.sampler["algorithm"] for facts, _, _ in CASES.values()} == set(SAMPLERS)
+    assert {*EXTRA} == {*registered("samplers")}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names())
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     model, arguments = build(name)
     rows, ids, mask = ragged((5, 9, 2, 9))
@@ -101,7 +118,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     assert not torch.equal(other, together)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
+@pytest.mark.parametrize("name", names("rnd1"))
 def test_stopping_changes_nothing_before_the_end(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2, 8))
@@ -119,7 +136,7 @@ def test_stopping_changes_nothing_before_the_end(name: str) -> None:
     assert output.sequences[:, 9:].tolist() == [row + [0] * (width - len(row)) for row in expected]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names())
 def test_the_mask_token_is_never_emitted(name: str) -> None:
     model, arguments = build(name)
     model.head[:, MASK] = 3 * model.head[:, 1]  # where token 1 is likely, the mask token is likelier

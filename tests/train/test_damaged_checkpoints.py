@@ -14,7 +14,6 @@ from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, file_names
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan.dry_run import dry_run
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.accelerate.trainer import train
 from dlm_bridge.train.config import TrainConfig
@@ -202,7 +201,10 @@ def test_verify_reads_a_checkpoint_and_a_run(finished: Path, capsys: pytest.Capt
         assert "trainer_state.pt" in out
 
 
+@pytest.mark.extension("plan")
 def test_a_dry_run_says_it_and_renames_nothing(finished: Path, values: dict[str, Any]) -> None:
+    from dlm_bridge.plan.dry_run import dry_run
+
     flip(finished / "checkpoints" / LAST / "model.safetensors")
     plan = dry_run(TrainConfig.from_flags(**{**values, **OPTIONS, "output": str(finished)}), resume=True)
     assert plan.step == 2

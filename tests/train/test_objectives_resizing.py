@@ -19,7 +19,6 @@ from dlm_bridge.objectives.registry import build_objective
 from dlm_bridge.objectives.resizing import DreamOnDiffusion
 from dlm_bridge.train.collator import DiffusionCollator
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.rl.likelihood import bound_query
 from dlm_bridge.train.setup import resolve_objective
 from tests.families import dreamon
 
@@ -153,7 +152,10 @@ def test_the_models_own_loss_and_the_collator_draw_spans(tmp_path: Path) -> None
         model(ids, labels=ids, generator=torch.Generator().manual_seed(1), position_ids=torch.arange(24)[None])
 
 
+@pytest.mark.extension("train.rl")
 def test_preference_training_bounds_the_likelihood_of_tokens_where_they_are(tmp_path: Path) -> None:
+    from dlm_bridge.train.rl.likelihood import bound_query
+
     case = dataclasses.replace(dreamon.CASE, config={**dreamon.CASE.config, "mask_token_id": 127, "pad_token_id": 3})
     model = case.load(case.write(tmp_path))
     ids = torch.arange(4, 28)[None].expand(4, -1)
