@@ -224,7 +224,8 @@ class PromptLimits:
         ordinary_mask: this token is an ordinary one, which texts contain and the model may sample.
         gen_length: new tokens behind the prompt.
         context: the longest sequence that the model was made for, in tokens; None: any.
-        infill: masks of a prompt are to be filled; without it there may be none.
+        infill: masks of a prompt are to be filled; without it there may be none. They are `MASK`, or mask tokens
+            unless these are ordinary.
         inside: the new tokens take the place of these masks; there are none behind the prompt.
     """
 
@@ -243,7 +244,7 @@ class PromptLimits:
 
     def with_masks(self, prompt: Sequence[int]) -> list[int]:
         """The prompt with `MASK` in place of mask tokens, where these are to be filled."""
-        if not self.infill:
+        if not self.infill or self.ordinary_mask:
             return list(prompt)
         return [MASK if token == self.mask_token_id else token for token in prompt]
 
@@ -278,9 +279,10 @@ def prompt_rows(
         rows.append(prompt)
         padding.append(row[first + count :] + row[:first])
     if limits.infill and (limits.inside or not limits.gen_length) and not any(MASK in row for row in rows):
-        raise DlmBridgeError(
-            f"infill: no row of input_ids holds the mask token {limits.mask_token_id}: nothing to fill"
-        )
+        what = f"the mask token {limits.mask_token_id}"
+        if limits.ordinary_mask:
+            what = f"{MASK}, which marks a position to fill ({limits.mask_token_id} is an ordinary token)"
+        raise DlmBridgeError(f"infill: no row of input_ids holds {what}: nothing to fill")
     return rows, padding
 
 
