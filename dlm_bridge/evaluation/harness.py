@@ -32,6 +32,7 @@ from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.gemma import gemma_keywords, is_gemma
 from dlm_bridge.generation.offline import PromptSampler
 from dlm_bridge.generation.prompts import render_chat
+from dlm_bridge.generation.request import Failed
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
@@ -179,6 +180,8 @@ class DiffusionHarness(TemplateLM):
         """Each prompt's number and text, in any order, of this process's share of the prompts that are not `known`."""
         size = self.settings.batch_size
         for row in PromptSampler(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known):
+            if isinstance(row, Failed):
+                raise row.error
             yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -23,6 +23,7 @@ from dlm_bridge.generation.request import MASK
 
 logger = logging.get_logger(__name__)
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
+IN_PYTHON = "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
 
 
 # ---- Text and conversations.
@@ -328,14 +329,12 @@ def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
         )
 
 
-def check_row(prompt: Sequence[int], name: str, limits: PromptLimits) -> None:
-    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled."""
+def check_row(prompt: Sequence[int], name: str, limits: PromptLimits, remedy: str = IN_PYTHON) -> None:
+    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled; `remedy` is that of
+    a mask token in it."""
     mask, count, new = limits.mask_token_id, len(prompt), limits.gen_length
     if mask is not None and mask in prompt and not limits.infill and not limits.ordinary_mask:
-        raise DlmBridgeError(
-            f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: "
-            "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
-        )
+        raise DlmBridgeError(f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: {remedy}")
     lowest = MASK if limits.infill else 0
     outside = next((token for token in prompt if not lowest <= token < limits.vocabulary_size), None)
     if outside is not None:

@@ -39,7 +39,9 @@ def special() -> StandIn:
 
 
 @pytest.mark.parametrize("algorithm", [name for name in fitting_samplers(SPEC) if name in fitting_samplers(DREAM)])
-@pytest.mark.parametrize("more", [{}, {"temperature": 0.0}, {"repetition_penalty": 1.2}], ids=["drawn", "greedy", "penalty"])
+@pytest.mark.parametrize(
+    "more", [{}, {"temperature": 0.0}, {"repetition_penalty": 1.2}], ids=["drawn", "greedy", "penalty"]
+)
 def test_texts_are_those_of_a_mask_token_of_its_own(algorithm: str, more: dict[str, Any]) -> None:
     if algorithm == "uniform" and "repetition_penalty" in more:
         more = {}  # refused: it has no committed text
@@ -81,7 +83,7 @@ def test_it_may_end_a_text_and_pad() -> None:
 
 
 def test_noise_of_masks_and_random_tokens_is_refused() -> None:
-    with pytest.raises(DlmBridgeError, match="p_uniform: .* needs a mask token of its own"):
+    with pytest.raises(DlmBridgeError, match=r"p_uniform: .* needs a mask token of its own"):
         generate(ordinary(), torch.tensor([PROMPT]), algorithm="uniform", p_uniform=0.2)
 
 
