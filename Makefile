@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-slow fuzz faults test-gpu test-gpu-part test-matrix lint clean
+.PHONY: setup demo docs check-docs test test-core test-slow fuzz faults test-gpu test-gpu-part test-matrix lint clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ demo: setup
 
 test: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m "not slow"
+
+# The fast tests that need no extension.
+test-core: setup
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile --core -m "not slow"
 
 test-slow: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow

@@ -23,11 +23,8 @@ from dlm_bridge.cli import (
     families,
     generate,
     new_models,
-    plan,
     preprocess,
     push,
-    rl,
-    serving,
     train,
     verify,
 )
@@ -94,7 +91,7 @@ def _root(
 
 
 for group in (
-    convert, verify, new_models, preprocess, train, rl, generate, serving, eval, families, plan, env, adapter,
+    convert, verify, new_models, preprocess, train, generate, eval, families, env, adapter,
     push,
 ):  # fmt: skip
     group.register(app)

@@ -10,19 +10,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from dlm_bridge.cli.help import completes, family_names, objective_names
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
+from dlm_bridge.registration import load
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import Option, options_of
-
-if TYPE_CHECKING:
-    from dlm_bridge.plan.dry_run import DryRun
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -100,9 +98,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
         if planned is None:
             _train(config, resume)
             return
-        from dlm_bridge.plan.dry_run import dry_run
-
-        planned.show(lambda: dry_run(config, planned.gpus, resume))
+        planned.show("dry_run", config, resume)
 
     more = {"more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None), **START_OPTIONS}
     if task == "sft":
@@ -117,12 +113,11 @@ class AskedDryRun:
     gpus: int | None
     as_json: bool
 
-    def show(self, plan: Callable[[], DryRun]) -> None:
-        """Show what `plan` gives, on the first of a launcher's processes."""
-        from dlm_bridge.cli.dry_run_views import show_dry_run
-
+    def show(self, feature: str, config: TrainConfig, resume: bool) -> None:
+        """Show the run as that feature of an extension plans it, on the first of a launcher's processes."""
+        show = load("features", "show_dry_run")
         if is_main():
-            show_dry_run(plan(), self.as_json)
+            show(load("features", feature)(config, self.gpus, resume), self.as_json)
 
 
 def taken_dry_run(given: dict[str, Any]) -> AskedDryRun | None:
@@ -212,7 +207,7 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dlm_bridge.plan.preview import preview
+    from dlm_bridge.train.preview import preview
 
     console = Console()
     for number, row in enumerate(preview(config, count), 1):

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import torch
 
+from dlm_bridge.registration import EXTENSIONS, extensions
 from tests import launcher
 
 torch.set_num_threads(1)
@@ -32,13 +34,49 @@ import typer.testing  # noqa: E402
 
 from tests.checkpoints import write_llada  # noqa: E402
 
+ROOT = Path(__file__).parent
 BEGAN = time.time()
 PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "triton", "torchao", "bitsandbytes")
 REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "minutes")
 
 
+# Folders of tests that need an extension: where it is not there, or with --core, they are not collected.
+FOLDERS = {"rl": "train.rl", "interop": "parallel", "faults": "parallel", **{name: name for name in EXTENSIONS}}
+IMPORT = re.compile(r"^(?:from|import) dlm_bridge\.(train\.\w+|\w+)(?: import (\w+))?", re.MULTILINE)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-report", type=Path, help="a page whose table of test runs gets the row of this one")
+    parser.addoption("--core", action="store_true", help="only tests that need no extension")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose folder belongs to an extension that is not there, and files that import one."""
+    if collection_path.suffix != ".py":
+        return None
+    lacking = _lacking(config)
+    folder = FOLDERS.get(collection_path.relative_to(ROOT).parts[0])
+    return folder in lacking or bool(lacking & _imported(collection_path)) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out single tests that are marked with an extension that is not there."""
+    lacking = _lacking(config)
+    left_out = [item for item in items if lacking & {n for mark in item.iter_markers("extension") for n in mark.args}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@functools.cache
+def _lacking(config: pytest.Config) -> frozenset[str]:
+    return frozenset(EXTENSIONS) - (frozenset() if config.getoption("core") else frozenset(extensions()))
+
+
+@functools.cache
+def _imported(path: Path) -> frozenset[str]:
+    """The extensions that a file imports."""
+    found = IMPORT.findall(path.read_text())
+    return frozenset(EXTENSIONS) & {one for module, name in found for one in (module, f"{module}.{name}")}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

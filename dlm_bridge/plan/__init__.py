@@ -1,1 +1,12 @@
-"""Planning from a model's config alone: parameters and memory per rank, step time, recommended layouts, dry run."""
+"""Memory and cost of training on any layout, from metadata alone: `dlm-bridge plan` and `--dry-run`."""
+
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension(
+    "plan",
+    commands={"plan": "dlm_bridge.plan.command:register"},
+    features={
+        "dry_run": "dlm_bridge.plan.dry_run:dry_run",
+        "show_dry_run": "dlm_bridge.plan.dry_run_views:show_dry_run",
+    },
+)

@@ -236,6 +236,15 @@ def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> Megatr
     return model_source(config).megatron(None if config.model.adapts else checkpoint)
 
 
+def empty_model(config: TrainConfig, checkpoint: Path | None) -> Any:
+    """The Hub model without weights of a run that goes on from `checkpoint`. Names and shapes of a local checkpoint's
+    tensors are checked."""
+    checkpoint = None if config.model.adapts else checkpoint
+    if config.engine.name == "megatron" and Path(config.model.path).is_dir():
+        return open_megatron_source(config, checkpoint).model
+    return model_source(config, checkpoint).empty()
+
+
 def load_tokenizer(config: TrainConfig) -> Any:
     """The tokenizer of `--tokenizer`, else the model's own, with the template of `--chat-template`. Raises
     DlmBridgeError."""

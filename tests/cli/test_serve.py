@@ -244,6 +244,8 @@ def test_a_folder_s_name_is_printable(
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr("dlm_bridge.cli.serving.find_spec", lambda name: None if name == "uvicorn" else found(name))
+    monkeypatch.setattr(
+        "dlm_bridge.serving.command.find_spec", lambda name: None if name == "uvicorn" else found(name)
+    )
     assert refusal("nowhere") == 2
     assert "pip install 'dlm-bridge[serve]'" in capsys.readouterr().err

@@ -17,8 +17,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.cli.serving import refuse_chats_without_template
 from dlm_bridge.models.auto_classes import register_model_names
+from dlm_bridge.serving.command import refuse_chats_without_template
 from tests.cli.conftest import TEMPLATE
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "temperature": 0.0}
@@ -125,7 +125,7 @@ def test_the_launcher_hands_everything_on(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr("dlm_bridge.cli.serving.find_spec", lambda name: None if name == "openai" else found(name))
+    monkeypatch.setattr("dlm_bridge.serving.command.find_spec", lambda name: None if name == "openai" else found(name))
     monkeypatch.setattr(sys, "argv", ["dlm-bridge", "transformers", "serve", "nowhere"])
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -225,7 +225,7 @@ def test_a_folder_s_name_is_printable(
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr("dlm_bridge.cli.serving.find_spec", lambda name: None if name == "gradio" else found(name))
+    monkeypatch.setattr("dlm_bridge.serving.command.find_spec", lambda name: None if name == "gradio" else found(name))
     monkeypatch.setattr(sys, "argv", ["dlm-bridge", "app", "nowhere"])
     with pytest.raises(SystemExit) as exit_:
         main()

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from dlm_bridge.cli.app import app
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.plan.dry_run import DryRun, rl_dry_run
+from dlm_bridge.plan.dry_run import DryRun
 from dlm_bridge.train.config import RLConfig
+from dlm_bridge.train.rl.dry_run import rl_dry_run
 from tests.rl.conftest import write_llama
 
 DATA = "the rows of the run"

@@ -5,3 +5,11 @@ of `rewards`); `likelihood` has a model's log-probabilities of them, or estimate
 the losses; `policy` and `preference` are the loop of `trainer`, over the engine of `accelerate_engine`, whose `train`
 starts a run, or of `megatron_engine`.
 """
+
+from dlm_bridge.registration import Extension
+
+EXTENSION = Extension(
+    "train.rl",
+    commands={"rl": "dlm_bridge.train.rl.command:register"},
+    features={"rl_dry_run": "dlm_bridge.train.rl.dry_run:rl_dry_run"},
+)

@@ -10,9 +10,8 @@ from typing import Any, cast
 from dlm_bridge.data.conversations import first_conversation_blocks
 from dlm_bridge.data.documents import Source
 from dlm_bridge.objectives.batches import IGNORE_INDEX
-from dlm_bridge.plan.dry_run import model_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.setup import check_data, conversation_settings, resolve_objective
+from dlm_bridge.train.setup import check_data, conversation_settings, empty_model, resolve_objective
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def preview(config: TrainConfig, count: int) -> Iterator[PreviewRow]:
     """The first `count` rows of `--data`, in its order. Reads no weights and writes nothing. Raises DlmBridgeError as
     the run would."""
     found = check_data(config)
-    model = model_of(config, None)
+    model = empty_model(config, None)
     config, objective = resolve_objective(config, model)
     tokenizer, settings = conversation_settings(config, model, objective.mask_token)
     for part in found.parts:

@@ -25,7 +25,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dlm_bridge.cli.plan_views import memory_table, memory_text
+    from dlm_bridge.plan.views import memory_table, memory_text
 
     console = Console()
     typer.echo(run.config.to_yaml())  # as it can stand in a --config file

@@ -153,9 +153,9 @@ def plan(
 
     Example: dlm-bridge plan deepseek-ai/DeepSeek-V3 --gpus 1024 --seq-length 4096 --global-batch-size 8192 --recommend
     """
-    from dlm_bridge.cli import plan_views
     from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.mapping.dtypes import parse_size
+    from dlm_bridge.plan import views
     from dlm_bridge.plan.memory import memory_plan
     from dlm_bridge.plan.model import open_model
     from dlm_bridge.plan.recommend import recommend as run_search
@@ -206,9 +206,9 @@ def plan(
         found = run_search(model, run, hardware, given=run if named else None)
     shown = memory_plan(model, run) if found is None else found.best.memory
     if png is not None:
-        from dlm_bridge.cli.plan_views import draw_heat_map
+        from dlm_bridge.plan.views import draw_heat_map
 
         draw_heat_map(shown, png, memory)
-    plan_views.show_plan(shown, found, memory, as_json)
+    views.show_plan(shown, found, memory, as_json)
     if shown.peak.total > memory:
         raise typer.Exit(1)

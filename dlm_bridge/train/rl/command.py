@@ -43,9 +43,7 @@ def _command() -> Callable[..., None]:
         file, resume, planned = given.pop("config", None), given.pop("resume"), taken_dry_run(given)
         config = load_rl_config(given, None if file is None else Path(file), resume)
         if planned is not None:
-            from dlm_bridge.plan.dry_run import rl_dry_run
-
-            planned.show(lambda: rl_dry_run(config, planned.gpus, resume))
+            planned.show("rl_dry_run", config, resume)
             return
         quieten()
         from dlm_bridge.train.rl.accelerate_engine import train

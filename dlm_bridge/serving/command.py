@@ -24,10 +24,18 @@ API_KEY = "DLM_BRIDGE_API_KEY"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the app."""
+def register_serve(app: typer.Typer) -> None:
+    """Add `serve` to the app."""
     app.command("serve")(serve)
+
+
+def register_app(app: typer.Typer) -> None:
+    """Add `app` to the app."""
     app.command("app")(web_app)
+
+
+def register_transformers(app: typer.Typer) -> None:
+    """Add `transformers` to the app."""
     app.command("transformers", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
         transformers_command
     )
