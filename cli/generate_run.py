@@ -44,6 +44,9 @@ from dlm_bridge.generation.request import MASK, Failed
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 
+FILL = "--infill"  # how masks in a prompt are filled
+NAMED = 10  # lines in the message of a file with more that have failed
+
 
 def run(request: Request) -> None:
     """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, with
@@ -243,8 +246,6 @@ class _Count:
 
 
 Facts = dict[str, Any]  # what is written of a row beside its prompt
-FILL = "--infill"
-NAMED = 10  # lines in the message of a file with more that have failed
 
 
 def _resumed(

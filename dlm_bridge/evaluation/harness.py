@@ -116,8 +116,8 @@ class DiffusionHarness(TemplateLM):
         return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
 
     def check(self, requests: Sequence[Instance]) -> None:
-        """Raise DlmBridgeError, which names the documents, for requests that cannot be run: a metric without
-        them would be another figure, so that all are checked before any is run."""
+        """Raise DlmBridgeError, which names the documents, for requests that cannot be run. A metric without them
+        would be another figure: all are checked before any is run."""
         answers: list[Answer] = []
         owners: list[Instance] = []
         texts = [request for request in requests if request.request_type == "generate_until"]
@@ -134,8 +134,9 @@ class DiffusionHarness(TemplateLM):
         if answers:
             with rows_named(_documents(owners)):
                 self._check_answers(answers)
+        name = _documents(texts)
         for members, settings, _, prompts in self._groups(texts):
-            named = [(_documents(texts)(number), prompt) for number, prompt in zip(members, prompts, strict=True)]
+            named = [(name(number), prompt) for number, prompt in zip(members, prompts, strict=True)]
             errors = [str(error) for error in prompt_errors(self.model, named, settings).values()]
             if errors:
                 more = f" (and {len(errors) - 1} more documents)" if len(errors) > 1 else ""
