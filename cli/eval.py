@@ -188,7 +188,7 @@ def evaluate(
             text = request.measure_text(opened, replicas, finished)
             found = request.run_tasks(opened, replicas, finished)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note)) from None
+            raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note())) from None
     if not replicas.leads:
         return
     facts = report(model, opened, request.record(opened, replicas), found, text)

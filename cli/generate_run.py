@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import Arguments
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import Replicas, is_main, process_group_ends
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
+from dlm_bridge.errors import DlmBridgeError, RowError
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialRows
+from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.offline import (
     GeneratedTexts,
@@ -31,16 +33,20 @@ from dlm_bridge.generation.offline import (
     check_prompts,
     copies_of,
     draws,
+    prompt_errors,
     seeds_of,
     write_texts,
 )
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
-from dlm_bridge.generation.request import MASK
+from dlm_bridge.generation.request import MASK, Failed
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 from dlm_bridge.registration import load
 
 DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
+
+FILL = "--infill"  # how masks in a prompt are filled
+NAMED = 10  # lines in the message of a file with more that have failed
 
 
 def run(request: Arguments) -> None:
@@ -85,6 +91,7 @@ def _sample_one(
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
+    check_prompts(loaded.model, [("--prompt", ids)], settings, FILL)
     trace = None
     if displays and is_main():
         trace = load("features", "denoising trace")(loaded.tokenizer, ids)
@@ -117,17 +124,17 @@ def _sample_file(
     prompts: Sequence[WrittenPrompt],
     replicas: Replicas,
 ) -> None:
-    infill = _infills(loaded, settings)
-    tokens = [prompt.encode(loaded.tokenizer, f"{prompt.where}: {request.model}", infill) for prompt in prompts]
-    named = [(prompt.where, ids) for prompt, ids in zip(prompts, tokens, strict=True)]
-    check_prompts(loaded.model, named, settings)
+    given = prompts
+    prompts, tokens, failed = _encoded(request, loaded, settings, given)
+    if not prompts:
+        raise _failure(failed, given, None)
     if request.commit_steps and not loaded.diffusion:
         raise DlmBridgeError(f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records")
     copies = copies_of(loaded.model, settings)
     # Spans of chosen lengths, and beams of one prompt, belong to one call.
     closed = bool(settings.get("span_lengths")) or (copies > 1 and not draws(loaded.model, settings))
     sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps)
-    unfinished, done = _resumed(request, loaded, prompts, tokens, replicas)
+    unfinished, done, keys = _resumed(request, loaded, prompts, tokens, copies, replicas)
     began = time.perf_counter()
     size = request.batch_size
     if size is None:
@@ -144,14 +151,16 @@ def _sample_file(
         """A row of the output; a finished one is also in the partial file."""
         row = {**prompts[index // copies].row, **facts}
         if unfinished is not None and index not in done and replicas.leads_share:
-            unfinished.add(index, row)
+            unfinished.add(keys[index], row)
         written.value += facts["tokens"]
         return json.dumps(row, ensure_ascii=False) + "\n"
 
-    rows = _located(sample(loaded, tokens, settings, size, copies, forwards, replicas, done), prompts, copies)
+    sampled = sample(loaded, tokens, settings, size, copies, forwards, replicas, done)
+    lost: set[int] = set()  # rows that have failed
+    rows = _finished(sampled, prompts, copies, failed, lost)
     with _progress(len(prompts) * copies) as advance:
         if request.output is None and replicas.shares == 1:
-            for index, facts in _in_order(rows):
+            for index, facts in _in_order(rows, lost):
                 sys.stdout.write(line(index, facts))
                 sys.stdout.flush()
                 advance(index + 1)
@@ -161,11 +170,15 @@ def _sample_file(
                 forwards.value = sum(replicas.gather(forwards.value))
                 written.value = sum(replicas.gather(written.value))
             except KeyboardInterrupt:
-                raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note)) from None
-            with _stdout_or(request) as stream:
-                stream.writelines(lines)
-            if unfinished is not None and replicas.leads:
+                raise KeyboardInterrupt("interrupted" + ("" if unfinished is None else unfinished.note())) from None
+            failed = {where: reason for part in replicas.gather(failed) for where, reason in part.items()}
+            if request.output is None or not failed:
+                with _stdout_or(request) as stream:
+                    stream.writelines(lines)
+            if unfinished is not None and replicas.leads and not failed:
                 unfinished.remove()
+    if failed:
+        raise _failure(failed, given, unfinished)
     if not is_main():
         return
     seconds = time.perf_counter() - began
@@ -187,12 +200,48 @@ def _sample_file(
         )
 
 
-def _located(
-    rows: Iterator[tuple[int, Facts]], prompts: Sequence[WrittenPrompt], copies: int
+def _encoded(
+    request: Request, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str]]:
+    """The prompts that can be sampled, their tokens, and why the others cannot, by their line."""
+    encoded, failed = [], {}
+    for prompt in prompts:
+        try:
+            encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))))
+        except DlmBridgeError as error:
+            failed[prompt.where] = f"{prompt.where}: {error}"
+    errors = prompt_errors(loaded.model, [(prompt.where, ids) for prompt, ids in encoded], settings, FILL)
+    failed |= {encoded[number][0].where: str(error) for number, error in errors.items()}
+    fitting = [one for number, one in enumerate(encoded) if number not in errors]
+    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting], failed
+
+
+def _finished(
+    rows: Iterator[tuple[int, Facts | RowError]],
+    prompts: Sequence[WrittenPrompt],
+    copies: int,
+    failed: dict[str, str],
+    lost: set[int],
 ) -> Iterator[tuple[int, Facts]]:
-    """The same rows; a prompt that fails is named by its file and line."""
-    with rows_named(lambda index: prompts[index // copies].where):
-        yield from rows
+    """The rows that have a text. The others are added to `lost`, and the reasons to `failed`, by the prompt's line."""
+    for index, facts in rows:
+        if isinstance(facts, RowError):
+            where = prompts[index // copies].where
+            failed[where] = f"{where}: {facts.reason}"
+            lost.add(index)
+        else:
+            yield index, facts
+
+
+def _failure(
+    failed: Mapping[str, str], prompts: Sequence[WrittenPrompt], unfinished: PartialRows | None
+) -> DlmBridgeError:
+    """The error of a file of which these rows have failed, with the reason for the first."""
+    first, *others = [prompt.where for prompt in prompts if prompt.where in failed]
+    also = "" if not others else f"; also {', '.join(others[:NAMED])}"
+    more = "" if len(others) <= NAMED else f" and {len(others) - NAMED} more"
+    note = "" if unfinished is None else unfinished.note("--resume continues with these lines corrected or removed")
+    return DlmBridgeError(f"{len(failed)} of {len(prompts)} rows failed: {failed[first]}{also}{more}{note}")
 
 
 @dataclass
@@ -208,31 +257,51 @@ def _resumed(
     loaded: LoadedModel,
     prompts: Sequence[WrittenPrompt],
     tokens: Sequence[Sequence[int]],
+    copies: int,
     replicas: Replicas,
-) -> tuple[PartialRows | None, dict[int, Facts]]:
-    """The file of finished rows, and those that an interrupted command has finished, the same in all processes."""
+) -> tuple[PartialRows | None, dict[int, Facts], list[str]]:
+    """The file of finished rows; those that an interrupted command has finished, the same in all processes; and each
+    row's key in the file, by its content: other lines of the input may change or go."""
     if request.output is None:
-        return None, {}
+        return None, {}, []
     call = [
         str(checkpoint_folder(request.model).absolute()),
         [request.revision, request.family, request.like, str(loaded.model.dtype), request.commit_steps],
         request.settings,
-        [[prompt.row, list(ids)] for prompt, ids in zip(prompts, tokens, strict=True)],
     ]
+    seeds, keys, counts = seeds_of(loaded.model, tokens, request.settings), [], Counter[str]()
+    for index in range(len(prompts) * copies):
+        content = [
+            prompts[index // copies].row,
+            list(tokens[index // copies]),
+            None if seeds is None else seeds[index],
+        ]
+        digest = bytes_digest(json.dumps(content, sort_keys=True, default=str).encode())
+        counts[digest] += 1
+        keys.append(f"{digest} {counts[digest]}")
     unfinished = PartialRows(request.output, call, replicas.number)
-    found = unfinished.start(request.resume, request.overwrite)
-    return unfinished, {int(key): row for part in replicas.gather(found) for key, row in part.items()}
+    found = {
+        key: row
+        for part in replicas.gather(unfinished.start(request.resume, request.overwrite))
+        for key, row in part.items()
+    }
+    done = {index: found[key] for index, key in enumerate(keys) if key in found}
+    if found and not done:
+        raise unfinished.of_another_call()
+    return unfinished, done, keys
 
 
-def _in_order(rows: Iterator[tuple[int, Facts]]) -> Iterator[tuple[int, Facts]]:
-    """Rows by their index, as soon as all before them are there."""
+def _in_order(rows: Iterator[tuple[int, Facts]], lost: Container[int]) -> Iterator[tuple[int, Facts]]:
+    """Rows by their index, as soon as all before them are there or `lost`."""
     early: dict[int, Facts] = {}
     following = 0
     for index, row in rows:
         early[index] = row
-        while following in early:
-            yield following, early.pop(following)
+        while following in early or following in lost:
+            if following in early:
+                yield following, early.pop(following)
             following += 1
+    yield from sorted(early.items())  # behind one that was lost last
 
 
 def _gathered(
@@ -252,7 +321,8 @@ def _gathered(
             lines[index] = line(index, facts)
             count += replicas.shares  # the others are about as far
             advance(len(done) + count)
-    return replicas.collect(lines)
+    merged = {index: text for part in replicas.gather(lines) for index, text in part.items()}
+    return [merged[index] for index in sorted(merged)]
 
 
 def _rows(
@@ -265,13 +335,17 @@ def _rows(
     replicas: Replicas,
     done: Container[int],
     recorded: bool = False,
-) -> Iterator[tuple[int, Facts]]:
-    """The rows of this process's share by their index, as they end, without those that are `done`, and in `forwards`
-    the model's forward passes; `recorded` with their trajectories."""
+) -> Iterator[tuple[int, Facts | RowError]]:
+    """The rows of this process's share by their index, as they end or fail, without those that are `done`, and in
+    `forwards` the model's forward passes; `recorded` with their trajectories."""
     sampler = PromptSampler(
         loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded, skip=done
     )
     for row in sampler:
+        if isinstance(row, Failed):
+            assert isinstance(row.error, RowError)
+            yield row.name, row.error
+            continue
         text = loaded.tokenizer.decode(row.tokens, skip_special_tokens=True)
         prompt = prompts[row.name // copies]
         new = len(row.tokens) - (sum(token != MASK for token in prompt) if settings.get("infill") else 0)
@@ -291,7 +365,7 @@ def _rows_of_calls(
     forwards: _Count,
     replicas: Replicas,
     done: Container[int],
-) -> Iterator[tuple[int, Facts]]:
+) -> Iterator[tuple[int, Facts | RowError]]:
     """As `_rows`, by a call of `generate` for each prompt. One of which some rows are done is sampled again."""
     seeds = seeds_of(loaded.model, prompts, settings)
     left = [
@@ -305,8 +379,11 @@ def _rows_of_calls(
             settings = {**settings, "seed": own if loaded.diffusion else own[0]}
         try:
             result = _sample(loaded, [prompts[number]], settings, None)
-        except NonFiniteError as error:
-            raise NonFiniteError(error.reason, [number * copies]) from error
+        except DlmBridgeError as error:  # of this prompt alone
+            reason = error.reason if isinstance(error, RowError) else str(error)
+            for place in range(copies):
+                yield number * copies + place, RowError(reason)
+            continue
         forwards.value += result.forwards
         for place, (text, ids, count) in enumerate(zip(result.texts, result.token_ids, result.counts, strict=True)):
             facts = {"text": text, "tokens": count, "forwards": result.forwards, "token_ids": list(ids)}

@@ -29,28 +29,35 @@ LOGITS = (
 )
 
 
-class NonFiniteError(DlmBridgeError):
-    """Logits, or figures made of them, that are NaN or infinite.
+class RowError(DlmBridgeError):
+    """An error of single rows: the others are not affected.
 
     Args:
-        reason: what is not finite, and the remedy.
+        reason: what is wrong, and the remedy.
         rows: the rows concerned, by number or by name; none where all are.
     """
 
-    def __init__(self, reason: str = LOGITS, rows: Iterable[Any] = ()) -> None:
+    def __init__(self, reason: str, rows: Iterable[Any] = ()) -> None:
         self.reason, self.rows = reason, tuple(rows)
         names = [f"row {row}" if isinstance(row, int) else str(row) for row in self.rows]
         more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
         super().__init__(f"{', '.join(names[:3])}{more}: {reason}" if names else reason)
 
 
+class NonFiniteError(RowError):
+    """Logits, or figures made of them, that are NaN or infinite; see `RowError`."""
+
+    def __init__(self, reason: str = LOGITS, rows: Iterable[Any] = ()) -> None:
+        super().__init__(reason, rows)
+
+
 @contextmanager
 def rows_named(name: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which the rows of a NonFiniteError get other names."""
+    """Context in which the rows of a RowError get other names."""
     try:
         yield
-    except NonFiniteError as error:
-        raise NonFiniteError(error.reason, dict.fromkeys(map(name, error.rows))) from error
+    except RowError as error:
+        raise type(error)(error.reason, dict.fromkeys(map(name, error.rows))) from error
 
 
 def shortened(text: str) -> str:

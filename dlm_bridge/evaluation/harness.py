@@ -6,6 +6,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from traceback import walk_tb
@@ -17,21 +18,23 @@ import yaml
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
 from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
-from dlm_bridge.evaluation.likelihood import Answer, check_finite, is_greedy, likelihood_bounds
+from dlm_bridge.evaluation.likelihood import Answer, check_answers, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.files.reading import library_cause
 from dlm_bridge.generation.autoregressive import FiniteLogits, drawing_from, refusals_named
 from dlm_bridge.generation.config import SAMPLING_ONLY, merge_names
 from dlm_bridge.generation.gemma import gemma_keywords, is_gemma
-from dlm_bridge.generation.offline import PromptSampler
+from dlm_bridge.generation.offline import PromptSampler, prompt_errors
 from dlm_bridge.generation.prompts import render_chat
+from dlm_bridge.generation.request import Failed
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
@@ -112,6 +115,33 @@ class DiffusionHarness(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
 
+    def check(self, requests: Sequence[Instance]) -> None:
+        """Raise DlmBridgeError, which names the documents, for requests that cannot be run. A metric without them
+        would be another figure: all are checked before any is run."""
+        answers: list[Answer] = []
+        owners: list[Instance] = []
+        texts = [request for request in requests if request.request_type == "generate_until"]
+        for request in requests:
+            if request.request_type == "generate_until":
+                continue
+            try:
+                rolls = request.request_type == "loglikelihood_rolling"
+                own = self._windows(request) if rolls else [self._pair(*request.args)]
+            except DlmBridgeError as error:
+                raise DlmBridgeError(f"{_documents([request])(0)}: {error}") from error
+            answers += own
+            owners += [request] * len(own)
+        if answers:
+            with rows_named(_documents(owners)):
+                self._check_answers(answers)
+        name = _documents(texts)
+        for members, settings, _, prompts in self._groups(texts):
+            named = [(name(number), prompt) for number, prompt in zip(members, prompts, strict=True)]
+            errors = [str(error) for error in prompt_errors(self.model, named, settings).values()]
+            if errors:
+                more = f" (and {len(errors) - 1} more documents)" if len(errors) > 1 else ""
+                raise DlmBridgeError(f"{errors[0]}{more}")
+
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(bound, whether greedy decoding gives it) of each continuation."""
@@ -139,8 +169,7 @@ class DiffusionHarness(TemplateLM):
         """The bound of each text, window by window."""
         totals = []
         for request in requests:
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            rows = list(windows(ids, self.prefix_token_id, self.settings.max_length))
+            rows = self._windows(request)
             with rows_named(_documents([request] * len(rows))):
                 totals.append(sum(bound.value for bound in self._bounds(rows)))
         return totals
@@ -149,20 +178,9 @@ class DiffusionHarness(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to the first of the task's stop strings."""
         texts = [""] * len(requests)
-        groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        for members in groups.values():
-            settings, until = self._sampler(requests[members[0]].args[1])
+        for members, settings, until, prompts in self._groups(requests):
             for number in members:
                 self.sampled.setdefault(str(requests[number].task_name), self._record(settings))
-            new, room = settings["max_new_tokens"], self.settings.max_length - int(settings["max_new_tokens"])
-            if room < 1:
-                raise DlmBridgeError(
-                    f"{new} new tokens leave no room for a prompt in {self.settings.max_length}: "
-                    "give a longer --max-length"
-                )
-            prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in members]
             section, known = self.finished.section("texts", [prompts, settings])
             found = dict(known)
             with self.replicas.named(), rows_named(_documents([requests[number] for number in members])):
@@ -173,12 +191,31 @@ class DiffusionHarness(TemplateLM):
                 texts[members[place]] = _before(text, until)
         return texts
 
+    def _groups(
+        self, requests: Sequence[Instance]
+    ) -> Iterator[tuple[list[int], dict[str, Any], list[str], list[list[int]]]]:
+        """Requests of the same settings: their numbers, keyword arguments of `generate`, stop strings, and prompts."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        for members in groups.values():
+            settings, until = self._sampler(requests[members[0]].args[1])
+            new, room = settings["max_new_tokens"], self.settings.max_length - int(settings["max_new_tokens"])
+            if room < 1:
+                raise DlmBridgeError(
+                    f"{new} new tokens leave no room for a prompt in {self.settings.max_length}: "
+                    "give a longer --max-length"
+                )
+            yield members, settings, until, [self.tok_encode(requests[number].args[0])[-room:] for number in members]
+
     def _texts(
         self, prompts: list[list[int]], settings: dict[str, Any], known: Container[int]
     ) -> Iterator[tuple[int, str]]:
         """Each prompt's number and text, in any order, of this process's share of the prompts that are not `known`."""
         size = self.settings.batch_size
         for row in PromptSampler(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known):
+            if isinstance(row, Failed):
+                raise row.error
             yield row.name, self.tokenizer.decode(row.tokens, skip_special_tokens=True)
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -223,6 +260,13 @@ class DiffusionHarness(TemplateLM):
             self.model, answers, settings.samples, settings.seed, settings.batch_size, self.replicas, self.finished
         )
 
+    def _check_answers(self, answers: Sequence[Answer]) -> None:
+        check_answers(self.model, answers)
+
+    def _windows(self, request: Instance) -> list[Answer]:
+        ids = self.tok_encode(request.args[0], add_special_tokens=False)
+        return list(windows(ids, self.prefix_token_id, self.settings.max_length))
+
     def _pair(self, context: str, continuation: str) -> Answer:
         if context:
             return self._fitted(*self._encode_pair(context, continuation))
@@ -254,6 +298,9 @@ class GemmaHarness(DiffusionHarness):
 
     def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return {"algorithm": "entropy_bound", **gemma_keywords(self.model, settings)}
+
+    def _check_answers(self, answers: Sequence[Answer]) -> None:
+        self._bounds(answers)
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
         raise DlmBridgeError(NO_LIKELIHOOD)
@@ -422,7 +469,10 @@ def run_tasks(
             )
         greedy_tasks = frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
         asked = _harness_model(opened, settings, replicas.broadcast(greedy_tasks), replicas, finished)
-        with patch.object(evaluator, "get_git_commit_hash", lambda: None):  # it logs an error outside of a repository
+        with (
+            patch.object(evaluator, "get_git_commit_hash", lambda: None),  # it logs an error outside of a repository
+            _checked_requests(asked),
+        ):
             results = evaluator.simple_evaluate(
                 model=asked,
                 tasks=asked_for if loaded["groups"] else list(loaded["tasks"].values()),
@@ -447,6 +497,19 @@ def run_tasks(
         raise DlmBridgeError(f"--tasks {','.join(names)}: {library_cause(error)}") from error
     replicas.broadcast()  # the others have answered all requests
     return {**results, "sampled": getattr(asked, "sampled", {})}
+
+
+@contextmanager
+def _checked_requests(asked: Any) -> Iterator[None]:
+    """In which the harness's tasks let a diffusion model check their requests: it makes those of all tasks first."""
+    build = Task.build_all_requests
+
+    def build_and_check(task: Task, **options: Any) -> None:
+        build(task, **options)
+        asked.check(task.instances)
+
+    with patch.object(Task, "build_all_requests", build_and_check if hasattr(asked, "check") else build):
+        yield
 
 
 def _harness_model(

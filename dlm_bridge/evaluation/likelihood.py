@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
@@ -87,7 +87,7 @@ def bound_estimator(model: Any) -> BoundEstimator:
     if chosen.streams == 2:
         return BoundEstimator(chosen, chosen.block_size)  # type: ignore[attr-defined]
     kind: type[Objective] = ShiftedDiffusion if chosen.shift else MaskedDiffusion
-    return BoundEstimator(kind(mask_token_id=chosen.mask_token_id), None)
+    return BoundEstimator(kind(mask_token_id=chosen.mask_token_id, ordinary_mask=chosen.ordinary_mask), None)
 
 
 @torch.no_grad()
@@ -104,10 +104,11 @@ def likelihood_bounds(
     those that are `finished`.
 
     The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
-    depends on neither order nor batch, and answers to one prompt are compared under the same noise. Raises
-    NonFiniteError, whose rows are numbers of answers.
+    depends on neither order nor batch, and answers to one prompt are compared under the same noise. Raises RowError,
+    whose rows are numbers of answers: before the first pass where they hold the mask token, and NonFiniteError.
     """
     estimator = bound_estimator(model)
+    check_answers(model, answers)
     values = np.zeros((len(answers), samples))
     order = sorted(range(len(answers)), key=lambda number: -answers[number].length)
     turns = [(number, sample) for number in order for sample in range(samples) if answers[number].answer]
@@ -138,6 +139,15 @@ def likelihood_bounds(
     ]
 
 
+def check_answers(model: Any, answers: Sequence[Answer]) -> None:
+    """Raise RowError where an answer or its prompt holds the mask token, which would count as a mask; its rows are
+    their numbers. An ordinary mask token is text."""
+    mask = bound_estimator(model).objective.mask_token
+    bad = [number for number, one in enumerate(answers) if mask in one.prompt or mask in one.answer]
+    if mask is not None and bad:
+        raise RowError(f"the text holds the mask token {mask}: leave it out of the data", bad)
+
+
 def check_finite(values: Sequence[float] | np.ndarray[Any, Any]) -> None:
     """Raise NonFiniteError where log-likelihoods are NaN or infinite; its rows are their numbers."""
     bad = np.flatnonzero(~np.isfinite(np.asarray(values, dtype=np.float64))).tolist()
@@ -161,7 +171,8 @@ def is_greedy(model: Any, answer: Answer) -> bool:
         # Later blocks are masked, too, and ignored below.
         batch = _bound_batch(estimator, [answer], [MaskSample(left, np.ones(len(left)))])
         logits_MV = _logits(model, batch).float()
-        logits_MV[:, estimator.objective.mask_token_id] = -torch.inf
+        if estimator.objective.mask_token is not None:
+            logits_MV[:, estimator.objective.mask_token] = -torch.inf
         confidences, tokens = (values.cpu() for values in logits_MV.log_softmax(-1).max(dim=-1))
         places = batch.columns - len(answer.prompt)
         later = torch.from_numpy(blocks)[places] != int(blocks[left].min())

@@ -21,7 +21,8 @@ class PartialRows:
     """Rows of `output` as they finish, one JSON object a line in OUT.partial; process n > 0 writes OUT.partial.n.
 
     Args:
-        call: everything that determines the rows, as JSON values; rows of another call are refused.
+        call: everything that determines the rows, beside what their keys say, as JSON values; rows of another call
+            are refused.
         part: number of the process that writes.
     """
 
@@ -63,12 +64,16 @@ class PartialRows:
         for path in self._parts():
             path.unlink(missing_ok=True)
 
-    @property
-    def note(self) -> str:
-        """What an interrupted command prints: where its rows are, if it has finished any."""
-        if not self._parts():
-            return ""
-        return f": {self._first} holds the finished rows, the same command with --resume continues"
+    def note(self, remedy: str = "the same command with --resume continues") -> str:
+        """What an interrupted command prints: where its rows are, if it has finished any, and what to do."""
+        return f": {self._first} holds the finished rows, {remedy}" if self._parts() else ""
+
+    def of_another_call(self, path: Path | None = None) -> DlmBridgeError:
+        """The error for rows that are not those of this command."""
+        return DlmBridgeError(
+            f"{path or self._first} is of another call: give the model, input and settings that it was begun with, or "
+            "--overwrite without --resume to discard it"
+        )
 
     def _parts(self) -> list[Path]:
         name = re.compile(rf"{re.escape(self._first.name)}(\.\d+)?")
@@ -87,9 +92,6 @@ class PartialRows:
                 except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # cut off, or damaged
                     continue
                 if digest != self._digest:
-                    raise DlmBridgeError(
-                        f"{path} is of another call: give the model, input and settings that it was begun with, or "
-                        "--overwrite without --resume to discard it"
-                    )
+                    raise self.of_another_call(path)
                 rows.setdefault(key, row)
         return rows

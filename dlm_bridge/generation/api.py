@@ -75,7 +75,8 @@ def generate(
 
     New tokens start as mask tokens right behind the prompt and are denoised block by block; each step runs the model
     once and commits some tokens of the block. The samplers in `dlm_bridge.generation.SAMPLERS` differ in which tokens
-    and in the order of blocks. The mask token itself is never emitted.
+    and in the order of blocks. The mask token itself is never emitted, unless it is an ordinary one
+    (`FamilySpec.ordinary_mask`): masks are known by their positions.
 
     A setting is taken from the first of: a keyword argument, `generation_config`, the model's own
     `generation_config`, the model's block size, the family's defaults, the sampler's defaults. The keywords are the
@@ -85,7 +86,8 @@ def generate(
 
     Args:
         model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is not changed.
-        inputs, input_ids: [B, P] prompt token ids, two names for one argument. P may be 0.
+        inputs, input_ids: [B, P] prompt token ids, two names for one argument. P may be 0. With `infill`, a position
+            to fill holds -1 or, unless that is an ordinary token, the mask token.
         generation_config: a `DiffusionGenerationConfig`, or transformers' own with such fields.
         attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
             is computed as if it were alone: the model sees neither the padding nor the positions it takes.
@@ -264,6 +266,7 @@ def _first_logits(
         StopCondition((), device),
         device,
         mask_token_id=limits.mask_token_id,
+        proposes_mask=limits.ordinary_mask,
         cache_width=max(map(len, rows)) + limits.gen_length + 1,
         infill=True,
     )

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlm_bridge.errors import RowError
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.stopping import Read, StopCondition
 
@@ -153,6 +154,7 @@ class Canvas:
         blocks: the block and, where rows share blocks and go on behind it, the following one.
         memory: values that the rule and the predictor keep of each row within its block.
         non_finite: [B] bool on the device, True for rows whose logits have been NaN or infinite.
+        errors: by name, errors of rows that fail for another reason than the model's logits.
         failed: the names of such rows that the host knows of, by `read`. They take no further step.
         ended: rows that have left since the caller last emptied the list: name and tokens, at most `gen_length` new;
             None in place of the tokens of a failed row.
@@ -178,6 +180,7 @@ class Canvas:
         self.memory = RowMemory(0, device)
         self.non_finite = torch.zeros(0, dtype=torch.bool, device=device)
         self.failed: set[Hashable] = set()
+        self.errors: dict[Hashable, RowError] = {}
         self.ended: list[tuple[Hashable, list[int] | None]] = []
         self.cancelled: set[Hashable] = set()
         self.cache_width, self.shares_blocks, self.infill = cache_width, shares_blocks, infill
@@ -278,6 +281,10 @@ class Canvas:
             self.non_finite |= bad_A
         else:
             self.non_finite[self.index(rows)] |= bad_A
+
+    def fail(self, name: Hashable, reason: str) -> None:
+        """Give the reason why a row fails whose logits the caller makes NaN; of several the first."""
+        self.errors.setdefault(name, RowError(reason, [name]))
 
     def read(self, flags: torch.Tensor, overlap_with: Callable[[], None] = lambda: None) -> list[Any]:
         """The values of `read_flags`; with them the host learns which rows have `failed`."""
@@ -552,7 +559,9 @@ class Canvas:
             self._is_hole = torch.cat([shown.to(before.device), before])
         self._rows = added + self._rows
         self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
-        self.failed -= {row.name for row in added}  # a name of a row that has left
+        for row in added:  # a name of a row that has left
+            self.failed.discard(row.name)
+            self.errors.pop(row.name, None)
         self.memory.admit(count)
         self._refresh()
 

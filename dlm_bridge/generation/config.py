@@ -75,9 +75,9 @@ class DiffusionGenerationConfig(GenerationConfig):
             transformers; see `dlm_bridge.generation.constraints`.
         stop_strings: text that ends a row, with `tokenizer=` at the call.
         num_return_sequences: samples of each prompt, next to each other.
-        infill: fill the mask tokens inside the prompts, by the sampler's own rule; there are new tokens behind them
-            only where `gen_length` is passed. `steps` then are those of each block. A block-causal model fills a block
-            without attending to later ones.
+        infill: fill the masks inside the prompts (-1 or, unless it is an ordinary token, the mask token), by the
+            sampler's own rule; there are new tokens behind them only where `gen_length` is passed. `steps` then are
+            those of each block. A block-causal model fills a block without attending to later ones.
         span_lengths: with `infill`, lengths to try for each span of masks; see `generation.api`.
         seed: makes the noise a function of the seed and of each row's own prompt; a list is the rows' own seeds.
         output_history: with `return_dict_in_generate`, the result holds every step.

@@ -93,7 +93,8 @@ class Constraints:
         """The changed logits of these rows of the canvas at these columns, a copy.
 
         Raises:
-            DlmBridgeError: a constraint leaves a position no token, or a hook's answer has another shape.
+            DlmBridgeError: a hook's answer has another shape. A row of which a position is left no token fails alone:
+                its logits become NaN there; see `Canvas.fail`.
         """
         if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_end):
             return logits_ANV
@@ -173,20 +174,22 @@ class Constraints:
                             f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"
                         )
                 logits_ANV[group, place] = scores_AV
-        self._refuse_no_token(logits_ANV, canvas, rows, columns_AN)
+        self._fail_without_token(logits_ANV, canvas, rows, columns_AN)
 
-    def _refuse_no_token(
+    def _fail_without_token(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
-        """Raise DlmBridgeError where the processors leave a mask no token."""
+        """Let rows fail in which the processors leave a mask no token."""
         others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.excluded_token_id
         some_AN = ((logits_ANV != -torch.inf) & others_V).any(dim=-1)  # rows of NaN fail later, for that reason
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
             before = int(canvas.places(rows)[row, columns_AN[row, place]])
-            raise DlmBridgeError(
-                f"row {canvas.names[row if rows is None else rows[row]]}: logits_processor leaves no token to come "
-                f"after its first {before} tokens: one score at least must be above minus infinity"
+            canvas.fail(
+                canvas.names[row if rows is None else rows[row]],
+                f"logits_processor leaves no token to come after its first {before} tokens: one score at least must "
+                "be above minus infinity",
             )
+            logits_ANV[row, place] = torch.nan
 
     def _constrain_by_text(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
@@ -211,10 +214,12 @@ class Constraints:
         nothing_A = ~((scores_AV != -torch.inf) & others_V).any(dim=1)
         for row in nothing_A.nonzero()[:, 0].tolist():
             length = int(stop_A1[row] - begin_A1[row])
-            raise DlmBridgeError(
-                f"row {names[row]}: no token is allowed after its {length} tokens: loosen the "
-                "constraints (prefix_allowed_tokens_fn, no_repeat_ngram_size, bad_words_ids)"
+            canvas.fail(
+                names[row],
+                f"no token is allowed after its {length} tokens: loosen the constraints (prefix_allowed_tokens_fn, "
+                "no_repeat_ngram_size, bad_words_ids)",
             )
+            scores_AV[row] = torch.nan
         logits_ANV.scatter_(1, index_A1V, scores_AV[:, None])
 
     def _end_of_sequences(

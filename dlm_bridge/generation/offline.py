@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.engine import SamplingEngine
-from dlm_bridge.generation.prompts import check_row
+from dlm_bridge.generation.prompts import PromptLimits, check_row
 from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
@@ -86,21 +86,51 @@ def open_engine(
     return gemma.GemmaLoopEngine(model, tokenizer, settings, max_rows=max_rows, deliver=deliver)
 
 
-def check_prompts(model: Any, prompts: Sequence[tuple[str, Sequence[int]]], settings: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for the first of these (name, tokens) that cannot be sampled, by its name: a file of
-    prompts is checked before hours are spent on its first part."""
+def check_prompts(
+    model: Any,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    settings: Mapping[str, Any],
+    fill: str | None = None,
+) -> None:
+    """Raise DlmBridgeError for the first of these (name, tokens) that cannot be sampled; see `prompt_errors`."""
+    for error in prompt_errors(model, prompts, settings, fill).values():
+        raise error
+
+
+def prompt_errors(
+    model: Any,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    settings: Mapping[str, Any],
+    fill: str | None = None,
+) -> dict[int, DlmBridgeError]:
+    """Why prompts (name, tokens) cannot be sampled, by their number: a file of them is checked before hours are spent
+    on its first part.
+
+    Args:
+        fill: what the caller's users give to have masks filled; None: they cannot.
+
+    Raises:
+        DlmBridgeError: settings that no prompt can be sampled with.
+    """
+    longest = max((len(ids) for _, ids in prompts), default=0)
+    limits: PromptLimits | None = None
     if is_diffusion(model):
-        limits = resolve_settings(model, None, settings, prompt_width=max(len(ids) for _, ids in prompts)).limits
-        for name, ids in prompts:
-            check_row(limits.with_masks(ids), name, limits)
-        return
-    check = gemma.check_gemma_prompt if gemma.is_gemma(model) else autoregressive.check_prompt
-    given = call_keywords(model, settings, max(len(ids) for _, ids in prompts))
-    for name, ids in prompts:
+        found = resolve_settings(model, None, settings, prompt_width=longest)
+        limits = found.limits
+        remedy = f"remove it, or fill it with {fill}" if fill is not None and found.sampler.infills else "remove it"
+    else:
+        check = gemma.check_gemma_prompt if gemma.is_gemma(model) else autoregressive.check_prompt
+        given = call_keywords(model, settings, longest)
+    errors = {}
+    for number, (name, ids) in enumerate(prompts):
         try:
-            check(model, ids, given)
+            if limits is not None:
+                check_row(limits.with_masks(ids), name, limits, remedy)
+            else:
+                check(model, ids, given)
         except DlmBridgeError as error:
-            raise DlmBridgeError(f"{name}: {error}") from None
+            errors[number] = error if limits is not None else DlmBridgeError(f"{name}: {error}")
+    return errors
 
 
 def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
@@ -185,14 +215,14 @@ class PromptSampler:
             seed = None if seeds is None else seeds[number]
             self.engine.submit(Request(number, rows[number], seed=seed, stream=False))
 
-    def __iter__(self) -> Iterator[Ended]:
-        """The requests as they end. Raises DlmBridgeError for one that fails."""
+    def __iter__(self) -> Iterator[Ended | Failed]:
+        """The requests as they end or fail. Raises DlmBridgeError for an error that is not a single request's."""
         try:
             while not self.engine.idle:
                 for event in self.engine.step():
-                    if isinstance(event, Failed):
+                    if isinstance(event, Failed) and not isinstance(event.error, RowError):
                         raise event.error
-                    if isinstance(event, Ended):
+                    if isinstance(event, Ended | Failed):
                         yield event
         finally:
             self.engine.close()

@@ -23,6 +23,7 @@ from dlm_bridge.generation.request import MASK
 
 logger = logging.get_logger(__name__)
 SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
+IN_PYTHON = "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
 
 
 # ---- Text and conversations.
@@ -224,7 +225,8 @@ class PromptLimits:
         ordinary_mask: this token is an ordinary one, which texts contain and the model may sample.
         gen_length: new tokens behind the prompt.
         context: the longest sequence that the model was made for, in tokens; None: any.
-        infill: masks of a prompt are to be filled; without it there may be none.
+        infill: masks of a prompt are to be filled; without it there may be none. They are `MASK`, or mask tokens
+            unless these are ordinary.
         inside: the new tokens take the place of these masks; there are none behind the prompt.
     """
 
@@ -243,7 +245,7 @@ class PromptLimits:
 
     def with_masks(self, prompt: Sequence[int]) -> list[int]:
         """The prompt with `MASK` in place of mask tokens, where these are to be filled."""
-        if not self.infill:
+        if not self.infill or self.ordinary_mask:
             return list(prompt)
         return [MASK if token == self.mask_token_id else token for token in prompt]
 
@@ -278,9 +280,10 @@ def prompt_rows(
         rows.append(prompt)
         padding.append(row[first + count :] + row[:first])
     if limits.infill and (limits.inside or not limits.gen_length) and not any(MASK in row for row in rows):
-        raise DlmBridgeError(
-            f"infill: no row of input_ids holds the mask token {limits.mask_token_id}: nothing to fill"
-        )
+        what = f"the mask token {limits.mask_token_id}"
+        if limits.ordinary_mask:
+            what = f"{MASK}, which marks a position to fill ({limits.mask_token_id} is an ordinary token)"
+        raise DlmBridgeError(f"infill: no row of input_ids holds {what}: nothing to fill")
     return rows, padding
 
 
@@ -326,14 +329,12 @@ def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
         )
 
 
-def check_row(prompt: Sequence[int], name: str, limits: PromptLimits) -> None:
-    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled."""
+def check_row(prompt: Sequence[int], name: str, limits: PromptLimits, remedy: str = IN_PYTHON) -> None:
+    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled; `remedy` is that of
+    a mask token in it."""
     mask, count, new = limits.mask_token_id, len(prompt), limits.gen_length
     if mask is not None and mask in prompt and not limits.infill and not limits.ordinary_mask:
-        raise DlmBridgeError(
-            f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: "
-            "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
-        )
+        raise DlmBridgeError(f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: {remedy}")
     lowest = MASK if limits.infill else 0
     outside = next((token for token in prompt if not lowest <= token < limits.vocabulary_size), None)
     if outside is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import NonFiniteError, RowError
 from dlm_bridge.generation.canvas import Canvas, Columns, HostCopy, to_device
 from dlm_bridge.generation.request import MASK, Committed, Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition
@@ -143,12 +143,12 @@ class EventReporter:
         steps = self._recorded(rows) if self._record else [[]] * len(rows)
         for row, (name, tokens), own_steps in zip(rows, canvas.ended, steps, strict=True):
             if tokens is None:
-                self._events.append(Failed(name, NonFiniteError(rows=[name])))
+                self._events.append(Failed(name, canvas.errors.get(name) or NonFiniteError(rows=[name])))
                 continue
             end = row.end(self._stop, tokens)
             kept = tokens if end is None else tokens[:end]
             if MASK in kept:
-                self._events.append(Failed(name, DlmBridgeError(f"row {name!r}: {MASKS_LEFT}")))
+                self._events.append(Failed(name, RowError(MASKS_LEFT, [name])))
                 continue
             whole = tokens + [MASK] * (len(row.tokens) - len(tokens))
             if self._stream and row.request.stream:

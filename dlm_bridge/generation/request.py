@@ -82,7 +82,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that has no result, with the reason; of an engine always a DlmBridgeError."""
+    """A request that has no result, with the reason; of an engine always a DlmBridgeError, a RowError where the others
+    are not affected."""
 
     name: Any
     error: Exception

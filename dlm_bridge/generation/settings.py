@@ -157,14 +157,22 @@ def _resolve(
     if pad_token_id is None:
         pad_token_id = eos[0] if eos else 0  # without stopping there is no padding
     stop_strings = check_stop_strings(_find(sources, "stop_strings", ())[0])
-    _check_tokens(mask_token_id, parameters.get("eot_token_id"), eos, pad_token_id, stop_strings, config.vocab_size)
+    if family.ordinary_mask and parameters.get("p_uniform") is not None:
+        raise DlmBridgeError(
+            f"p_uniform: noise of masks and random tokens needs a mask token of its own, and texts contain that of "
+            f"{family.title}: leave it out"
+        )
+    limits = PromptLimits(
+        mask_token_id, config.vocab_size, gen_length, context, infill, inside, ordinary_mask=family.ordinary_mask
+    )
+    _check_tokens(limits, parameters.get("eot_token_id"), eos, pad_token_id, stop_strings)
     return_dict = bool(_find(sources, "return_dict_in_generate", False)[0])
     output_history, where = _find(sources, "output_history", False)
     if output_history and not return_dict and where == KEYWORD:
         raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
     return GenerationSettings(
         sampler=kind(**parameters).fitted(_explicit(sources, kind)),
-        limits=PromptLimits(mask_token_id, config.vocab_size, gen_length, context, infill, inside),
+        limits=limits,
         span_lengths=_span_lengths(_find(sources, "span_lengths", None)[0], infill, family, kind),
         shift=family.shift,
         eos_token_ids=eos,
@@ -379,19 +387,21 @@ def _find(sources: list[_Source], name: str, default: Any) -> tuple[Any, str | N
 
 
 def _check_tokens(
-    mask_token_id: int | None,
+    limits: PromptLimits,
     eot_token_id: int | None,
     eos: tuple[int, ...],
     pad_token_id: int,
     stop_strings: tuple[str, ...],
-    vocabulary_size: int,
 ) -> None:
+    mask_token_id, vocabulary_size = limits.mask_token_id, limits.vocabulary_size
     for name, value in (("mask_token_id", mask_token_id), ("pad_token_id", pad_token_id)):
         if value is not None and type(value) is not int:  # a config may say anything
             raise DlmBridgeError(f"{name} must be a token id, not {value!r}")
     for name, token in (("mask_token_id", mask_token_id), ("eot_token_id", eot_token_id)):
         if token is not None and not 0 <= token < vocabulary_size:
             raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary_size}")
+    if limits.ordinary_mask:
+        return
     if mask_token_id is not None and mask_token_id in eos:
         raise DlmBridgeError(
             f"eos_token_id {mask_token_id} is the mask token, which is never generated: pass another, or None"

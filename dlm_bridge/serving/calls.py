@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed
 from dlm_bridge.serving.choices import Choice
 from dlm_bridge.serving.metrics import Metrics
@@ -129,9 +129,11 @@ class Call:
             return timed_out(error.args[0])
         if isinstance(error, ClosedError):
             return closed()
+        choice = f"choice {index}: " if len(self.choices) > 1 else ""
         if isinstance(error, NonFiniteError):  # not the request's fault, as far as one can tell
-            choice = f"choice {index}: " if len(self.choices) > 1 else ""
             return RequestError(f"{choice}{error.reason}", 500, kind="server_error", code="non_finite_logits")
+        if isinstance(error, RowError):
+            return RequestError(f"{choice}{error.reason}")
         if isinstance(error, DlmBridgeError):
             return RequestError(str(error))
         return RequestError("sampling failed: see the server's log", 500, kind="server_error")

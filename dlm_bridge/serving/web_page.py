@@ -29,7 +29,7 @@ from dlm_bridge.display.trace import (
 )
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.kv_cache import CacheMode
-from dlm_bridge.generation.offline import GeneratedTexts, write_texts
+from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
 from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
@@ -191,6 +191,7 @@ class PageModel:
         self, mode: str, written: WrittenPrompt, settings: Mapping[str, Any]
     ) -> tuple[LiveTrace, Future[GeneratedTexts]]:
         ids = written.encode(self.tokenizer, self.name, infill=mode == FILL)
+        check_prompts(self.model, [("the prompt", ids)], settings, f"[MASK] and '{FILL}'")
         trace = LiveTrace(TokenStrings(self.tokenizer), ids)
         write = partial(write_texts, self.model, self.tokenizer, [ids], settings)
         self._traces.add(trace)

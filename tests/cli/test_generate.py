@@ -24,6 +24,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
 from dlm_bridge.generation.offline import PromptSampler
 from dlm_bridge.generation.request import Ended
+from dlm_bridge.loading import load_model
 from tests.checkpoints import write_tokenizer
 from tests.cli.conftest import MASK, TOKENIZER, Cli
 
@@ -326,24 +327,95 @@ def test_a_part_of_a_message_that_is_no_text_is_refused(cli: Cli, qwen3: Path, t
     assert f"{source}, line 1: {qwen3}: message 2 " in err
 
 
-def test_a_file_with_a_prompt_that_cannot_be_sampled_is_refused_before_any_is(
-    cli: Cli, llada: Path, qwen3: Path, tmp_path: Path
-) -> None:
+def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3: Path, tmp_path: Path) -> None:
+    """The others are sampled as without it."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    words = ["--jsonl", source, "--batch-size", 1, "--gen-length", 8]
+    words = ["--jsonl", source, "--batch-size", 1]
+    short = ["--gen-length", 8, "--temperature", 0]
     cases = [(llada, "x" * 500, "beyond the model's context of 256"), (llada, "<mask>", "holds the mask token 259")]
     cases += [(qwen3, "x" * 500, "beyond the model's context of 128"), (qwen3, "", "at least one token")]
     for folder, bad, said in cases:
-        source.write_text("\n\n".join(json.dumps({"prompt": text}) for text in ("short", bad)))
-        code, out, err = cli(folder, *words)
-        assert (code, out) == (2, "")
-        assert f"{source}, line 3: " in err or f"{source}, line 3 " in err
-        assert said in err
-        assert err.count("\n") == 1
-        assert cli(folder, *words, "--output", target)[0] == 2
-        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+        for more in (
+            short,
+            ["--temperature", 0] if "x" in bad else short,
+        ):  # by default, a length that fits the others
+            source.write_text("\n\n".join(json.dumps({"prompt": text}) for text in ("short", "other")))
+            expected = cli(folder, *words, *more)[1].splitlines()
+            source.write_text("\n\n".join(json.dumps({"prompt": text}) for text in ("short", bad, "other", bad)))
+            code, out, err = cli(folder, *words, *more)
+            assert (code, err.count("\n")) == (2, 1), err
+            assert out.splitlines() == expected
+            assert f"2 of 4 rows failed: {source}, line 3" in err
+            assert f"also {source}, line 7" in err
+            assert said in err
+            assert ("--infill" in err) == ("<mask>" in bad)
+    source.write_text(json.dumps({"prompt": "x" * 500}))
+    assert cli(llada, *words, *short, "--output", target)[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    assert f"{source}, line 1: {llada}: its tokenizer has no chat template" in cli(llada, *words)[2]
+    assert f"{source}, line 1: {llada}: its tokenizer has no chat template" in cli(llada, *words, *short)[2]
+
+
+@pytest.mark.parametrize("remedy", ["corrected", "removed"])
+def test_a_file_with_a_bad_line_is_resumed_without_it(cli: Cli, llada: Path, tmp_path: Path, remedy: str) -> None:
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+
+    def write(*texts: str) -> None:
+        source.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+
+    words = ["--jsonl", source, "--gen-length", 8, "--temperature", 1, "--seed", 3, "--batch-size", 1]
+    words += ["--set", "num_return_sequences=2", "--set", "eos_token_id=null"]
+    good = ("one", "good", "two", "one") if remedy == "corrected" else ("one", "two", "one")
+    write(*good)
+    uninterrupted = cli.report(llada, *words, "--output", whole)
+    write("one", "a <mask>", "two", "one")
+    words += ["--output", target]
+    code, _, err = cli(llada, *words)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"1 of 4 rows failed: {source}, line 2 holds the mask token 259" in err
+    assert f"{target}.partial holds" in err
+    assert not target.exists()
+    assert len(Path(f"{target}.partial").read_text().splitlines()) == 6
+    write("others", "than", "those")
+    assert "is of another call" in cli(llada, *words, "--resume")[2]
+    write(*good)
+    report = cli.report(llada, *words, "--resume")
+    assert target.read_text() == whole.read_text()
+    assert not Path(f"{target}.partial").exists()
+    assert report["forwards"] < uninterrupted["forwards"]
+    assert (report["forwards"] == 0) == (remedy == "removed")
+
+
+def test_a_line_whose_logits_are_not_finite_fails_alone(
+    cli: Cli, llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "tw*", "three")))
+    words = (llada, "--jsonl", source, "--gen-length", 8, "--temperature", 0)
+    expected = [json.loads(line) for line in cli(*words)[1].splitlines()]
+    star = AutoTokenizer.from_pretrained(llada)("*")["input_ids"][0]
+
+    def spoiled(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_model(*args, **kwargs)
+        embedding = loaded.model.get_input_embeddings()
+
+        def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.masked_fill((inputs[0] == star)[..., None], torch.nan)
+
+        embedding.register_forward_hook(hook)
+        return loaded
+
+    monkeypatch.setattr(generate_run, "load_model", spoiled)
+    code, out, err = cli(*words)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"1 of 3 rows failed: {source}, line 2: the model's logits are NaN" in err
+    assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [
+        expected[place]["token_ids"] for place in (0, 2)
+    ]
+    code, _, err = cli(*words, "--output", target)
+    assert (code, target.exists()) == (2, False)
+    kept = [json.loads(line) for line in Path(f"{target}.partial").read_text().splitlines()]
+    assert {row["prompt"] for row in kept} == {"one", "three"}
 
 
 def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path) -> None:

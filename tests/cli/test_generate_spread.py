@@ -96,6 +96,8 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> To
         *split,
     )
     shared = write_shared(root)
+    (root / "bad.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "<mask>", "de")))
+    bad = ("--jsonl", root / "bad.jsonl", *SAMPLED)
     commands: dict[str, tuple[Any, ...]] = {
         **{f"greedy {name}": (models[name], *GREEDY, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
         **{f"drawn {name}": (models[name], *DRAWN, *split) for name in ("llada", "sdar", "llada2", "qwen3")},
@@ -121,6 +123,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> To
             name: (models["llada"], *shared, "--seed", 5, "--output", root / "resumed.jsonl", *more)
             for name, more in ((tp_worker.INTERRUPTED, ()), ("forgotten", ()), ("resumed", ("--resume", "--json")))
         },
+        "bad line": (models["llada"], *bad, "--seed", 5, "--output", root / "bad.out"),
         tp_worker.FAILING: (models["llada"], *shared, "--seed", 5, "--output", root / "failed.jsonl"),
     }
     return run_together(root, models, commands, 2)
@@ -292,6 +295,18 @@ def test_an_interrupted_file_of_prompts_is_resumed(two: Together) -> None:
     whole, resumed = (json.loads(two.said[name][0].out) for name in ("shared llada", "resumed"))
     assert resumed["tokens"] == whole["tokens"]
     assert not list(two.root.glob("resumed.jsonl.partial*"))
+
+
+@pytest.mark.slow
+def test_a_line_that_fails_ends_no_process(two: Together) -> None:
+    """Each keeps the rows of its share."""
+    for said in two.said["bad line"]:
+        assert (said.code, len(said.drawn)) == (2, 1)
+        assert "1 of 3 rows failed" in said.err
+        assert "bad.jsonl, line 2 holds the mask token" in said.err
+    assert not (two.root / "bad.out").exists()
+    parts = sorted(two.root.glob("bad.out.partial*"))
+    assert [len(part.read_text().splitlines()) for part in parts] == [1, 1]
 
 
 @pytest.mark.slow

@@ -458,6 +458,49 @@ def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until", "loglikelihood_rolling"])
+def test_documents_with_the_mask_token_are_named_before_anything_is_run(
+    run: Eval, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Those of the last task, too; of an autoregressive model the token is one like any other."""
+    texts = ["What is 1 + 1?", "What <mask>?", "What is 2 + 2?", "<mask>"]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
+    task = {
+        "task": "own",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "docs.jsonl")}},
+        "test_split": "test",
+        "output_type": kind,
+        "doc_to_text": "" if kind == "loglikelihood_rolling" else "{{question}}",
+        "doc_to_target": "{{question}}" if kind == "loglikelihood_rolling" else 0,
+        "metric_list": [
+            {"metric": {"multiple_choice": "acc", "generate_until": "exact_match"}.get(kind, "byte_perplexity")}
+        ],
+    }
+    if kind == "multiple_choice":
+        task["doc_to_choice"] = ["1", "2"]
+    (tmp_path / "own.yaml").write_text(json.dumps(task))
+    options = {"tasks": [f"orders,{tmp_path / 'own.yaml'}"], "limit": 4, "set_": ["gen_length=4"]}
+    run("llama", **options)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is to be run")
+
+    for name in ("PromptSampler", "likelihood_bounds"):
+        monkeypatch.setattr(harness, name, fail)
+    with pytest.raises(DlmBridgeError, match=r"task own, document 1\b.* the mask token 1\b") as error:
+        run("llada", **options)
+    assert "\n" not in str(error.value)
+    assert "--infill" not in str(error.value)
+
+
+def test_a_text_with_the_mask_token_is_named_by_its_window(run: Eval, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("What is 1 + 1? " * 30 + "<mask>")
+    with pytest.raises(DlmBridgeError, match=r"text.txt, window (\d+): the text holds the mask token 1"):
+        run("llada", perplexity=tmp_path / "text.txt", window=16)
+    assert run("llada", perplexity=tmp_path / "text.txt", window=16, limit=2)["perplexity"]["windows"] == 2
+
+
 def test_settings_stored_with_an_autoregressive_model_that_generate_refuses_are_named(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:

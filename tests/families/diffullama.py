@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import standard_tensors
+import torch
+
+from tests.checkpoints import standard_tensors, write_tokenizer
 from tests.families.case import FamilyCase
 from tests.reference import decoder_logits
 
@@ -37,3 +40,15 @@ CONFIG: dict[str, Any] = {
 
 
 CASE = FamilyCase("diffullama", CONFIG, standard_tensors, decoder_logits, mask_token_id=811)
+
+
+def write_with_ordinary_mask(folder: Path) -> Path:
+    """A tiny DiffuLLaMA that likes to write its mask token, which is its tokenizer's piece "the"."""
+    ids = {"vocab_size": 272, "mask_token_id": 257, "eos_token_id": 258, "max_position_embeddings": 256}
+    CASE.write(folder, **ids, pad_token_id=258)
+    write_tokenizer(folder, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
+    model = CASE.load(folder)
+    with torch.no_grad():
+        model.lm_head.weight[257] = 40 * model.lm_head.weight[100]
+    model.save_pretrained(folder)
+    return folder

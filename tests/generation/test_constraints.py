@@ -11,15 +11,18 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, RowError
 from dlm_bridge.generation import BlockLayout, generate
 from dlm_bridge.generation.canvas import Canvas, Entry
 from dlm_bridge.generation.constraints import Constraints
+from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import MASK as HOLE
+from dlm_bridge.generation.request import Failed, Request
 from dlm_bridge.generation.stopping import StopCondition
 from tests.generation.published_samplers import bidirectional
 from tests.generation.scripted import Scripted
 from tests.generation.standin import MASK, VOCABULARY, StandIn, family, ragged
+from tests.generation.test_non_finite import ends_of
 from tests.generation.test_samplers import build, names
 
 Edit = Callable[[torch.Tensor, int, list[int]], torch.Tensor]  # logits [V], the position, the row -> logits
@@ -341,3 +344,31 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DlmBridgeError, match=message) as error:
         generate(model, torch.tensor([[1, 2, 3]]), **{"gen_length": 4, "eos_token_id": None, **arguments})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("hook", ["allowed", "processor"])
+def test_a_row_that_is_left_no_token_fails_alone(hook: str) -> None:
+    """In an engine, with the reason; the others have the tokens that they have alone."""
+    good, bad = [1, 2, 3], [4, 5, 6]
+
+    def allowed(row: Any, text: torch.Tensor) -> list[int]:
+        return [] if text.tolist()[:3] == bad and len(text) > 4 else [7, 8, 9]
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        fails = (ids[:, :3] == torch.tensor(bad)).all(dim=1) & (ids.shape[1] > 4)
+        return scores.masked_fill(fails[:, None], -torch.inf)
+
+    settings: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 8, "eos_token_id": None}
+    settings |= {"prefix_allowed_tokens_fn": allowed} if hook == "allowed" else {"logits_processor": [processor]}
+    model = StandIn(family(algorithm="llada"))
+    alone = generate(model, torch.tensor([good]), seed=[0], **settings)[0, 3:].tolist()
+    for stream in (True, False):
+        engine = SamplingEngine(model, settings, max_rows=2, max_length=32, stream=stream)
+        events = ends_of(engine, Request("good", good, seed=0), Request("bad", bad, seed=1))
+        failed, ended = events["bad"][-1], events["good"][-1]
+        assert isinstance(failed, Failed)
+        assert type(failed.error) is RowError
+        assert failed.error.rows == ("bad",)
+        assert list(ended.tokens) == alone
+    with pytest.raises(DlmBridgeError, match=r"row 1: .* after its (first )?\d tokens"):
+        generate(model, torch.tensor([good, bad]), **settings)
