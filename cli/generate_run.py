@@ -201,7 +201,7 @@ def _sample_file(
 
 
 def _encoded(
-    request: Request, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+    request: Arguments, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
 ) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str]]:
     """The prompts that can be sampled, their tokens, and why the others cannot, by their line."""
     encoded, failed = [], {}
