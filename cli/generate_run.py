@@ -23,7 +23,7 @@ from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import Replicas, is_main, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
 from dlm_bridge.files.atomic import atomic_file, check_new_file
-from dlm_bridge.files.partial import PartialRows
+from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.display.picture import svg
 from dlm_bridge.generation.display.trace import DenoisingTrace, TokenStrings, live, page
@@ -205,7 +205,7 @@ def _resumed(
     prompts: Sequence[WrittenPrompt],
     tokens: Sequence[Sequence[int]],
     replicas: Replicas,
-) -> tuple[PartialRows | None, dict[int, Facts]]:
+) -> tuple[PartialOutput | None, dict[int, Facts]]:
     """The file of finished rows, and those that an interrupted command has finished, the same in all processes."""
     if request.output is None:
         return None, {}
@@ -215,7 +215,7 @@ def _resumed(
         request.settings,
         [[prompt.row, list(ids)] for prompt, ids in zip(prompts, tokens, strict=True)],
     ]
-    unfinished = PartialRows(request.output, call, replicas.number)
+    unfinished = PartialOutput(request.output, call, replicas.number)
     found = unfinished.start(request.resume, request.overwrite)
     return unfinished, {int(key): row for part in replicas.gather(found) for key, row in part.items()}
 

@@ -116,8 +116,9 @@ class Checkpoint(ABC):
         raise NotImplementedError(f"{cls.__name__} is not opened from a folder")
 
     @classmethod
-    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
-        """Lay out a checkpoint of this kind before any tensor is read. Raises DlmBridgeError."""
+    def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], CheckpointWriter]]:
+        """Lay out a checkpoint of this kind before any tensor is read: the bytes of its files below the iteration's
+        folder, and what writes it there. Raises DlmBridgeError."""
         raise NotImplementedError(f"{cls.format} is not written")
 
     # The model.
@@ -446,14 +447,6 @@ class OutputRequest:
     iteration: int
     key_style: str
     state: OptimizerState | None = None
-
-
-@dataclass(frozen=True)
-class PlannedOutput:
-    """A planned checkpoint: its files below the iteration's folder, and what writes it there."""
-
-    files: dict[str, int]
-    writer: Callable[[Path], CheckpointWriter]
 
 
 def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:

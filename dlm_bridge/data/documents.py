@@ -19,7 +19,7 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
-from dlm_bridge.data.blocks import Rows
+from dlm_bridge.data.blocks import LabelledTokens
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.reading import check_characters, check_readable, reading
 
@@ -267,13 +267,13 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The blocks `indices`, B = len(indices) rows."""
         tokens = torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64))
         if self.separator is None:
-            return Rows(tokens)
+            return LabelledTokens(tokens)
         ends = tokens == self.separator  # the token belongs to the document that it ends
-        return Rows(tokens, documents=ends.cumsum(dim=1) - ends.long())
+        return LabelledTokens(tokens, documents=ends.cumsum(dim=1) - ends.long())
 
 
 def pack(

@@ -12,7 +12,15 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from dlm_bridge.data.blocks import LONGEST_PERIOD, Blend, Concatenated, Epochs, MockBlocks, Rows, blend_schedule
+from dlm_bridge.data.blocks import (
+    LONGEST_PERIOD,
+    Blend,
+    Concatenated,
+    Epochs,
+    LabelledTokens,
+    MockBlocks,
+    blend_schedule,
+)
 from dlm_bridge.data.indexed import IndexedWriter, TokenLimits, token_dtype
 from dlm_bridge.data.sources import ReaderSettings, find_data
 from dlm_bridge.errors import DlmBridgeError
@@ -87,9 +95,9 @@ def test_what_only_one_source_knows_is_filled_in() -> None:
         def __len__(self) -> int:
             return 2
 
-        def rows(self, indices: Any) -> Rows:
+        def rows(self, indices: Any) -> LabelledTokens:
             ids = torch.tensor([[100 + index, 101, 102] for index in indices])
-            return Rows(ids, documents=torch.tensor([[0, 1, 1]] * len(indices)))
+            return LabelledTokens(ids, documents=torch.tensor([[0, 1, 1]] * len(indices)))
 
     rows = Concatenated((MockBlocks(3, 50, seed=0, length=4), Packed())).rows([5, 0, 4])
     assert rows.input_ids[:, 0].tolist()[::2] == [101, 100]

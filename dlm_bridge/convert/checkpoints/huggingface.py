@@ -21,7 +21,7 @@ from dlm_bridge.convert.formats.hub_weights import (
     SAFETENSORS_INDEX,
     HubReader,
     HubWriter,
-    ShardPlan,
+    ShardFile,
     build_header,
     index_text,
 )
@@ -338,7 +338,7 @@ def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
 
 
 def index_bytes(
-    source: Checkpoint, plans: Sequence[ShardPlan], specs: dict[str, TensorSpec], like_source: bool
+    source: Checkpoint, plans: Sequence[ShardFile], specs: dict[str, TensorSpec], like_source: bool
 ) -> bytes | None:
     """model.safetensors.index.json of the files in `plans`, None where there is one file and the source had no index.
 
@@ -362,7 +362,7 @@ def write_passthrough(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     if not tensors:
         return
     header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])
-    writer = HubWriter(path.parent, [ShardPlan(CARRIED_FILE, METADATA, header, entries)])
+    writer = HubWriter(path.parent, [ShardFile(CARRIED_FILE, METADATA, header, entries)])
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

@@ -287,7 +287,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardFile:
     """One safetensors file that will be written: its header and the place of every tensor."""
 
     file: str
@@ -307,7 +307,7 @@ class HubWriter:
     AssertionError unless every planned tensor was noted exactly once.
     """
 
-    def __init__(self, folder: Path, plans: Sequence[ShardPlan]) -> None:
+    def __init__(self, folder: Path, plans: Sequence[ShardFile]) -> None:
         self._where = {entry.name: (folder / plan.file, entry) for plan in plans for entry in plan.entries}
         self._missing = set(self._where)
         allocate(folder, {plan.file: plan.nbytes for plan in plans})
@@ -351,16 +351,16 @@ class HubWriter:
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
 
 
-def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardPlan]:
+def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardFile]:
     """The files of a known shard map, with the dtypes and shapes of `tensors`."""
     plans = []
     for shard in shards:
         header, entries = build_header(shard.metadata, [(name, *tensors[name]) for name in shard.tensors])
-        plans.append(ShardPlan(shard.file, shard.metadata, header, entries))
+        plans.append(ShardFile(shard.file, shard.metadata, header, entries))
     return plans
 
 
-def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
+def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardFile]:
     """Files of at most `shard_size` bytes of tensors (a larger tensor has a file of its own), named as on the Hub."""
     groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = []
     room = 0
@@ -375,11 +375,11 @@ def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
     plans = []
     for file, group in zip([SINGLE_FILE] if len(groups) == 1 else names, groups, strict=True):
         header, entries = build_header(METADATA, standard_order(group))
-        plans.append(ShardPlan(file, METADATA, header, entries))
+        plans.append(ShardFile(file, METADATA, header, entries))
     return plans
 
 
-def index_text(plans: Sequence[ShardPlan], like: dict[str, Any] | None = None) -> str:
+def index_text(plans: Sequence[ShardFile], like: dict[str, Any] | None = None) -> str:
     """model.safetensors.index.json for these files; `like` is an older index whose other metadata is kept."""
     metadata = (like or {}).get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}

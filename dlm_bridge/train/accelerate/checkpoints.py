@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
-from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardPlan, index_text, plan_by_size
+from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardFile, index_text, plan_by_size
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import one_line
 from dlm_bridge.loading.lazy import first_row
@@ -245,7 +245,7 @@ def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer
     return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
+def _shard_plans(model: Any, shard_size: int) -> list[ShardFile]:
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, tensor in stored_tensors(model):
         parts = hub_tensors(model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
