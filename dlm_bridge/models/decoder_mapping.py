@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -213,21 +213,35 @@ def dense_mapping(
     required: dict[str, Any] = SUPPORTED_VALUES,
     sliding_window: bool = False,
     passthrough: tuple[Passthrough, ...] = TIED_HEAD,
+    rules: tuple[Rule, ...] | None = None,
+    more_settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
+    experts: bool = False,
+    hub_only: str = "",
 ) -> Mapping:
-    """The mapping of a model without experts.
+    """The mapping of a model without experts, or with `experts` in every layer, which have the config's
+    `intermediate_size`.
 
     `defaults` are those of its config class, for keys that config.json leaves out; `required` the config values that
-    the rules depend on; `sliding_window` as in `decoder_settings`.
+    the rules depend on; `sliding_window` as in `decoder_settings`. `rules` take the place of `decoder_rules`;
+    `more_settings` are added to megatron-core's; `hub_only` says why megatron-core cannot hold the model.
     """
 
     def dims(config: dict[str, Any]) -> Dims:
+        config = {**defaults, **config}
         require_values(config, required)
-        return decoder_dims({**defaults, **config}, facts)
+        sizes = {"experts": routed_experts(config), "moe_ffn": config["intermediate_size"]} if experts else {}
+        return decoder_dims(config, facts, **sizes)
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        return decoder_settings({**defaults, **config}, facts, sliding_window)
+        if hub_only:
+            raise DlmBridgeError(hub_only)
+        config = {**defaults, **config}
+        more = more_settings(config)
+        if experts:
+            more |= moe_settings(dims(config), config["num_experts_per_tok"])
+        return decoder_settings(config, facts, sliding_window) | more
 
-    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, passthrough=passthrough)
+    return Mapping(rules or decoder_rules(), dims, transformer, passthrough=passthrough, hub_only=hub_only)
 
 
 # ------------------------------------------------------------------------------------ multi-token prediction

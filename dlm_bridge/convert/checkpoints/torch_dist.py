@@ -49,7 +49,7 @@ from dlm_bridge.convert.streaming import (
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.pickles import Inert, read_torch_file, read_torch_item
 from dlm_bridge.files.reading import combined_digests, file_digest, read_json
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
@@ -413,31 +413,11 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
     # To import them takes a second, and they come last.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
-    def stored_at(place: StorageLocation) -> _StorageInfo:
-        return _StorageInfo(place.file, place.offset, place.length)
+    from dlm_bridge.convert.formats.dcp_reader import torch_metadata
 
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for name, tensor in contents.tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-        properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
-        state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for chunk in tensor.chunks:
-            storage[MetadataIndex(name, chunk.offsets)] = stored_at(chunk.place)
-    for name, place in contents.objects.items():
-        state[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = stored_at(place)
-    metadata = Metadata(state, planner_data=None, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
+    metadata = torch_metadata(contents, StorageMeta())
+    metadata.version = "1.0.0"
     with (folder / DCP_METADATA).open("wb") as stream:
         pickle.dump(metadata, stream)

@@ -13,11 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from dlm_bridge.convert.streaming import FileRegion, Sink, SliceRange, allocate, read_tensor, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.files.reading import file_digest
+from dlm_bridge.files.reading import check_safetensors, file_digest
 from dlm_bridge.hub import inside
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, torch_dtype
 
@@ -193,15 +191,6 @@ def read_bin(path: Path) -> SafetensorsFile:
         entries.append(TensorEntry(name, SAFETENSORS_NAMES[tensor.dtype], tensor.shape, tensor.offset))
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
-
-
-def check_safetensors(path: Path) -> None:
-    """Raise DlmBridgeError for a file that is truncated or damaged, by its header and its length."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
 
 
 def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
