@@ -30,7 +30,7 @@ import torch
 
 from dlm_bridge.data.blocks import LabelledTokens, section_sizes
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.files.atomic import atomic_file, disk_errors
+from dlm_bridge.files.atomic import atomic_file, disk_errors, sync
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 
@@ -265,11 +265,7 @@ class IndexedWriter:
         idx_path.unlink(missing_ok=True)
         os.replace(_temporary(bin_path), bin_path)
         os.replace(_temporary(idx_path), idx_path)
-        folder = os.open(bin_path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(bin_path.parent)
 
 
 def _locks(file: BinaryIO) -> bool:

@@ -24,9 +24,7 @@ NO_WINDOW = {"use_sliding_window": False}
 TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
 
 
-def decoder_rules(
-    root: str = "model.", head: str = "lm_head.weight", shared: str = "shared_experts"
-) -> tuple[Rule, ...]:
+def decoder_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
     """All rules of a decoder. Some apply by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also
     "router_bias" (a selection bias `e_score_correction_bias`) and "shared_expert"."""
     layer = root + HUB_LAYER
@@ -34,7 +32,7 @@ def decoder_rules(
         *outer_rules(root, head),
         *attention_rules(layer),
         *dense_rules(layer),
-        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight", shared),
+        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight"),
     )
 
 
@@ -95,8 +93,6 @@ def dense_rules(layer: str) -> tuple[Rule, ...]:
 def expert_rules(
     mlp: str,
     norm: str,
-    shared: str,
-    router: str = "gate",
     router_bias: str = "gate.e_score_correction_bias",
     own_dtype: bool = False,
 ) -> tuple[Rule, ...]:
@@ -110,7 +106,7 @@ def expert_rules(
             megatron + "router.weight",
             when="moe",
             own_dtype=own_dtype,
-            name=f"{mlp}{router}.weight",
+            name=mlp + "gate.weight",
             shape="experts hidden",
         ),
         Direct(
@@ -137,14 +133,14 @@ def expert_rules(
         GatedMLP(
             megatron + "shared_experts.linear_fc1.weight",
             when="moe shared_expert",
-            gate=f"{mlp}{shared}.gate_proj.weight",
-            up=f"{mlp}{shared}.up_proj.weight",
+            gate=mlp + "shared_experts.gate_proj.weight",
+            up=mlp + "shared_experts.up_proj.weight",
             width="shared_ffn",
         ),
         Direct(
             megatron + "shared_experts.linear_fc2.weight",
             when="moe shared_expert",
-            name=f"{mlp}{shared}.down_proj.weight",
+            name=mlp + "shared_experts.down_proj.weight",
             shape="hidden shared_ffn",
             axis=1,
         ),
