@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 from dlm_bridge import Bridge, Layout
@@ -21,6 +20,7 @@ from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
 from tests.data.chats import chatty, conversation, three_steps, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
+from tests.parallel.conftest import megatron_alone
 from tests.train.conftest import VOCAB, Run, read_metrics
 from tests.train.test_ordinary_mask import check_first_loss
 
@@ -38,16 +38,8 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _alone() -> Iterator[None]:
-    """megatron-core on the CPU, in a world of one, and nothing of it afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    with megatron_alone():
         yield
-    from dlm_bridge.parallel import groups, overrides
-
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
 
 
 @pytest.mark.parametrize(
