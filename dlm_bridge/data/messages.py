@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 
 from dlm_bridge.data.documents import (
-    TABLE_ROWS,
     NamedDataset,
     Source,
     has_json_lines,
@@ -81,16 +80,13 @@ def read_data_rows(source: Source) -> Iterator[DataRecord]:
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRecord]:
-    number = 0
     with open_parquet(path) as file:
         with reading(f"{path}: not a table of rows"):  # without metadata, which could name types that open files
             features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
-        for rows in read_parquet(file, path, TABLE_ROWS):
-            for row in rows:
-                number += 1
-                with reading(f"{path}, row {number}: not JSON"):
-                    decoded = features.decode_example(row)  # columns of the type Json
-                yield DataRecord(decoded, f"{path}, row {number}")
+        for number, row in enumerate(read_parquet(file, path), 1):
+            with reading(f"{path}, row {number}: not JSON"):
+                decoded = features.decode_example(row)  # columns of the type Json
+            yield DataRecord(decoded, f"{path}, row {number}")
 
 
 def _csv_rows(path: Path) -> Iterator[DataRecord]:
