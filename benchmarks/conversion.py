@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.convert.formats.hub_weights import METADATA, HubWriter, ShardPlan, build_header, index_text
+from dlm_bridge.convert.formats.hub_weights import METADATA, HubWriter, ShardFile, build_header, index_text
 from dlm_bridge.models.families import find_family
 
 LLADA = {
@@ -128,7 +128,7 @@ def write_llada(folder: Path, scale: float) -> Path:
     return folder
 
 
-def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardPlan], dict[str, tuple[int, ...]]]:
+def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardFile], dict[str, tuple[int, ...]]]:
     """Write config.json and the index of a checkpoint in four shards; what the shards will hold."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -140,7 +140,7 @@ def plan_shards(folder: Path, config: dict[str, Any]) -> tuple[list[ShardPlan], 
     plans = []
     for number in range(4):
         header, entries = build_header(METADATA, [(name, torch.bfloat16, shapes[name]) for name in names[number::4]])
-        plans.append(ShardPlan(f"model-{number + 1:05d}-of-00004.safetensors", METADATA, header, entries))
+        plans.append(ShardFile(f"model-{number + 1:05d}-of-00004.safetensors", METADATA, header, entries))
     (folder / "model.safetensors.index.json").write_text(index_text(plans))
     return plans, shapes
 

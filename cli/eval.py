@@ -166,7 +166,7 @@ def evaluate(
     from dlm_bridge.distributed import process_group_ends
     from dlm_bridge.evaluation.report import RESULTS, report, write
     from dlm_bridge.evaluation.resume import FinishedParts
-    from dlm_bridge.files.partial import PartialRows
+    from dlm_bridge.files.partial import PartialOutput
     from dlm_bridge.hub import checkpoint_folder
     from dlm_bridge.loading import Placement, join_replicas, load_model
 
@@ -182,7 +182,7 @@ def evaluate(
         unfinished, finished = None, None
         if output is not None:
             call = [str(checkpoint_folder(model).absolute()), revision, like, str(opened.model.dtype)]
-            unfinished = PartialRows(output / RESULTS, [call, request.identity()], replicas.number)
+            unfinished = PartialOutput(output / RESULTS, [call, request.identity()], replicas.number)
             finished = FinishedParts.open(unfinished, resume, overwrite, replicas)
         try:
             text = request.measure_text(opened, replicas, finished)

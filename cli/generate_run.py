@@ -24,7 +24,7 @@ from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import Replicas, is_main, process_group_ends
 from dlm_bridge.errors import DlmBridgeError, RowError
 from dlm_bridge.files.atomic import atomic_file, check_new_file
-from dlm_bridge.files.partial import PartialRows
+from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.generation.offline import (
@@ -234,7 +234,7 @@ def _finished(
 
 
 def _failure(
-    failed: Mapping[str, str], prompts: Sequence[WrittenPrompt], unfinished: PartialRows | None
+    failed: Mapping[str, str], prompts: Sequence[WrittenPrompt], unfinished: PartialOutput | None
 ) -> DlmBridgeError:
     """The error of a file of which these rows have failed, with the reason for the first."""
     first, *others = [prompt.where for prompt in prompts if prompt.where in failed]
@@ -259,7 +259,7 @@ def _resumed(
     tokens: Sequence[Sequence[int]],
     copies: int,
     replicas: Replicas,
-) -> tuple[PartialRows | None, dict[int, Facts], list[str]]:
+) -> tuple[PartialOutput | None, dict[int, Facts], list[str]]:
     """The file of finished rows; those that an interrupted command has finished, the same in all processes; and each
     row's key in the file, by its content: other lines of the input may change or go."""
     if request.output is None:
@@ -279,7 +279,7 @@ def _resumed(
         digest = bytes_digest(json.dumps(content, sort_keys=True, default=str).encode())
         counts[digest] += 1
         keys.append(f"{digest} {counts[digest]}")
-    unfinished = PartialRows(request.output, call, replicas.number)
+    unfinished = PartialOutput(request.output, call, replicas.number)
     found = {
         key: row
         for part in replicas.gather(unfinished.start(request.resume, request.overwrite))

@@ -68,9 +68,9 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) -> None:
+def end_when_interrupted(is_over: Callable[[], bool]) -> None:
     """Let SIGINT end this process with one line and exit code 130: by KeyboardInterrupt, and where it is still there
-    `grace_s` later, without. `is_over`: whether nothing is left to interrupt.
+    `GRACE_S` later, without. `is_over`: whether nothing is left to interrupt.
 
     Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
     another process in a collective operation, for a device or in a library. While a module is being imported, which
@@ -91,8 +91,8 @@ def end_when_interrupted(is_over: Callable[[], bool], grace_s: float = GRACE_S) 
     def watch() -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
             pass
-        time.sleep(grace_s)
-        _end_after(grace_s, 130)  # where the report waits as well, for a module that is being imported
+        time.sleep(GRACE_S)
+        _end_after(GRACE_S, 130)  # where the report waits as well, for a module that is being imported
         if not is_over():
             report("interrupted")
         os._exit(130)

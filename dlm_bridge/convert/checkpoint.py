@@ -113,12 +113,13 @@ class Checkpoint(ABC):
     @classmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> Checkpoint:
         """The checkpoint `path`; `folder` is its newest iteration's, if it has any. Raises DlmBridgeError."""
-        raise NotImplementedError(f"{cls.__name__} is not opened from a folder")
+        raise NotImplementedError
 
     @classmethod
-    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
-        """Lay out a checkpoint of this kind before any tensor is read. Raises DlmBridgeError."""
-        raise NotImplementedError(f"{cls.format} is not written")
+    def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], CheckpointWriter]]:
+        """Lay out a checkpoint of this kind before any tensor is read: the bytes of its files below the iteration's
+        folder, and what writes it there. Raises DlmBridgeError."""
+        raise NotImplementedError
 
     # The model.
 
@@ -128,7 +129,7 @@ class Checkpoint(ABC):
         return self._hub_metadata()
 
     def _hub_metadata(self) -> HubMetadata:
-        raise NotImplementedError(f"{type(self).__name__} is made with its Hub metadata")
+        raise NotImplementedError
 
     def adopt(self, other: Checkpoint) -> None:
         """Take the Hub side of `other` in place of its own, before anything else is asked for."""
@@ -246,7 +247,7 @@ class Checkpoint(ABC):
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
         """Where they lie, in the one dtype that all of the parameter's tensors then have. Raises DlmBridgeError."""
-        raise NotImplementedError(f"{self.format} has no files to read rows from")
+        raise NotImplementedError
 
     def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of a Hub tensor in row-major order, in one dimension and the dtype that `spec`
@@ -446,14 +447,6 @@ class OutputRequest:
     iteration: int
     key_style: str
     state: OptimizerState | None = None
-
-
-@dataclass(frozen=True)
-class PlannedOutput:
-    """A planned checkpoint: its files below the iteration's folder, and what writes it there."""
-
-    files: dict[str, int]
-    writer: Callable[[Path], CheckpointWriter]
 
 
 def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:

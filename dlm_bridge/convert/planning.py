@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import Checkpoint, OutputRequest, PlannedOutput, TensorSpec, spec_bytes
+from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, OutputRequest, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS, load_kind
-from dlm_bridge.convert.formats.hub_weights import ShardPlan, ShardRecord, plan_by_size, plan_like
+from dlm_bridge.convert.formats.hub_weights import ShardFile, ShardRecord, plan_by_size, plan_like
 from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
 from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
@@ -119,32 +119,32 @@ class Options:
 
 
 @dataclass(frozen=True)
-class MegatronPlan:
+class MegatronOutput:
     """A Megatron checkpoint before any tensor is read. `params` have the vocabulary padded; `dtypes` go by key."""
 
     report: ConversionReport
     specs: dict[str, TensorSpec]
     params: list[ParamMapping]
     dtypes: dict[str, torch.dtype]
-    target: PlannedOutput
+    writer: Callable[[Path], CheckpointWriter]
     iteration: str
     number: int
     state: OptimizerState | None = None
 
 
 @dataclass(frozen=True)
-class HubPlan:
+class HubOutput:
     """A Hub folder before any tensor is read."""
 
     report: ConversionReport
     specs: dict[str, TensorSpec]
-    shards: list[ShardPlan]
+    shards: list[ShardFile]
 
 
 @gc_paused()
 def plan_megatron(
     source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None
-) -> MegatronPlan:
+) -> MegatronOutput:
     """Raises DlmBridgeError for a source that is not whole or not of its family, a layout that does not fit the model,
     and a refused output."""
     if source.mapping.hub_only:
@@ -167,12 +167,13 @@ def plan_megatron(
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
     state = None if options.megatron.weights_only else source.optimizer_state(params, options.megatron.name)
     kind = next(kind for kind in _KINDS if kind.format == options.megatron.name)
-    target = kind.plan_output(OutputRequest(source, params, layout, dtypes, number, options.megatron.key_style, state))
+    request = OutputRequest(source, params, layout, dtypes, number, options.megatron.key_style, state)
+    files, writer = kind.plan_output(request)
     report = _report("reshard" if source.iteration else "import", source, output, specs, options)
     report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
     report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
-    report.files = {f"{iteration}/{file}": size for file, size in sorted(target.files.items())}
-    report.bytes = sum(target.files.values())
+    report.files = {f"{iteration}/{file}": size for file, size in sorted(files.items())}
+    report.bytes = sum(files.values())
     report.notes += notes + _widened(source.params, specs, dtypes) + _spelling_note(source)
     report.notes += _dropped_note(source) if state is None else [state.note]
     shards = source.hub.shards
@@ -182,11 +183,11 @@ def plan_megatron(
     _tell_cost(
         report, [task_bytes(param, source, specs, dtypes[padded.megatron_key]) for param, padded in pairs], options
     )
-    return MegatronPlan(report, specs, params, dtypes, target, iteration, number, state)
+    return MegatronOutput(report, specs, params, dtypes, writer, iteration, number, state)
 
 
 @gc_paused()
-def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubPlan:
+def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubOutput:
     """Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the model."""
     _check_output(source, output, options)
     notes = source.check()
@@ -198,7 +199,7 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
     report.notes += notes + _dropped_note(source) + _spelling_note(source)
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
     _tell_cost(report, sizes, options)
-    return HubPlan(report, specs, plans)
+    return HubOutput(report, specs, plans)
 
 
 def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
@@ -316,7 +317,7 @@ def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
     return same and source.streams(param)
 
 
-def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardPlan]:
+def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardFile]:
     """The safetensors files to write: by size where asked, else the Hub's own map, else by the Hub's default size.
 
     Raises DlmBridgeError for a shard map that does not name the model's tensors, each once, in plain files.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import HubMetadata
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
+from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, json_bytes, open_hub
 from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
@@ -139,10 +137,9 @@ class _Converted(MadeOfHub):
         config = _config(source, target, token)
         if block_size is not None:
             config["block_size"] = block_size
-        texts[CONFIG_FILE] = _json_bytes(config)
         if GENERATION in source.hub.files:
             values = _generation(source.folder / GENERATION)
-            texts[GENERATION] = _json_bytes(values | aligned_ids(values, token.special, source.config))
+            texts[GENERATION] = json_bytes(values | aligned_ids(values, token.special, source.config))
         # No diffusion model has the rotary frequencies that the first Llama checkpoints store, nor MTP layers.
         self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
         mtp = [name for name in source.reader.names if _layer(name) >= source.dims.layers]
@@ -152,18 +149,8 @@ class _Converted(MadeOfHub):
             replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
             for shard in source.hub.shards
         ]
-        hub = HubMetadata(
-            family=target,
-            config=config,
-            source=source.hub.source,
-            folder=source.folder,
-            files=tuple(name for name in source.hub.files if name not in texts),
-            excluded=source.hub.excluded,
-            texts=texts,
-            shards=[shard for shard in shards if shard.tensors],
-        )
         self._stored = {name: source.spec(name) for name in source.reader.names if name not in self._left}
-        super().__init__(source, hub)
+        super().__init__(source, target, config, texts, (shard for shard in shards if shard.tensors))
         old, new = source.dims.vocab, self.dims.vocab
         vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
         self._noisy = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
@@ -289,13 +276,13 @@ def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -
         known = {str(number): {"content": text, **_FLAGS}}
         config["added_tokens_decoder"] = {**known, **config["added_tokens_decoder"]}
         config["added_tokens_decoder"] = dict(sorted(config["added_tokens_decoder"].items(), key=lambda i: int(i[0])))
-    files = {_TOKENIZER_CONFIG: _json_bytes(config)}
+    files = {_TOKENIZER_CONFIG: json_bytes(config)}
     if (folder / "special_tokens_map.json").is_file():
-        files["special_tokens_map.json"] = _json_bytes(
+        files["special_tokens_map.json"] = json_bytes(
             {**_read_json(folder, "special_tokens_map.json"), "mask_token": text}
         )
     if (folder / "added_tokens.json").is_file():
-        files["added_tokens.json"] = _json_bytes({**_read_json(folder, "added_tokens.json"), text: number})
+        files["added_tokens.json"] = json_bytes({**_read_json(folder, "added_tokens.json"), text: number})
     return files
 
 
@@ -310,7 +297,3 @@ def _token_text(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def _json_bytes(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -8,7 +8,6 @@ their output matrices are therefore G times the dense one's, which makes the sum
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import HubMetadata
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
 from dlm_bridge.convert.planning import ConversionReport, Options
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.hub import CONFIG_FILE
 from dlm_bridge.mapping.dtypes import parse_size
 from dlm_bridge.models.derived import forms_of
 from dlm_bridge.models.families import family_by_name
@@ -179,17 +176,7 @@ class _Upcycled(MadeOfHub):
             "router_aux_loss_coef": 0.001,
             "output_router_logits": False,
         }
-        texts = {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
-        hub = HubMetadata(
-            family=target,
-            config=config,
-            source=source.hub.source,
-            folder=source.folder,
-            files=tuple(name for name in source.hub.files if name not in texts),
-            excluded=source.hub.excluded,
-            texts=texts,
-        )
-        super().__init__(source, hub)
+        super().__init__(source, target, config)
         self._origin: dict[str, tuple[str, int]] = {}  # an expert's matrix -> the dense one, and its part of that
         self._first: dict[str, str] = {}  # the dense matrix -> the first that is made of it
         self._routers: set[str] = set()

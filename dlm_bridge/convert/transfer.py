@@ -40,8 +40,8 @@ from dlm_bridge.convert.manifest import (
 )
 from dlm_bridge.convert.planning import (
     ConversionReport,
-    HubPlan,
-    MegatronPlan,
+    HubOutput,
+    MegatronOutput,
     Options,
     can_stream,
     plan_hub,
@@ -85,7 +85,7 @@ def write_megatron(
     if _is_finished(source, output, plan, options) or options.dry_run:
         return report
     with _unfinished_output(source, output, plan, options) as (folder, journal):
-        writer = plan.target.writer(folder / iteration)
+        writer = plan.writer(folder / iteration)
         transfer = MegatronTransfer(source, plan, journal, options, writer)
         transfer.run()
         if plan.state is not None:
@@ -153,7 +153,7 @@ class Transfer(ABC):
     def __init__(
         self,
         source: Checkpoint,
-        plan: MegatronPlan | HubPlan,
+        plan: MegatronOutput | HubOutput,
         journal: Journal,
         options: Options,
         dtypes: Sequence[torch.dtype],
@@ -300,7 +300,7 @@ class MegatronTransfer(Transfer):
     """
 
     def __init__(
-        self, source: Checkpoint, plan: MegatronPlan, journal: Journal, options: Options, writer: CheckpointWriter
+        self, source: Checkpoint, plan: MegatronOutput, journal: Journal, options: Options, writer: CheckpointWriter
     ) -> None:
         super().__init__(source, plan, journal, options, [plan.dtypes[param.megatron_key] for param in plan.params])
         self._writer, self._padded = writer, plan.params
@@ -358,7 +358,7 @@ class HubTransfer(Transfer):
     """Every Hub tensor into the planned safetensors files."""
 
     def __init__(
-        self, source: Checkpoint, plan: HubPlan, journal: Journal, options: Options, writer: HubWriter
+        self, source: Checkpoint, plan: HubOutput, journal: Journal, options: Options, writer: HubWriter
     ) -> None:
         dtypes = [plan.specs[param.hub_names[0]][0] for param in source.params]
         super().__init__(source, plan, journal, options, dtypes)
@@ -412,7 +412,7 @@ class HubTransfer(Transfer):
         self._tell(spec_bytes(self.specs[name]))
 
 
-def _is_finished(source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan, options: Options) -> bool:
+def _is_finished(source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options) -> bool:
     """Whether an earlier run of a conversion that resumes has written all of its output, which the report then says.
 
     Raises DlmBridgeError where anything else is there.
@@ -430,7 +430,7 @@ def _is_finished(source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan,
 
 @contextmanager
 def _unfinished_output(
-    source: Checkpoint, output: Path, plan: MegatronPlan | HubPlan, options: Options
+    source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options
 ) -> Iterator[tuple[Path, Journal]]:
     """The folder that becomes the output, and its journal, from where an earlier run was stopped."""
     sources, report = source.folders(), plan.report
@@ -447,7 +447,7 @@ def _unfinished_output(
         journal.close(remove=True)
 
 
-def _fingerprint(source: Checkpoint, plan: MegatronPlan | HubPlan, options: Options) -> str:
+def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, options: Options) -> str:
     """What must not have changed for an unfinished output to be gone on from."""
     report = plan.report.as_dict()
     chosen = ("action", "family", "format", "key_style", "layout", "vocab_multiple", "files", "side_files")

@@ -166,10 +166,10 @@ def verify_manifest(
     return Verdict(checkpoint.where, MANIFEST, not differences, len(common), total, differences, notes=notes)
 
 
-def check_recorded(checkpoint: Checkpoint, workers: int | None = None) -> None:
+def check_recorded(checkpoint: Checkpoint) -> None:
     """Raise ChangedTensorsError where tensors, or files of a training run's checkpoint, differ from the digests that
     were recorded as they were written. Reads those."""
-    changed = [str(file) for file in checkpoint.damaged_files(workers)]
+    changed = [str(file) for file in checkpoint.damaged_files()]
     records = {} if checkpoint.record is None else checkpoint.record.tensors
     specs = {name: spec for name, spec in checkpoint.stored_specs().items() if name in records}
 
@@ -178,7 +178,7 @@ def check_recorded(checkpoint: Checkpoint, workers: int | None = None) -> None:
         changed.extend(name for name in group if record_of(tensors[name]) != records[name])
 
     groups = _groups(specs, checkpoint)
-    run_tasks([(_nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(workers))
+    run_tasks([(_nbytes(group, specs), partial(compare, group)) for group in groups], worker_count(None))
     if changed:
         raise ChangedTensorsError(checkpoint.where, changed)
 

@@ -21,7 +21,7 @@ from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
 
 @dataclass(frozen=True)
-class Rows:
+class LabelledTokens:
     """B rows of L tokens, named as `Objective.noise` takes them."""
 
     input_ids: torch.Tensor  # [B, L] int64
@@ -39,7 +39,7 @@ class Blocks(Protocol):
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The blocks `indices`, B = len(indices) rows of seq_length tokens."""
         ...
 
@@ -51,7 +51,7 @@ class Samples(Protocol):
         """The number of different blocks."""
         ...
 
-    def rows(self, samples: Sequence[int]) -> Rows:
+    def rows(self, samples: Sequence[int]) -> LabelledTokens:
         """The samples of these numbers: a pure function of them and of the seed. Raises DlmBridgeError for data that
         do not fit the model."""
         ...
@@ -69,12 +69,12 @@ class MockBlocks:
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         motifs = [
             keyed_generator(self.seed, Purpose.MOCK_DATA, index).integers(0, self.tokens, 8) for index in indices
         ]
         blocks = np.stack([np.resize(motif, self.seq_length) for motif in motifs])
-        return Rows(torch.from_numpy(blocks.astype(np.int64)))
+        return LabelledTokens(torch.from_numpy(blocks.astype(np.int64)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BlockRange:
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         return self.blocks.rows([self.start + index for index in indices])
 
 
@@ -101,7 +101,7 @@ class Concatenated:
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The blocks `indices`, B = len(indices) rows."""
         starts = list(accumulate(map(len, self.parts), initial=0))
         parts = [bisect_right(starts, index) - 1 for index in indices]
@@ -123,7 +123,7 @@ class Epochs:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def rows(self, samples: Sequence[int]) -> Rows:
+    def rows(self, samples: Sequence[int]) -> LabelledTokens:
         """The samples of these numbers, B = len(samples) rows."""
         return self.blocks.rows([self.block(sample) for sample in samples])
 
@@ -142,7 +142,7 @@ class Epochs:
         return self._orders[epoch]
 
 
-def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int]]) -> Rows:
+def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int]]) -> LabelledTokens:
     """The rows at `places`, each a source's number and the row's index in it; every source is asked once."""
     parts, order = [], []
     for number, source in enumerate(sources):
@@ -153,7 +153,7 @@ def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int
     return join_rows(parts, order)
 
 
-def join_rows(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
+def join_rows(parts: Sequence[LabelledTokens], places: Sequence[int]) -> LabelledTokens:
     """The rows of all parts in one batch: row i of them, counted over the parts, at `places[i]`. A field that only
     some parts have gets its default in the others."""
     order = torch.argsort(torch.tensor(places))
@@ -165,10 +165,10 @@ def join_rows(parts: Sequence[Rows], places: Sequence[int]) -> Rows:
                 _ABSENT[name](part) if value is None else value for part, value in zip(parts, values, strict=True)
             ]
             fields[name] = torch.cat(values)[order]
-    return Rows(**fields)  # type: ignore[arg-type]
+    return LabelledTokens(**fields)  # type: ignore[arg-type]
 
 
-_ABSENT: dict[str, Callable[[Rows], torch.Tensor]] = {
+_ABSENT: dict[str, Callable[[LabelledTokens], torch.Tensor]] = {
     "labels": lambda rows: rows.input_ids,
     "attention_mask": lambda rows: torch.ones_like(rows.input_ids, dtype=torch.bool),
     "documents": lambda rows: torch.zeros_like(rows.input_ids),
@@ -246,7 +246,7 @@ class Blend:
         """The blocks of all sources together."""
         return sum(len(source) for source in self.sources)
 
-    def rows(self, samples: Sequence[int]) -> Rows:
+    def rows(self, samples: Sequence[int]) -> LabelledTokens:
         """The samples of these numbers, which count from 0 over the whole run."""
         return rows_of(self.sources, [self.schedule.at(sample) for sample in samples])
 

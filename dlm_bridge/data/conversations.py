@@ -13,10 +13,10 @@ import datasets
 import numpy as np
 import torch
 
-from dlm_bridge.data.blocks import Rows
+from dlm_bridge.data.blocks import LabelledTokens
 from dlm_bridge.data.chat_template import RenderedConversation, render_answers
 from dlm_bridge.data.documents import Source, cached, check_eos, fingerprint
-from dlm_bridge.data.messages import Conversation, DataRow, read_conversation, read_data_rows
+from dlm_bridge.data.messages import Conversation, DataRecord, read_conversation, read_data_rows
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
@@ -34,7 +34,7 @@ class Example:
     steps: list[int] | None = None  # the commit step of each token, -1 of the prompt's; None: not recorded
 
 
-def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator[Example]:
+def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Iterator[Example]:
     """The conversations of some rows, in order, in any format that `read_conversation` takes. What the template, or a
     completion, does not end with a stop token gets an EOS token, which is trained. A row with `commit_steps` is tokens
     already: see `RECORDED`.
@@ -61,7 +61,7 @@ def encode_conversations(records: Sequence[DataRow], tokenizer: Any) -> Iterator
         yield example
 
 
-def _read(record: DataRow, tokenizer: Any) -> RenderedConversation | Example:
+def _read(record: DataRecord, tokenizer: Any) -> RenderedConversation | Example:
     if record.fields.get("commit_steps") is not None:
         return _recorded(record.fields, record.where)
     conversation = read_conversation(record)
@@ -142,7 +142,7 @@ class ConversationBlocks:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The rows `indices`, B = len(indices): labels are -100 outside answers."""
         shape = (len(indices), self.settings.seq_length)
         tokens = np.full(shape, self.eos_token_id, dtype=np.int64)
@@ -162,7 +162,7 @@ class ConversationBlocks:
                 recorded = found["steps"][row]
                 steps[row, : len(ids)] = recorded
                 steps[row, len(ids) :] = recorded[-1] if counts_end else NOT_RECORDED
-        return Rows(
+        return LabelledTokens(
             torch.from_numpy(tokens),
             labels=torch.from_numpy(np.where(answer, tokens, IGNORE_INDEX)),
             attention_mask=None if real.all() else torch.from_numpy(real),
@@ -273,7 +273,7 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
         logger.warning("%d rows are left out: their prompts alone are longer than --seq-length %d", dropped, limit)
 
 
-def _check_recorded(records: Sequence[DataRow]) -> None:
+def _check_recorded(records: Sequence[DataRecord]) -> None:
     for record in records:
         if record.fields.get("commit_steps") is None:
             raise DlmBridgeError(

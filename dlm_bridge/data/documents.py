@@ -19,7 +19,7 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
-from dlm_bridge.data.blocks import Rows
+from dlm_bridge.data.blocks import LabelledTokens
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.reading import check_characters, check_readable, reading
 
@@ -155,11 +155,12 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
 
 
 def read_parquet(
-    file: pyarrow.parquet.ParquetFile, path: Path, rows: int, columns: list[str] | None = None
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows of an open parquet file, so many at a time. Raises DlmBridgeError where a part of it is damaged."""
+    file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of an open parquet file. Raises DlmBridgeError where a part of it is damaged."""
     with reading(f"{path}: not a whole parquet file"):
-        yield from (batch.to_pylist() for batch in file.iter_batches(batch_size=rows, columns=columns))
+        for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
+            yield from batch.to_pylist()
 
 
 def source_bytes(source: Source) -> int:
@@ -229,8 +230,7 @@ def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]
         if key not in file.schema_arrow.names:
             raise DlmBridgeError(f"{path}: no '{key}' column (it has {', '.join(file.schema_arrow.names)})")
         cost = path.stat().st_size / max(file.metadata.num_rows, 1)
-        columns = ([row[key] for row in rows] for rows in read_parquet(file, path, TABLE_ROWS, [key]))
-        yield from _column(columns, key, str(path), cost)
+        yield from _column((row[key] for row in read_parquet(file, path, [key])), key, str(path), cost)
 
 
 def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart, float]]:
@@ -239,18 +239,15 @@ def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
     with reading(f"{table.name}: not a whole dataset"):
         batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
-        yield from _column((batch[key] for batch in batches), key, table.name, cost)
+        yield from _column((text for batch in batches for text in batch[key]), key, table.name, cost)
 
 
-def _column(columns: Iterable[list[Any]], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:
-    number = 0
-    for column in columns:
-        for text in column:
-            number += 1
-            where = f"{name}, row {number}"
-            if not isinstance(text, str):
-                raise DlmBridgeError(f"{where}: '{key}' is not text")
-            yield DocumentPart(text, True, True, where), cost
+def _column(texts: Iterable[Any], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:
+    for number, text in enumerate(texts, 1):
+        where = f"{name}, row {number}"
+        if not isinstance(text, str):
+            raise DlmBridgeError(f"{where}: '{key}' is not text")
+        yield DocumentPart(text, True, True, where), cost
 
 
 TOKENIZER_BATCH = 1 << 23  # bytes of text handed to the tokenizer at once, which spreads them over threads
@@ -267,13 +264,13 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The blocks `indices`, B = len(indices) rows."""
         tokens = torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64))
         if self.separator is None:
-            return Rows(tokens)
+            return LabelledTokens(tokens)
         ends = tokens == self.separator  # the token belongs to the document that it ends
-        return Rows(tokens, documents=ends.cumsum(dim=1) - ends.long())
+        return LabelledTokens(tokens, documents=ends.cumsum(dim=1) - ends.long())
 
 
 def pack(

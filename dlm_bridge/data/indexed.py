@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from dlm_bridge.data.blocks import Rows, section_sizes
+from dlm_bridge.data.blocks import LabelledTokens, section_sizes
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.files.atomic import atomic_file, disk_errors
+from dlm_bridge.files.atomic import atomic_file, disk_errors, sync
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 
@@ -265,11 +265,7 @@ class IndexedWriter:
         idx_path.unlink(missing_ok=True)
         os.replace(_temporary(bin_path), bin_path)
         os.replace(_temporary(idx_path), idx_path)
-        folder = os.open(bin_path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(bin_path.parent)
 
 
 def _locks(file: BinaryIO) -> bool:
@@ -392,7 +388,7 @@ class StreamBlocks:
     def __len__(self) -> int:
         return (self.stop - self.start) // self.seq_length
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> LabelledTokens:
         """The blocks `indices`. Raises DlmBridgeError for tokens that the model does not have."""
         tokens = np.empty((len(indices), self.seq_length), dtype=np.int64)
         documents = np.empty((len(indices), self.seq_length), dtype=np.int32)
@@ -407,7 +403,7 @@ class StreamBlocks:
                 for begin, count in self._pieces(index * self.seq_length):
                     _check_ids(self.source, begin, begin + count, self.fit)
         numbers = torch.from_numpy(documents) if self.with_documents else None
-        return Rows(torch.from_numpy(tokens), documents=numbers)
+        return LabelledTokens(torch.from_numpy(tokens), documents=numbers)
 
     def _pieces(self, place: int) -> Iterator[tuple[int, int]]:
         """The parts of documents that the block from `place` of the stream on consists of: where each begins in the

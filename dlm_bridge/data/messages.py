@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 
 from dlm_bridge.data.documents import (
-    TABLE_ROWS,
     NamedDataset,
     Source,
     has_json_lines,
@@ -37,7 +36,7 @@ TABLE_SUFFIXES = (".parquet", ".csv")
 
 
 @dataclass(frozen=True)
-class DataRow:
+class DataRecord:
     """A row of a data set."""
 
     fields: Mapping[str, Any]
@@ -63,12 +62,12 @@ def check_sources(sources: Sequence[Any]) -> None:
             raise DlmBridgeError(f"--data {name}: conversations are rows of JSONL, parquet, CSV or a dataset")
 
 
-def read_data_rows(source: Source) -> Iterator[DataRow]:
+def read_data_rows(source: Source) -> Iterator[DataRecord]:
     """The rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for what is not a row."""
     if isinstance(source, NamedDataset):
         with reading(f"{source.name}: not a whole dataset"):
             for number, row in enumerate(source.rows.with_format(None), 1):
-                yield DataRow(row, f"{source.name}, row {number}")
+                yield DataRecord(row, f"{source.name}, row {number}")
     elif source.suffix == ".parquet":
         yield from _parquet_rows(source)
     elif source.suffix == ".csv":
@@ -77,23 +76,20 @@ def read_data_rows(source: Source) -> Iterator[DataRow]:
         with open_data(source, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield DataRow(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
+                    yield DataRecord(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
 
 
-def _parquet_rows(path: Path) -> Iterator[DataRow]:
-    number = 0
+def _parquet_rows(path: Path) -> Iterator[DataRecord]:
     with open_parquet(path) as file:
         with reading(f"{path}: not a table of rows"):  # without metadata, which could name types that open files
             features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
-        for rows in read_parquet(file, path, TABLE_ROWS):
-            for row in rows:
-                number += 1
-                with reading(f"{path}, row {number}: not JSON"):
-                    decoded = features.decode_example(row)  # columns of the type Json
-                yield DataRow(decoded, f"{path}, row {number}")
+        for number, row in enumerate(read_parquet(file, path), 1):
+            with reading(f"{path}, row {number}: not JSON"):
+                decoded = features.decode_example(row)  # columns of the type Json
+            yield DataRecord(decoded, f"{path}, row {number}")
 
 
-def _csv_rows(path: Path) -> Iterator[DataRow]:
+def _csv_rows(path: Path) -> Iterator[DataRecord]:
     csv.field_size_limit(sys.maxsize)
     with open_data(path, "r", encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -102,12 +98,12 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
                 where = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise DlmBridgeError(f"{where}: not as many cells as the first line has columns")
-                yield DataRow(row, where)
+                yield DataRecord(row, where)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DlmBridgeError(f"{path}, line {reader.line_num + 1}: not CSV in UTF-8 ({error})") from None
 
 
-def read_conversation(record: DataRow) -> Conversation | tuple[str, str]:
+def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
     """The conversation of a row in any of the formats `FIELDS`, or its prompt and completion where these are texts.
     The assistant's messages are answers, apart from those with `weight: 0` or `train: false`; of a prompt none is.
 
@@ -132,7 +128,7 @@ def read_conversation(record: DataRow) -> Conversation | tuple[str, str]:
     return _conversation(messages, 0, fields, where)
 
 
-def read_prompt(record: DataRow) -> Conversation | str:
+def read_prompt(record: DataRecord) -> Conversation | str:
     """What is to be answered: a row's `prompt`, a text or messages, or its conversation without an answer at its end.
     Raises DlmBridgeError as `read_conversation` does."""
     fields, where = _columns(record), record.where
@@ -251,7 +247,7 @@ def _parsed(value: Any, here: str) -> Any:
         raise DlmBridgeError(f"{here} is not JSON ({error})") from None
 
 
-def _columns(record: DataRow) -> dict[str, Any]:
+def _columns(record: DataRecord) -> dict[str, Any]:
     return {name: value for name, value in record.fields.items() if value is not None}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlm_bridge.distributed import Replicas
-from dlm_bridge.files.partial import PartialRows
+from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
 
 
@@ -20,13 +20,13 @@ class FinishedParts:
     """
 
     def __init__(
-        self, partial: PartialRows | None = None, known: Mapping[str, Mapping[int, Any]] | None = None
+        self, partial: PartialOutput | None = None, known: Mapping[str, Mapping[int, Any]] | None = None
     ) -> None:
         self._partial, self._known = partial, known or {}
         self._counts = Counter[str]()
 
     @classmethod
-    def open(cls, partial: PartialRows, resume: bool, overwrite: bool, replicas: Replicas) -> FinishedParts:
+    def open(cls, partial: PartialOutput, resume: bool, overwrite: bool, replicas: Replicas) -> FinishedParts:
         """With what an interrupted evaluation has left, the same in all processes. Raises DlmBridgeError."""
         known: dict[str, dict[int, Any]] = {}
         for rows in replicas.gather(partial.start(resume, overwrite)):

@@ -17,7 +17,7 @@ MARK = "_partial"  # key of a row in the file: the row's index or name, and the 
 MAKE_ROOM = "the finished rows are kept: make room there, then --resume"
 
 
-class PartialRows:
+class PartialOutput:
     """Rows of `output` as they finish, one JSON object a line in OUT.partial; process n > 0 writes OUT.partial.n.
 
     Args:

@@ -122,15 +122,23 @@ def _damaged_file(folder: Path) -> str | None:
             continue
         except DlmBridgeError as error:
             return str(error)
-    from safetensors import safe_open
-
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="numpy"):
-                pass
-        except Exception as error:  # the library's own, and OSError
-            return f"{path}: not a whole safetensors file: {one_line(error)[:300]}"
+            check_safetensors(path)
+        except DlmBridgeError as error:
+            return str(error)
     return None
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise DlmBridgeError for a file that is truncated or damaged, by its header and its length."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except Exception as error:  # the library's own, OSError and ValueError
+        raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)[:300]}") from None
 
 
 def check_characters(value: Any, where: str) -> None:

@@ -24,12 +24,11 @@ from dlm_bridge.convert.formats.hub_weights import (
     BIN_INDEX,
     SAFETENSORS_INDEX,
     SINGLE_FILE,
-    check_safetensors,
 )
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
 from dlm_bridge.files.pickles import check_torch_file, restricted_loading
-from dlm_bridge.files.reading import check_plain_file, opening
+from dlm_bridge.files.reading import check_plain_file, check_safetensors, opening
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, from_hub, read_config
 from dlm_bridge.loading.placement import check_tensor_parallel_split
 from dlm_bridge.mapping.dtypes import SAFETENSORS_DTYPES

@@ -121,8 +121,7 @@ class Rule(ABC):
 
     def segments(self, dims: Dims) -> tuple[int, ...]:
         """Lengths along `tp_axis` that are split over ranks each on its own (gate and up are two)."""
-        if self.tp_axis is None:
-            raise TypeError(f"{self.megatron} is not split over tensor parallel ranks")
+        assert self.tp_axis is not None, f"{self.megatron} is not split"
         return (self.megatron_shape(dims)[self.tp_axis],)
 
     def check_tp(self, tp: int, dims: Dims) -> None:

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Passthrough, Rule
+from dlm_bridge.mapping.rules import Direct, GatedMLP, Mapping, Passthrough, Rule
 from dlm_bridge.models.decoder_mapping import (
     ATTENTION_TARGETS,
     HUB_LAYER,
     LAYER,
     TIED_HEAD,
     attention_rules,
-    decoder_dims,
     decoder_rules,
-    decoder_settings,
     dense_mapping,
-    moe_settings,
     outer_rules,
     qwen3_moe_mapping,
-    require_values,
-    routed_experts,
 )
 from dlm_bridge.models.families import FamilySpec
 
@@ -117,23 +111,6 @@ QWEN3_MOE = autoregressive_spec(
 # ------------------------------------------------------------------------------------------------ Mixtral
 
 
-def _mixtral_config(config: dict[str, Any]) -> dict[str, Any]:
-    defaults = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
-    return {**defaults, **config}
-
-
-def _mixtral_dims(config: dict[str, Any]) -> Dims:
-    config = _mixtral_config(config)
-    require_values(config, SUPPORTED)
-    return decoder_dims(config, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
-
-
-def _mixtral_transformer(config: dict[str, Any]) -> dict[str, Any]:
-    config = _mixtral_config(config)
-    dims = _mixtral_dims(config)
-    return decoder_settings(config, sliding_window=True) | moe_settings(dims, config["num_experts_per_tok"])
-
-
 def _mixtral_experts(layer: str) -> tuple[Rule, ...]:
     """Experts under the names of the original release: w1 is the gate, w3 the up and w2 the down projection."""
     mlp = layer + "block_sparse_moe."
@@ -161,11 +138,12 @@ MIXTRAL = autoregressive_spec(
     "Mixtral",
     ("mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
     "Mixtral",
-    Mapping(
+    dense_mapping(
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
+        required=SUPPORTED,
+        sliding_window=True,
         rules=(*outer_rules(), *attention_rules("model." + HUB_LAYER), *_mixtral_experts("model." + HUB_LAYER)),
-        dims=_mixtral_dims,
-        transformer=_mixtral_transformer,
-        passthrough=TIED_HEAD,
+        experts=True,
     ),
     lora_targets=ATTENTION_TARGETS,
 )
@@ -178,21 +156,14 @@ NO_OLMOE = (
 )
 
 
-def _olmoe_dims(config: dict[str, Any]) -> Dims:
-    require_values(config, SUPPORTED)
-    return decoder_dims(config, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
-
-
-def _olmoe_transformer(config: dict[str, Any]) -> dict[str, Any]:
-    raise DlmBridgeError(NO_OLMOE)
-
-
 OLMOE = autoregressive_spec(
     "olmoe",
     "OLMoE (Hub side only)",
     ("allenai/OLMoE-1B-7B-0924", "allenai/OLMoE-1B-7B-0125"),
     "Olmoe",
-    Mapping(
+    dense_mapping(
+        {},
+        required=SUPPORTED,
         rules=(
             *decoder_rules(),
             Direct(
@@ -206,9 +177,7 @@ OLMOE = autoregressive_spec(
                 shape="kv_rows",
             ),
         ),
-        dims=_olmoe_dims,
-        transformer=_olmoe_transformer,
-        passthrough=TIED_HEAD,
+        experts=True,
         hub_only=NO_OLMOE,
     ),
     lora_targets=ATTENTION_TARGETS,

@@ -10,19 +10,14 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.fused import FusedGatedMLP, FusedQKV
-from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Rule
+from dlm_bridge.mapping.rules import Direct, GatedMLP, Rule
 from dlm_bridge.models.autoregressive import SUPPORTED, autoregressive_spec
 from dlm_bridge.models.decoder_mapping import (
     HUB_LAYER,
     LAYER,
-    TIED_HEAD,
     attention_rules,
-    decoder_dims,
-    decoder_rules,
-    decoder_settings,
     dense_mapping,
     outer_rules,
-    require_values,
 )
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, normal_rule
@@ -43,18 +38,10 @@ SEED_OSS = autoregressive_spec(
 
 # ------------------------------------------------------------------------------------------------ SmolLM3
 
-_SMOLLM3 = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
-_SMOLLM3_REQUIRED = {**SUPPORTED, "use_sliding_window": False}
 
-
-def _smollm3_dims(config: dict[str, Any]) -> Dims:
-    require_values(config, _SMOLLM3_REQUIRED)
-    return decoder_dims({**_SMOLLM3, **config})
-
-
-def _smollm3_transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's settings. A layer has a rotary embedding where `no_rope_layers` is 1."""
-    config, layers = {**_SMOLLM3, **config}, int(config["num_hidden_layers"])
+def _layers_without_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's setting. A layer has a rotary embedding where `no_rope_layers` is 1."""
+    layers = int(config["num_hidden_layers"])
     rotary = config.get("no_rope_layers")
     if rotary is None:
         every = int(config.get("no_rope_layer_interval") or 4)
@@ -62,7 +49,7 @@ def _smollm3_transformer(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(rotary, list) or len(rotary) < layers:
         raise DlmBridgeError(f"config.json: no_rope_layers {rotary!r} is not a list of {layers} numbers")
     without = [int(not has) for has in rotary[:layers]]
-    return decoder_settings(config) | ({"no_rope_freq": without} if any(without) else {})
+    return {"no_rope_freq": without} if any(without) else {}
 
 
 SMOLLM3 = autoregressive_spec(
@@ -70,21 +57,14 @@ SMOLLM3 = autoregressive_spec(
     "SmolLM3",
     ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
     "SmolLM3",
-    Mapping(rules=decoder_rules(), dims=_smollm3_dims, transformer=_smollm3_transformer, passthrough=TIED_HEAD),
+    dense_mapping(
+        {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        required={**SUPPORTED, "use_sliding_window": False},
+        more_settings=_layers_without_rope,
+    ),
 )
 
 # ------------------------------------------------------------------------------------------------ Phi-3
-
-_PHI3 = {"rms_norm_eps": 1e-5}
-
-
-def _phi3_dims(config: dict[str, Any]) -> Dims:
-    require_values(config, SUPPORTED)
-    return decoder_dims({**_PHI3, **config})
-
-
-def _phi3_transformer(config: dict[str, Any]) -> dict[str, Any]:
-    return decoder_settings({**_PHI3, **config}, sliding_window=True)
 
 
 def _phi3_rules() -> tuple[Rule, ...]:
@@ -107,33 +87,26 @@ PHI3 = autoregressive_spec(
     "Phi-3, Phi-3.5, Phi-4",
     ("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4"),
     "Phi3",
-    Mapping(
-        rules=(*outer_rules(), *_phi3_rules()), dims=_phi3_dims, transformer=_phi3_transformer, passthrough=TIED_HEAD
+    dense_mapping(
+        {"rms_norm_eps": 1e-5}, required=SUPPORTED, sliding_window=True, rules=(*outer_rules(), *_phi3_rules())
     ),
     lora_targets=("qkv_proj", "o_proj"),
 )
 
 # ------------------------------------------------------------------------------------------------ Granite
 
-_GRANITE = {"rms_norm_eps": 1e-6}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # but attention_multiplier
 
 
-def _granite_dims(config: dict[str, Any]) -> Dims:
-    require_values(config, SUPPORTED)
-    return decoder_dims({**_GRANITE, **config})
-
-
-def _granite_transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's settings. Raises DlmBridgeError for multipliers, which it has none of but attention's."""
+def _softmax_scale(config: dict[str, Any]) -> dict[str, Any]:
+    """megatron-core's setting. Raises DlmBridgeError for multipliers, which it has none of but attention's."""
     for name in _MULTIPLIERS:
         if float(config.get(name) or 1.0) != 1.0:
             raise DlmBridgeError(
                 f"config.json: {name} {config[name]}: megatron-core 0.16.1 multiplies neither embeddings nor the "
                 "outputs of sublayers nor logits, so it cannot run this model"
             )
-    scale = float(config.get("attention_multiplier") or 1.0)
-    return decoder_settings({**_GRANITE, **config}) | {"softmax_scale": scale}
+    return {"softmax_scale": float(config.get("attention_multiplier") or 1.0)}
 
 
 GRANITE = autoregressive_spec(
@@ -141,7 +114,7 @@ GRANITE = autoregressive_spec(
     "Granite 3",
     ("ibm-granite/granite-3.1-8b-instruct", "ibm-granite/granite-3.3-2b-base"),
     "Granite",
-    Mapping(rules=decoder_rules(), dims=_granite_dims, transformer=_granite_transformer, passthrough=TIED_HEAD),
+    dense_mapping({"rms_norm_eps": 1e-6}, required=SUPPORTED, more_settings=_softmax_scale),
     training=("accelerate",),
 )
 
@@ -152,20 +125,7 @@ POST_ATTENTION = LAYER + "self_attention.linear_proj.post_layernorm.weight"
 POST_MLP = LAYER + "mlp.linear_fc2.post_layernorm.weight"
 
 
-def _hub_only(reason: str, rules: tuple[Rule, ...], defaults: dict[str, Any], required: dict[str, Any]) -> Mapping:
-    """The mapping of a dense family that megatron-core cannot hold."""
-    facts = frozenset({"qk_norm"})
-
-    def dims(config: dict[str, Any]) -> Dims:
-        require_values(config, required)
-        return decoder_dims({**defaults, **config}, facts)
-
-    def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        raise DlmBridgeError(reason)
-
-    return Mapping(
-        rules=(*outer_rules(), *rules), dims=dims, transformer=transformer, passthrough=TIED_HEAD, hub_only=reason
-    )
+_QK_NORM = frozenset({"qk_norm"})
 
 
 def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> FamilySpec:
@@ -188,7 +148,9 @@ def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> Famil
         f"{title} (Hub side only)",
         hub_ids,
         prefix,
-        _hub_only(reason, rules, {"rms_norm_eps": 1e-5}, SUPPORTED),
+        dense_mapping(
+            {"rms_norm_eps": 1e-5}, _QK_NORM, required=SUPPORTED, rules=(*outer_rules(), *rules), hub_only=reason
+        ),
         training=("accelerate",),
     )
 
@@ -249,7 +211,7 @@ def _gemma(
         f"{title} (Hub side only)",
         hub_ids,
         prefix,
-        _hub_only(reason, rules, _GEMMA, _GEMMA_REQUIRED),
+        dense_mapping(_GEMMA, _QK_NORM, required=_GEMMA_REQUIRED, rules=(*outer_rules(), *rules), hub_only=reason),
         initialisation=_gemma_initialisation,
         training=("accelerate",),
         **fields,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,7 @@ NO_WINDOW = {"use_sliding_window": False}
 TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tokens.weight"),)
 
 
-def decoder_rules(
-    root: str = "model.", head: str = "lm_head.weight", shared: str = "shared_experts"
-) -> tuple[Rule, ...]:
+def decoder_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
     """All rules of a decoder. Some apply by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also
     "router_bias" (a selection bias `e_score_correction_bias`) and "shared_expert"."""
     layer = root + HUB_LAYER
@@ -34,7 +32,7 @@ def decoder_rules(
         *outer_rules(root, head),
         *attention_rules(layer),
         *dense_rules(layer),
-        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight", shared),
+        *expert_rules(layer + "mlp.", layer + "post_attention_layernorm.weight"),
     )
 
 
@@ -95,8 +93,6 @@ def dense_rules(layer: str) -> tuple[Rule, ...]:
 def expert_rules(
     mlp: str,
     norm: str,
-    shared: str,
-    router: str = "gate",
     router_bias: str = "gate.e_score_correction_bias",
     own_dtype: bool = False,
 ) -> tuple[Rule, ...]:
@@ -110,7 +106,7 @@ def expert_rules(
             megatron + "router.weight",
             when="moe",
             own_dtype=own_dtype,
-            name=f"{mlp}{router}.weight",
+            name=mlp + "gate.weight",
             shape="experts hidden",
         ),
         Direct(
@@ -137,14 +133,14 @@ def expert_rules(
         GatedMLP(
             megatron + "shared_experts.linear_fc1.weight",
             when="moe shared_expert",
-            gate=f"{mlp}{shared}.gate_proj.weight",
-            up=f"{mlp}{shared}.up_proj.weight",
+            gate=mlp + "shared_experts.gate_proj.weight",
+            up=mlp + "shared_experts.up_proj.weight",
             width="shared_ffn",
         ),
         Direct(
             megatron + "shared_experts.linear_fc2.weight",
             when="moe shared_expert",
-            name=f"{mlp}{shared}.down_proj.weight",
+            name=mlp + "shared_experts.down_proj.weight",
             shape="hidden shared_ffn",
             axis=1,
         ),
@@ -213,21 +209,35 @@ def dense_mapping(
     required: dict[str, Any] = SUPPORTED_VALUES,
     sliding_window: bool = False,
     passthrough: tuple[Passthrough, ...] = TIED_HEAD,
+    rules: tuple[Rule, ...] | None = None,
+    more_settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
+    experts: bool = False,
+    hub_only: str = "",
 ) -> Mapping:
-    """The mapping of a model without experts.
+    """The mapping of a model without experts, or with `experts` in every layer, which have the config's
+    `intermediate_size`.
 
     `defaults` are those of its config class, for keys that config.json leaves out; `required` the config values that
-    the rules depend on; `sliding_window` as in `decoder_settings`.
+    the rules depend on; `sliding_window` as in `decoder_settings`. `rules` take the place of `decoder_rules`;
+    `more_settings` are added to megatron-core's; `hub_only` says why megatron-core cannot hold the model.
     """
 
     def dims(config: dict[str, Any]) -> Dims:
+        config = {**defaults, **config}
         require_values(config, required)
-        return decoder_dims({**defaults, **config}, facts)
+        sizes = {"experts": routed_experts(config), "moe_ffn": config["intermediate_size"]} if experts else {}
+        return decoder_dims(config, facts, **sizes)
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        return decoder_settings({**defaults, **config}, facts, sliding_window)
+        if hub_only:
+            raise DlmBridgeError(hub_only)
+        config = {**defaults, **config}
+        more = more_settings(config)
+        if experts:
+            more |= moe_settings(dims(config), config["num_experts_per_tok"])
+        return decoder_settings(config, facts, sliding_window) | more
 
-    return Mapping(rules=decoder_rules(), dims=dims, transformer=transformer, passthrough=passthrough)
+    return Mapping(rules or decoder_rules(), dims, transformer, passthrough=passthrough, hub_only=hub_only)
 
 
 # ------------------------------------------------------------------------------------ multi-token prediction

@@ -157,7 +157,7 @@ def _attention() -> tuple[Rule, ...]:
     )
 
 
-_EXPERTS = expert_rules(HUB + "mlp.", HUB + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
+_EXPERTS = expert_rules(HUB + "mlp.", HUB + "post_attention_layernorm.weight", own_dtype=True)
 
 MAPPING = Mapping(
     rules=(*outer_rules(), *_attention(), *dense_rules(HUB), *_EXPERTS, *mtp_rules(HUB, (*_attention(), *_EXPERTS))),

@@ -67,7 +67,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
     return decoder_settings(config, sizes.facts, sliding_window=True) | router_settings(config, sizes)
 
 
-_EXPERTS = expert_rules(LAYER + "mlp.", LAYER + "post_attention_layernorm.weight", "shared_experts", own_dtype=True)
+_EXPERTS = expert_rules(LAYER + "mlp.", LAYER + "post_attention_layernorm.weight", own_dtype=True)
 
 MAPPING = Mapping(
     rules=(

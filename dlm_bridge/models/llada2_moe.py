@@ -106,7 +106,7 @@ def _complete(config: dict[str, Any]) -> dict[str, Any]:
 def _experts() -> Iterator[Rule]:
     """Rules of a layer with experts: each expert's tensors, or dFactory's of all."""
     norm = HUB + "post_attention_layernorm.weight"
-    for rule in expert_rules(HUB + "mlp.", norm, "shared_experts", router_bias="gate.expert_bias", own_dtype=True):
+    for rule in expert_rules(HUB + "mlp.", norm, router_bias="gate.expert_bias", own_dtype=True):
         if "{expert}" not in rule.megatron:
             yield rule
             continue

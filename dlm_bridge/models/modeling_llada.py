@@ -152,8 +152,7 @@ class LLaDAAttention(LlamaAttention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if position_embeddings is None:
-            raise TypeError("LLaDAAttention needs position_embeddings")
+        assert position_embeddings is not None
         shape_BS = hidden_states.shape[:-1]
         heads = (*shape_BS, -1, self.head_dim)
         q_BHSD = self.q_proj(hidden_states).view(heads).transpose(1, 2)

@@ -7,34 +7,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.mapping.rules import Dims, Mapping, Passthrough
-from dlm_bridge.models.decoder_mapping import decoder_dims, decoder_rules, decoder_settings, require_values
+from dlm_bridge.mapping.rules import Passthrough
+from dlm_bridge.models.decoder_mapping import decoder_rules, dense_mapping
 from dlm_bridge.models.families import FamilySpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
 REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 
 
-def dims(config: dict[str, Any]) -> Dims:
-    require_values(config, REQUIRED)
-    return decoder_dims({**DEFAULTS, **config})
-
-
-def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's settings beyond the sizes, and the query scaling that our attention applies."""
-    settings = decoder_settings({**DEFAULTS, **config})
+def _query_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """The query scaling that our attention applies."""
     rope = config.get("rope_parameters") or {}
-    if beta := rope.get("llama_4_scaling_beta"):
-        length = int(rope["original_max_position_embeddings"])
-        settings |= {"query_scaling_beta": float(beta), "query_scaling_length": length}
-    return settings
+    if not (beta := rope.get("llama_4_scaling_beta")):
+        return {}
+    return {
+        "query_scaling_beta": float(beta),
+        "query_scaling_length": int(rope["original_max_position_embeddings"]),
+    }
 
 
-MAPPING = Mapping(
-    rules=decoder_rules(root="encoder.", head="diffusion_head.weight"),
-    dims=dims,
-    transformer=transformer,
+MAPPING = dense_mapping(
+    DEFAULTS,
+    required=REQUIRED,
     passthrough=(Passthrough("diffusion_head.weight", when="tied", copy_of="encoder.embed_tokens.weight"),),
+    rules=decoder_rules(root="encoder.", head="diffusion_head.weight"),
+    more_settings=_query_scaling,
 )
 
 

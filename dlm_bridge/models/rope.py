@@ -40,12 +40,12 @@ def rope_theta_form(config: dict[str, Any]) -> dict[str, Any]:
     return named
 
 
-def rope_settings(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """megatron-core's arguments for the published RoPE (those of YaRN are attributes that its GPTModel looks for).
 
     Raises DlmBridgeError for a scaling that it cannot compute: a live model without it would be silently wrong.
     """
-    rope = rope_parameters(config, theta)
+    rope = rope_parameters(config)
     settings: dict[str, Any] = {"rotary_base": float(rope["rope_theta"])}
     partial = float(rope.get("partial_rotary_factor", 1.0))
     if partial != 1.0:

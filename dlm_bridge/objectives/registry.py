@@ -161,13 +161,13 @@ def build_objective(
     return spec.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
 
 
-def family_objective(model: Any, name: str | None = None, length_variation: float = 0.0) -> Objective:
+def family_objective(model: Any, name: str | None = None) -> Objective:
     """The objective `name`, by default the model's own, for a loaded model. Raises DlmBridgeError where it is not one
     for that model, or where there is no mask token in its vocabulary and one is needed."""
     name = name or own_objective(model.config, model.family)
     check_objective(name, model.family, type(model).__name__)
     token, ordinary = noise_token_id(model, name), model.family.ordinary_mask
-    return build_objective(name, token, length_variation, model.config, ordinary_mask=ordinary)
+    return build_objective(name, token, config=model.config, ordinary_mask=ordinary)
 
 
 def noise_process(config: Any) -> NoiseName | None:

@@ -40,7 +40,7 @@ IGNORED_SETTINGS = {
 
 
 @dataclass
-class PlannedLoss:
+class DeferredLoss:
     """The loss positions of a micro-batch that runs by a schedule plan, and the sums of its loss when that has run."""
 
     loss_positions: LossPositions
@@ -159,7 +159,7 @@ class BridgeGPTModel(GPTModel):
     ) -> Any:
         """megatron-core's plan of a training forward pass and its backward pass, layer by layer, which runs with
         another micro-batch's (`overlap_moe_expert_parallel_comm`). Arguments as of `forward`; the last stage's loss is
-        that of the `loss_positions`, whose sums are in the plan's `state.labels`, a `PlannedLoss`. There are no
+        that of the `loss_positions`, whose sums are in the plan's `state.labels`, a `DeferredLoss`. There are no
         `predictions`."""
         assert loss_positions is not None
         assert not predictions
@@ -167,7 +167,7 @@ class BridgeGPTModel(GPTModel):
             input_ids,
             position_ids,
             attention_mask,
-            labels=PlannedLoss(loss_positions),
+            labels=DeferredLoss(loss_positions),
             packed_seq_params=packed_seq_params,
         )
 
@@ -220,7 +220,7 @@ class BridgeGPTModel(GPTModel):
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: torch.Tensor | None = None,
         packed_seq_params: Any = None,
-        labels: PlannedLoss | None = None,
+        labels: DeferredLoss | None = None,
         **_: Any,
     ) -> torch.Tensor:
         """The hidden states [S, B, H] as they are, or followed by those of each depth [(1 + D) S, B, H]: `forward`

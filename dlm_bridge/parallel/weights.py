@@ -22,10 +22,12 @@ from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state, unwrap_model
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, allocate, fsdp_shards, is_sharded, original, whole
 from dlm_bridge.parallel.mcore_patches.optimizers import (
+    float16_params,
     inner_main_params,
     keeps_inner_main_params,
     param_range,
     parts_of,
+    shard_start,
     write_main_param,
 )
 from dlm_bridge.parallel.value_head import ValueHead
@@ -399,15 +401,9 @@ def _main_params(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamShard]
             for parameter, shard in inner_main_params(part):
                 write = partial(write_main_param, part.optimizer, shard)
                 yield parameter, MainParamShard(param_range(part, parameter).start, shard.numel(), write)
-        elif hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
-            for parameters, shards in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
-                for parameter, shard in zip(parameters, shards, strict=True):
-                    if shard is not None:
-                        yield parameter, MainParamShard.of(shard, param_range(part, parameter).start)
-        elif hasattr(part, "fp32_from_float16_groups"):
-            for parameters, wholes in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-                for parameter, whole in zip(parameters, wholes, strict=True):
-                    yield parameter, MainParamShard.of(whole.view(-1), 0)
+        else:
+            for parameter, main in float16_params(part):
+                yield parameter, MainParamShard.of(main.view(-1), shard_start(part, parameter))
 
 
 def _fsdp_main_params(

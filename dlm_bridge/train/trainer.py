@@ -226,14 +226,9 @@ class TrainingLoop(abc.ABC):
         return evaluates, saves, due(logging.sample_interval)
 
 
-@dataclass(frozen=True)
-class StepBatches:
-    """Micro-batches of one data parallel rank in one step, in the form that the engine's model takes."""
-
-    batches: list[Any]
-    # [K] float64, this rank's part of the divisors of the K loss terms; with z-loss [K + 1], the last one the number
-    # of its loss positions.
-    normaliser: torch.Tensor
+# One data parallel rank's micro-batches of a step, as the engine's model takes them, and its part of the divisors of
+# the K loss terms, [K] float64; with z-loss [K + 1], the last one the number of its loss positions.
+StepInputs = tuple[list[Any], torch.Tensor]
 
 
 class Trainer(TrainingLoop):
@@ -266,7 +261,7 @@ class Trainer(TrainingLoop):
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
         self.peak_flops = peak_flops(processes.device_name, config.precision.name)
         self.z_loss_coeff = config.objective.z_loss_coeff
-        self.prefetcher: Prefetcher[StepBatches] | None = None
+        self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
         if self.main:
@@ -297,14 +292,14 @@ class Trainer(TrainingLoop):
         timer = CudaTimer(self.device)
         self.between_steps()
         assert self.prefetcher is not None
-        batches = self.prefetcher.get()
+        batches, normaliser_K = self.prefetcher.get()
         self.objective = with_block_size(self.objective, self.plain_model, self.config, step)
         # Dropout too depends on nothing that a restart forgets.
         self.manual_seed(torch_seed(self.config.data.seed, step, self.processes.rank))
-        divisors_K, stop = self._global_divisors(batches.normaliser, want_stop)
+        divisors_K, stop = self._global_divisors(normaliser_K, want_stop)
         lr = learning_rate(self.config, step)
         self.set_learning_rate(lr)
-        sums_K = self.forward_backward(batches.batches, divisors_K)
+        sums_K = self.forward_backward(batches, divisors_K)
         norms = self.layer_norms if self._measures_norms(step) else None
         squares = None if norms is None else norms.gradient_squares()
         finite, norm = self.optimizer_step()
@@ -314,7 +309,7 @@ class Trainer(TrainingLoop):
         metrics = DeferredMetrics(torch.cat(values), timer)
         return functools.partial(self._step_metrics, step, lr, metrics, finite, self.peak_memory(), norms), stop
 
-    def produce(self, step: int) -> StepBatches:
+    def produce(self, step: int) -> StepInputs:
         """The batches of a training step, made in the background and ahead of it.
 
         The noise is drawn on the CPU, where it costs little and is the same for every engine and layout.
@@ -325,7 +320,7 @@ class Trainer(TrainingLoop):
             uniforms = Uniforms.keyed(config.data.seed, step, samples, config.data.seq_length)
             batch = objective.noise(uniforms=uniforms, **vars(self.train.rows(samples)))
             noisy.append(anneal_mask(batch, config, step, samples))
-        return self.step_batches(noisy)
+        return self.step_inputs(noisy)
 
     def rank_samples(self, step: int, sampler: BatchSampler | None = None) -> list[list[int]]:
         """The global sample indices of this data parallel rank's micro-batches, of the training batches by default."""
@@ -333,13 +328,13 @@ class Trainer(TrainingLoop):
             step, self.processes.replica, self.processes.replicas, self.micro_batch_size
         )
 
-    def step_batches(self, noisy: Sequence[NoisyBatch]) -> StepBatches:
+    def step_inputs(self, noisy: Sequence[NoisyBatch]) -> StepInputs:
         """Noisy batches of one step with their normaliser, as the engine's model takes them."""
         normaliser = torch.stack([batch.normaliser for batch in noisy]).sum(dim=0)
         if self.z_loss_coeff:
             count = sum(batch.weights.count_nonzero() for batch in noisy)
             normaliser = torch.cat([normaliser, torch.as_tensor(count).to(normaliser)[None]])
-        return StepBatches(self.prepare(noisy), normaliser)
+        return self.prepare(noisy), normaliser
 
     @abc.abstractmethod
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[Any]:

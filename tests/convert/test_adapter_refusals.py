@@ -118,11 +118,11 @@ def test_what_is_no_adapter_of_the_base_is_refused(
 
 def test_layouts_and_styles_that_cannot_be_are_refused(llama: Path, tmp_path: Path) -> None:
     adapter = written_adapter(llama, tmp_path)
-    with pytest.raises(DlmBridgeError, match="different A, and one fused LoRA has one: use --style canonical"):
+    with pytest.raises(DlmBridgeError, match="--style canonical"):
         to_megatron(llama, adapter, tmp_path / "out", style="fused")
     with pytest.raises(DlmBridgeError, match="--style mixed: choose one of"):
         to_megatron(llama, adapter, tmp_path / "out", style="mixed")
-    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
+    with pytest.raises(DlmBridgeError, match=r"--tp 4 .*2 query groups"):
         to_megatron(llama, adapter, tmp_path / "out", Layout(tp=4))
     set_weights(adapter, lambda t: [t.pop(name) for name in list(t) if "layers.1." in name and "o_proj" in name])
     with pytest.raises(DlmBridgeError, match=r"some layers only, not model.layers.1.self_attn.o_proj.weight"):

@@ -248,7 +248,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
     Bridge.from_hf("org/name", revision="v1").to_megatron(tmp_path / "m")
     source = json.loads((tmp_path / "m" / "dlm_bridge.json").read_text())["source"]
     assert (source["name"], source["revision"]) == ("org/name", "b" * 40)
-    with pytest.raises(DlmBridgeError, match=r"^org/name: no such folder, and the Hub did not give it"):
+    with pytest.raises(DlmBridgeError, match=r"^org/name: "):
         Bridge.from_hf("org/name", revision="v2")
 
 

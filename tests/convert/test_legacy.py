@@ -310,12 +310,12 @@ def test_missing_and_broken_files_are_named(legacy: Path, tmp_path: Path) -> Non
 
 def test_what_the_folders_cannot_tell_is_refused(tmp_path: Path) -> None:
     MOE.write(tmp_path / "hub")
-    with pytest.raises(DlmBridgeError, match="--etp 2: its folders are named by tensor and expert parallel rank"):
+    with pytest.raises(DlmBridgeError, match="--etp 2: "):
         Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "m", Layout(ep=2, etp=2), format="torch")
 
 
 def test_vocabulary_that_ranks_cannot_share(llada: Path, tmp_path: Path) -> None:
-    with pytest.raises(DlmBridgeError, match="--vocab-multiple 3: --format torch needs one that --tp 2 divides"):
+    with pytest.raises(DlmBridgeError, match=r"--vocab-multiple 3: .*--tp 2"):
         Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2), format="torch", vocab_multiple=3)
 
 

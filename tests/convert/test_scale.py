@@ -15,7 +15,7 @@ import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.cli.app import main  # noqa: F401 (the command line is loaded before calls are counted)
-from dlm_bridge.convert.formats.hub_weights import METADATA, ShardPlan, build_header, index_text
+from dlm_bridge.convert.formats.hub_weights import METADATA, ShardFile, build_header, index_text
 from dlm_bridge.models.families import find_family
 from tests.convert.helpers import run_cli
 from tests.families import rnd1
@@ -34,7 +34,7 @@ def write_holes(folder: Path, config: dict[str, Any]) -> int:
     for number in range(2):
         chosen = [(name, torch.bfloat16, shapes[name]) for name in list(shapes)[number::2]]
         header, entries = build_header(METADATA, chosen)
-        plans.append(ShardPlan(f"model-{number + 1:05d}-of-00002.safetensors", METADATA, header, entries))
+        plans.append(ShardFile(f"model-{number + 1:05d}-of-00002.safetensors", METADATA, header, entries))
         with (folder / plans[-1].file).open("wb") as stream:
             stream.write(header)
             stream.truncate(plans[-1].nbytes)

@@ -145,7 +145,7 @@ def test_nothing_to_verify_against(tmp_path: Path, llada: Path) -> None:
     Bridge.from_hf(llada).to_megatron(tmp_path / "m")
     shutil.copytree(tmp_path / "m" / "iter_0000000", tmp_path / "m" / "iter_0000005")
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(DlmBridgeError, match="describes iter_0000000, the newest iteration is iter_0000005"):
+    with pytest.raises(DlmBridgeError, match=r"iter_0000000, .*iter_0000005"):
         verify_manifest(tmp_path / "m")
     with pytest.raises(DlmBridgeError, match="no such folder"):
         verify_pair(llada, tmp_path / "nowhere")

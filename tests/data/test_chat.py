@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.data.chat_template import set_chat_template
 from dlm_bridge.data.conversations import encode_conversations
-from dlm_bridge.data.messages import DataRow
+from dlm_bridge.data.messages import DataRecord
 from dlm_bridge.errors import DlmBridgeError
 from tests.data.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
 from tests.data.templates import (
@@ -38,7 +38,7 @@ for _ in range(5000):
 
 def _answers(tokenizer: Any, row: dict[str, Any]) -> tuple[str, list[str]]:
     """All of a row as text, and its stretches of answer."""
-    (example,) = encode_conversations([DataRow(row, "here")], tokenizer)
+    (example,) = encode_conversations([DataRecord(row, "here")], tokenizer)
     found, run = [], []
     for token, answer in zip([*example.input_ids, None], [*example.answer, False], strict=True):
         if answer:
@@ -77,10 +77,10 @@ def test_rows_of_all_kinds_keep_their_order(tokenizer: PreTrainedTokenizerFast) 
     rows: list[dict[str, Any]] = [{"messages": TALK}, {"prompt": "def ", "completion": "f1"}, {"messages": TALK[:2]}]
     for template in (TEMPLATE, MARKED):
         chat = chatty(tokenizer, template)
-        together = list(encode_conversations([DataRow(row, str(number)) for number, row in enumerate(rows)], chat))
+        together = list(encode_conversations([DataRecord(row, str(number)) for number, row in enumerate(rows)], chat))
         assert [example.where for example in together] == ["0", "1", "2"]
         for number, row in enumerate(rows):
-            assert [together[number]] == list(encode_conversations([DataRow(row, str(number))], chat))
+            assert [together[number]] == list(encode_conversations([DataRecord(row, str(number))], chat))
 
 
 def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -130,7 +130,7 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
 def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + TEMPLATE
     with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        list(encode_conversations([DataRow(row, "chats.jsonl, line 7")], chatty(tokenizer, strict)))
+        list(encode_conversations([DataRecord(row, "chats.jsonl, line 7")], chatty(tokenizer, strict)))
     assert "\n" not in str(raised.value)
 
 
@@ -142,12 +142,12 @@ def test_what_stands_before_a_chat_may_depend_on_what_follows(tokenizer: PreTrai
 def test_a_template_whose_answers_cannot_be_found_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     numbered = TEMPLATE.replace("{{ m.role }}:", "{{ loop.index }} of {{ loop.length }}:")
     with pytest.raises(DlmBridgeError, match=r"here: the chat template of tokenizer .*generation.*--chat-template"):
-        list(encode_conversations([DataRow({"messages": TALK}, "here")], chatty(tokenizer, numbered)))
+        list(encode_conversations([DataRecord({"messages": TALK}, "here")], chatty(tokenizer, numbered)))
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DlmBridgeError, match=r"no chat template, which a row needs: .*--chat-template.*--tokenizer"):
-        list(encode_conversations([DataRow({"messages": TALK}, "a row")], tokenizer))
+        list(encode_conversations([DataRecord({"messages": TALK}, "a row")], tokenizer))
 
 
 # -- what published templates do, each with a tokenizer of its marks
@@ -342,7 +342,7 @@ def _check_random_chats(name: str, template: str, seeds: range) -> None:
     for seed in seeds:
         row = random_chat(Random(seed), special)
         try:
-            (example,) = encode_conversations([DataRow(row, "here")], tokenizer)
+            (example,) = encode_conversations([DataRecord(row, "here")], tokenizer)
         except DlmBridgeError as error:
             if "\n" in str(error) or not refusable(name, row):
                 pytest.fail(f"seed {seed}: {error}")

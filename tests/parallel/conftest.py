@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,25 @@ from tests.train.conftest import (
 )
 
 
+@contextlib.contextmanager
+def megatron_alone() -> Iterator[None]:
+    """megatron-core on the CPU, in a world of one, and nothing of it afterwards."""
+    pytest.importorskip("megatron.core")
+    from dlm_bridge.parallel import groups, overrides
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+        yield
+        if dist.is_initialized():
+            groups.destroy()
+            dist.destroy_process_group()
+        overrides.uninstall()
+
+
 @pytest.fixture
-def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def on_megatron(values: dict[str, Any]) -> Iterator[Run]:
     """`run` on the Megatron engine, on the CPU, in a world of one."""
     pytest.importorskip("megatron.core")
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
     from dlm_bridge.parallel.train.assembly import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
@@ -41,18 +55,13 @@ def on_megatron(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iter
         train(config, resume, Console(quiet=True))
         return read_metrics(output)
 
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
+    with megatron_alone():
+        yield _run
 
 
 @pytest.fixture
-def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def bf16_run(values: dict[str, Any]) -> Iterator[Run]:
     """`run` in bf16 on the Megatron engine, with a stand-in for Transformer Engine's Adam where it has settings."""
-    monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-    from dlm_bridge.parallel import groups, overrides
     from dlm_bridge.parallel.train.assembly import train
 
     def _run(output: Path, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
@@ -64,11 +73,8 @@ def bf16_run(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterato
             train(config, resume, Console(quiet=True))
         return read_metrics(output) if (output / "metrics.jsonl").exists() else []
 
-    yield _run
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
+    with megatron_alone():
+        yield _run
 
 
 @pytest.fixture(scope="module")

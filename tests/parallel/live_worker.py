@@ -196,14 +196,12 @@ def parameters_are_ready_for_the_optimizer(files: Files) -> None:
 def what_would_be_ignored_is_refused(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("odd_vocabulary"))
-    with pytest.raises(DlmBridgeError, match="gradient_accumulation_fusion needs Transformer Engine: leave it off"):
+    with pytest.raises(DlmBridgeError, match="gradient_accumulation_fusion needs"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2), gradient_accumulation_fusion=True)
     with pytest.raises(DlmBridgeError, match="mtp_num_layers 1: the model has 0"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2), mtp_num_layers=1)
     (chunk,) = build_megatron_model(bridge.checkpoint, Layout(tp=2))
-    with pytest.raises(
-        DlmBridgeError, match=r"a vocabulary of 0 leaves tensor parallel rank [01] of 2 without a token"
-    ):
+    with pytest.raises(DlmBridgeError, match=r"vocabulary of 0 .*rank [01] of 2"):
         patch_output_layer(chunk.output_layer, 0)
 
 

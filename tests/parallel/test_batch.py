@@ -84,7 +84,7 @@ def test_the_order_is_transformer_engines_and_each_stream_is_dealt_on_its_own() 
 
 
 def test_lengths_that_do_not_divide_are_named() -> None:
-    with pytest.raises(DlmBridgeError, match="--seq-length 24 is not a multiple of 10, which --cp 5 deals it out in"):
+    with pytest.raises(DlmBridgeError, match=r"--seq-length 24 .*10, .*--cp 5"):
         micro_batch(plain(MaskedDiffusion(99)), "bidirectional", cp_rank=0, cp_size=5)
     two_streams = CASES["sdar-BlockDiffusion-plain"].noisy()
     with pytest.raises(DlmBridgeError, match="--seq-length 24 is not a multiple of 16"):

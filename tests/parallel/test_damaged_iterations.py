@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, check_files, file_names
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
+from tests.parallel.conftest import megatron_alone
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
 from tests.train.test_full_disk import limited_files
@@ -33,10 +33,8 @@ Train = Callable[..., str]
 @pytest.fixture(scope="module")
 def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
     """Train on the Megatron engine in this process: what the run prints."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    with pytest.MonkeyPatch.context() as patch, megatron_alone():
         undrawn(patch)
-        from dlm_bridge.parallel import groups, overrides
         from dlm_bridge.parallel.train.assembly import train
 
         def _train(output: Path, resume: bool = False, **changes: Any) -> str:
@@ -46,10 +44,6 @@ def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
             return said.getvalue()
 
         yield _train
-        if dist.is_initialized():
-            groups.destroy()
-            dist.destroy_process_group()
-        overrides.uninstall()
 
 
 @pytest.fixture(scope="module")

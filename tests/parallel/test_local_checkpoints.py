@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, write_digests
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.options import OptionError
+from tests.parallel.conftest import megatron_alone
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
 from tests.train.test_full_disk import limited_files
@@ -38,10 +38,8 @@ class KilledError(Exception):
 @pytest.fixture(scope="module")
 def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
     """Train on the Megatron engine in this process, up to where the run is `killed`: what the run prints."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    with pytest.MonkeyPatch.context() as patch, megatron_alone():
         undrawn(patch)
-        from dlm_bridge.parallel import groups, overrides
         from dlm_bridge.parallel.train.assembly import train
         from dlm_bridge.parallel.train.trainer import MegatronTrainer
 
@@ -63,10 +61,6 @@ def train(seed_folder: Path, corpus: Path) -> Iterator[Train]:
             return said.getvalue()
 
         yield _train
-        if dist.is_initialized():
-            groups.destroy()
-            dist.destroy_process_group()
-        overrides.uninstall()
 
 
 @pytest.fixture(scope="module")

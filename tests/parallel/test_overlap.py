@@ -71,7 +71,7 @@ def test_userbuffers_have_a_micro_batchs_tokens(
     trainer = assemble(config, Console(quiet=True))
     objective = trainer.objective
     initialize_userbuffers(config, 8, objective.tokens_read, {"tp_comm_bootstrap_backend": "gloo"})
-    batches = [*trainer.produce(1).batches, *trainer.prepare([trainer.evaluation_batch(objective, [0, 1], 1)])]
+    batches = [*trainer.produce(1)[0], *trainer.prepare([trainer.evaluation_batch(objective, [0, 1], 1)])]
     assert [batch.input_ids.numel() for batch in batches] == made * 3
     trainer.close()
 

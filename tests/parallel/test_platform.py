@@ -100,7 +100,7 @@ def test_the_variable_chooses_and_a_wrong_one_is_named(monkeypatch: pytest.Monke
     chosen = platform.current()
     assert (chosen.name, chosen.backend, chosen.device()) == ("cpu", "gloo", torch.device("cpu"))
     monkeypatch.setenv(platform.VARIABLE, "tpu")
-    with pytest.raises(DlmBridgeError, match="DLM_BRIDGE_PLATFORM=tpu: unknown platform, known are cuda, cpu"):
+    with pytest.raises(DlmBridgeError, match=r"DLM_BRIDGE_PLATFORM=tpu: .*cuda, cpu"):
         platform.current()
 
 

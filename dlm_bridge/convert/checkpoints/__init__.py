@@ -47,9 +47,9 @@ def find_checkpoint(path: PathLike, revision: str | None = None, family: str | N
     return kind.open(folder, iteration, family)
 
 
-def open_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:
+def open_checkpoint(path: PathLike, family: str | None = None) -> Checkpoint:
     """A checkpoint of any kind and its model. Raises DlmBridgeError, also where nothing names the model."""
-    return find_checkpoint(path, revision, family).bind()
+    return find_checkpoint(path, family=family).bind()
 
 
 @gc_paused()

@@ -21,7 +21,8 @@ from dlm_bridge.convert.formats.hub_weights import (
     SAFETENSORS_INDEX,
     HubReader,
     HubWriter,
-    ShardPlan,
+    ShardFile,
+    ShardRecord,
     build_header,
     index_text,
 )
@@ -31,7 +32,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.reading import file_digest, gc_paused
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.rules import ParamMapping
-from dlm_bridge.models.families import families, find_family
+from dlm_bridge.models.families import FamilySpec, families, find_family
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved: headers alone must not cost that
@@ -100,7 +101,7 @@ class HubCheckpoint(ByNameCheckpoint):
         family = find_family(config, self._family, f"{self.root / CONFIG_FILE}")
         if self._dequantize:
             config = {key: value for key, value in config.items() if key != "quantization_config"}
-            texts[CONFIG_FILE] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+            texts[CONFIG_FILE] = json_bytes(config)
         files = list_side_files(self.root, self.reader.files)
         return HubMetadata(
             family=family,
@@ -184,7 +185,26 @@ class MadeOfHub(ByNameCheckpoint):
     format = "huggingface"
     _stored: dict[str, TensorSpec]
 
-    def __init__(self, source: HubCheckpoint, hub: HubMetadata) -> None:
+    def __init__(
+        self,
+        source: HubCheckpoint,
+        target: FamilySpec,
+        config: dict[str, Any],
+        texts: dict[str, bytes] | None = None,
+        shards: Iterable[ShardRecord] = (),
+    ) -> None:
+        """`config` is the new config.json, `texts` are the other side files that change."""
+        texts = {**(texts or {}), CONFIG_FILE: json_bytes(config)}
+        hub = HubMetadata(
+            family=target,
+            config=config,
+            source=source.hub.source,
+            folder=source.folder,
+            files=tuple(name for name in source.hub.files if name not in texts),
+            excluded=source.hub.excluded,
+            texts=texts,
+            shards=list(shards),
+        )
         super().__init__(source.where, hub)
         self._source = source
         self._read: dict[str, TensorRecord] = {}
@@ -210,6 +230,11 @@ class MadeOfHub(ByNameCheckpoint):
 
     def folders(self) -> list[Path]:
         return self._source.folders()
+
+
+def json_bytes(value: dict[str, Any]) -> bytes:
+    """A side file of the Hub."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @gc_paused()
@@ -338,7 +363,7 @@ def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
 
 
 def index_bytes(
-    source: Checkpoint, plans: Sequence[ShardPlan], specs: dict[str, TensorSpec], like_source: bool
+    source: Checkpoint, plans: Sequence[ShardFile], specs: dict[str, TensorSpec], like_source: bool
 ) -> bytes | None:
     """model.safetensors.index.json of the files in `plans`, None where there is one file and the source had no index.
 
@@ -362,7 +387,7 @@ def write_passthrough(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     if not tensors:
         return
     header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])
-    writer = HubWriter(path.parent, [ShardPlan(CARRIED_FILE, METADATA, header, entries)])
+    writer = HubWriter(path.parent, [ShardFile(CARRIED_FILE, METADATA, header, entries)])
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

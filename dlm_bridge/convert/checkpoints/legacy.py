@@ -7,14 +7,14 @@ Each rank's tensor is a chunk of the global one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput, RawTensor
+from dlm_bridge.convert.checkpoint import OutputRequest, RawTensor
 from dlm_bridge.convert.checkpoints.megatron import MegatronCheckpoint
 from dlm_bridge.convert.formats.dcp import Chunk, ChunkedReader, Contents, StorageLocation, StoredTensor
 from dlm_bridge.convert.formats.legacy_writer import (
@@ -93,11 +93,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return checkpoint
 
     @classmethod
-    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
+    def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], LegacyWriter]]:
         dtype = promote(list(request.dtypes.values()))
         args = megatron_args(request.source, request.params, request.layout, dtype, request.key_style)
-        plan = plan_legacy(request.params, request.layout, request.dtypes, args, request.key_style, request.iteration)
-        return PlannedOutput(plan.files, lambda folder: LegacyWriter(folder, plan))
+        items = plan_legacy(request.params, request.layout, request.dtypes, args, request.key_style, request.iteration)
+        return items.files, lambda folder: LegacyWriter(folder, items)
 
     def _reader(self, params: Iterable[ParamMapping], tied: bool) -> LegacyReader:
         return LegacyReader(self._ranks, params, tied)

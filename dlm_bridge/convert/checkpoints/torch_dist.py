@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dlm_bridge.convert.checkpoint import OutputRequest, PlannedOutput
+from dlm_bridge.convert.checkpoint import OutputRequest
 from dlm_bridge.convert.checkpoints.fsdp_dtensor import PerLayerReader, singleton_names
 from dlm_bridge.convert.checkpoints.megatron import DistributedCheckpoint, is_extra_state
 from dlm_bridge.convert.formats.dcp import (
@@ -49,7 +49,7 @@ from dlm_bridge.convert.streaming import (
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.files.pickles import Inert, read_torch_file, read_torch_item
 from dlm_bridge.files.reading import combined_digests, file_digest, read_json
-from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
+from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
@@ -90,10 +90,10 @@ class TorchDistCheckpoint(DistributedCheckpoint):
         return checkpoint
 
     @classmethod
-    def plan_output(cls, request: OutputRequest) -> PlannedOutput:
+    def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], TorchDistWriter]]:
         more, dtypes = ([], {}) if request.state is None else (request.state.params, request.state.dtypes)
-        plan = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
-        return PlannedOutput(plan.files, lambda folder: TorchDistWriter(folder, plan, request.state))
+        items = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
+        return items.files, lambda folder: TorchDistWriter(folder, items, request.state)
 
     def scaling_histories(self) -> list[str]:
         empty = len(object_item(_NO_STATE))
@@ -179,7 +179,7 @@ class RankSlice:
 
 
 @dataclass
-class TorchDistPlan:
+class TorchDistItems:
     """Every item of a checkpoint and where it goes, before any tensor is read."""
 
     contents: Contents
@@ -187,30 +187,24 @@ class TorchDistPlan:
     files: dict[str, int]  # name -> bytes
 
 
-@dataclass
-class _Planner:
-    layout: Layout
-    pieces: dict[str, list[RankSlice]] = field(default_factory=dict)
-    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
-    objects: dict[str, StorageLocation] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
-
-    def place(self, rank: int, length: int) -> StorageLocation:
-        file = f"__{rank}_0.distcp"
-        offset = self.files.get(file, 0)
-        self.files[file] = offset + length
-        return StorageLocation(file, offset, length)
-
-
-def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistPlan:
+def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistItems:
     """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `megatron_key`.
 
     A rank's file holds what that rank holds; what is replicated over tensor parallel ranks is in rank 0's.
     """
-    planner = _Planner(layout)
+    pieces: dict[str, list[RankSlice]] = {}
+    chunks: dict[str, list[Chunk]] = {}
+    objects: dict[str, StorageLocation] = {}
+    files: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     stage_of: dict[int, int] = {}
     empty = len(object_item(_NO_STATE))
+
+    def place(rank: int, length: int) -> StorageLocation:
+        file = f"__{rank}_0.distcp"
+        files[file] = (offset := files.get(file, 0)) + length
+        return StorageLocation(file, offset, length)
+
     for whole, param, first in in_rows(params):
         key, dtype = param.megatron_key, dtypes[param.megatron_key]
         if not stage_of:
@@ -222,42 +216,42 @@ def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict
         module, _, last = key.rpartition(".")
         of_model = key.startswith(("decoder.", "mtp."))  # and not an optimizer's
         if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
-            place = planner.place(layout.rank(pp_rank, 0, ep_rank), empty)
-            planner.objects[f"{module}._extra_state/shard_{_shard(param)}"] = place
-        pieces = planner.pieces.setdefault(whole.megatron_name, [])
+            state = f"{module}._extra_state/shard_{_shard(param)}"
+            objects[state] = place(layout.rank(pp_rank, 0, ep_rank), empty)
+        own = pieces.setdefault(whole.megatron_name, [])
         for tp_rank, axis, start, length in _runs(param, layout.tp if ep_rank is None else layout.expert_tp):
             offsets, sizes = _box(param, axis, start, length)
-            place = planner.place(layout.rank(pp_rank, tp_rank, ep_rank), tensor_item_length(dtype, sizes))
-            chunk = Chunk(offsets, sizes, place)
-            planner.chunks.setdefault(key, []).append(chunk)
+            length_on_disk = tensor_item_length(dtype, sizes)
+            chunk = Chunk(offsets, sizes, place(layout.rank(pp_rank, tp_rank, ep_rank), length_on_disk))
+            chunks.setdefault(key, []).append(chunk)
             part = slice_range(param.megatron_shape, dtype.itemsize, axis, [(start, length)], first)
-            pieces.append(RankSlice(chunk, part))
+            own.append(RankSlice(chunk, part))
     tensors = {
-        key: StoredTensor(dtypes[key], dtype_name(dtypes[key]), shapes[key], tuple(chunks))
-        for key, chunks in planner.chunks.items()
+        key: StoredTensor(dtypes[key], dtype_name(dtypes[key]), shapes[key], tuple(found))
+        for key, found in chunks.items()
     }
-    return TorchDistPlan(Contents(tensors, planner.objects), planner.pieces, planner.files)
+    return TorchDistItems(Contents(tensors, objects), pieces, files)
 
 
 class TorchDistWriter:
-    """Writes a plan's items in any order and from any thread; `finish` makes the folder a checkpoint."""
+    """Writes the planned items in any order and from any thread; `finish` makes the folder a checkpoint."""
 
-    def __init__(self, folder: Path, plan: TorchDistPlan, state: OptimizerState | None = None) -> None:
-        """With an optimizer's `state`, whose slices are in the plan, what it has unsharded is the checkpoint's."""
-        self._folder, self._plan, self._state = folder, plan, state
-        self._missing = set(plan.pieces)
+    def __init__(self, folder: Path, items: TorchDistItems, state: OptimizerState | None = None) -> None:
+        """With an optimizer's `state`, whose slices are in `items`, what it has unsharded is the checkpoint's."""
+        self._folder, self._items, self._state = folder, items, state
+        self._missing = set(items.pieces)
         self._digests: dict[StorageLocation, bytes] = {}
         folder.mkdir(exist_ok=True)
-        allocate(folder, plan.files)
+        allocate(folder, items.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
         """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
         key = param.megatron_key
-        dtype = self._plan.contents.tensors[key].dtype
+        dtype = self._items.contents.tensors[key].dtype
         assert dtype is not None
         parts, sinks = [], []
         with ExitStack() as stack:
-            for piece in self._plan.pieces[param.megatron_name]:
+            for piece in self._items.pieces[param.megatron_name]:
                 place = piece.chunk.place
                 sink = ItemSink(self._folder / place.file, place.offset, place.length, dtype, piece.chunk.sizes)
                 sinks.append(stack.enter_context(sink))
@@ -286,7 +280,7 @@ class TorchDistWriter:
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         data = object_item(_NO_STATE)
         by_file: dict[str, list[StorageLocation]] = {}
-        for place in self._plan.contents.objects.values():
+        for place in self._items.contents.objects.values():
             by_file.setdefault(place.file, []).append(place)
         for file, places in by_file.items():
             with (self._folder / file).open("r+b") as stream:
@@ -294,9 +288,9 @@ class TorchDistWriter:
                     stream.seek(place.offset)
                     stream.write(data)
                     self._digests[place] = xxhash.xxh3_128_digest(data)
-        objects = {**self._plan.contents.objects, **self._write_common(iteration)}
+        objects = {**self._items.contents.objects, **self._write_common(iteration)}
         (self._folder / BACKEND_FILE).write_text(json.dumps(_BACKEND))
-        write_metadata(self._folder, Contents(self._plan.contents.tensors, objects))
+        write_metadata(self._folder, Contents(self._items.contents.tensors, objects))
         return combined_digests((place.file, place.offset, found) for place, found in self._digests.items())
 
     def _write_common(self, iteration: int) -> dict[str, StorageLocation]:
@@ -315,7 +309,7 @@ class TorchDistWriter:
         return {COMMON_STATE: place}
 
     def _places(self, param: ParamMapping) -> list[StorageLocation]:
-        return [piece.chunk.place for piece in self._plan.pieces[param.megatron_name]]
+        return [piece.chunk.place for piece in self._items.pieces[param.megatron_name]]
 
 
 def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int:
@@ -419,31 +413,11 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
     # To import them takes a second, and they come last.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import StorageMeta
 
-    def stored_at(place: StorageLocation) -> _StorageInfo:
-        return _StorageInfo(place.file, place.offset, place.length)
+    from dlm_bridge.convert.formats.dcp_reader import torch_metadata
 
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for name, tensor in contents.tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-        properties = TensorProperties(dtype=WEIGHT_DTYPES[tensor.dtype_name])
-        state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for chunk in tensor.chunks:
-            storage[MetadataIndex(name, chunk.offsets)] = stored_at(chunk.place)
-    for name, place in contents.objects.items():
-        state[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = stored_at(place)
-    metadata = Metadata(state, planner_data=None, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
+    metadata = torch_metadata(contents, StorageMeta())
+    metadata.version = "1.0.0"
     with (folder / DCP_METADATA).open("wb") as stream:
         pickle.dump(metadata, stream)

@@ -19,9 +19,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from dlm_bridge.convert.formats.dcp import read_metadata as read_dcp_metadata
+from dlm_bridge.convert.formats.dcp import Contents, read_metadata
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import FileWindow
+
+
+def torch_metadata(contents: Contents, storage: StorageMeta) -> Metadata:
+    """The contents of a `.metadata` in torch's own classes."""
+    state: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for name, tensor in contents.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
+        properties = TensorProperties(dtype=getattr(torch, tensor.dtype_name))
+        state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        places |= {MetadataIndex(name, each.offsets): each.place for each in tensor.chunks}
+    for name, place in contents.objects.items():
+        state[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = place
+    found = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
+    return Metadata(state, storage_data=found, storage_meta=storage)
 
 
 class RestrictedReader(FileSystemReader):
@@ -31,22 +47,11 @@ class RestrictedReader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = self._read()  # at once, since torch logs what is raised when it asks
+        contents = read_metadata(Path(self.path))  # at once, since torch logs what is raised when it asks
+        self._metadata = torch_metadata(contents, StorageMeta(load_id=self.load_id))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
-
-    def _read(self) -> Metadata:
-        contents = read_dcp_metadata(Path(self.path))
-        state: dict[str, Any] = {name: BytesStorageMetadata() for name in contents.objects}
-        places = {MetadataIndex(name): place for name, place in contents.objects.items()}
-        for name, tensor in contents.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
-            properties = TensorProperties(getattr(torch, tensor.dtype_name))
-            state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-            places |= {MetadataIndex(name, torch.Size(each.offsets)): each.place for each in tensor.chunks}
-        storage = {index: _StorageInfo(place.file, place.offset, place.length) for index, place in places.items()}
-        return Metadata(state, storage_data=storage, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _slice_file(self, file: Any, place: Any) -> Any:
         window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot be searched from its end

@@ -13,11 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from dlm_bridge.convert.streaming import FileRegion, Sink, SliceRange, allocate, read_tensor, tensor_bands
 from dlm_bridge.errors import DlmBridgeError, one_line
-from dlm_bridge.files.reading import file_digest
+from dlm_bridge.files.reading import check_safetensors, file_digest
 from dlm_bridge.hub import inside
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, torch_dtype
 
@@ -195,15 +193,6 @@ def read_bin(path: Path) -> SafetensorsFile:
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
 
 
-def check_safetensors(path: Path) -> None:
-    """Raise DlmBridgeError for a file that is truncated or damaged, by its header and its length."""
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: not a whole safetensors file: {one_line(error)}") from None
-
-
 def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
     """Read and check a header; safetensors' own reader judges it first. `quantised` is a dtype of no weight that it
     lets through, by its name in the header.
@@ -287,7 +276,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardFile:
     """One safetensors file that will be written: its header and the place of every tensor."""
 
     file: str
@@ -307,7 +296,7 @@ class HubWriter:
     AssertionError unless every planned tensor was noted exactly once.
     """
 
-    def __init__(self, folder: Path, plans: Sequence[ShardPlan]) -> None:
+    def __init__(self, folder: Path, plans: Sequence[ShardFile]) -> None:
         self._where = {entry.name: (folder / plan.file, entry) for plan in plans for entry in plan.entries}
         self._missing = set(self._where)
         allocate(folder, {plan.file: plan.nbytes for plan in plans})
@@ -351,16 +340,16 @@ class HubWriter:
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
 
 
-def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardPlan]:
+def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardFile]:
     """The files of a known shard map, with the dtypes and shapes of `tensors`."""
     plans = []
     for shard in shards:
         header, entries = build_header(shard.metadata, [(name, *tensors[name]) for name in shard.tensors])
-        plans.append(ShardPlan(shard.file, shard.metadata, header, entries))
+        plans.append(ShardFile(shard.file, shard.metadata, header, entries))
     return plans
 
 
-def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
+def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardFile]:
     """Files of at most `shard_size` bytes of tensors (a larger tensor has a file of its own), named as on the Hub."""
     groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = []
     room = 0
@@ -375,11 +364,11 @@ def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardPlan]:
     plans = []
     for file, group in zip([SINGLE_FILE] if len(groups) == 1 else names, groups, strict=True):
         header, entries = build_header(METADATA, standard_order(group))
-        plans.append(ShardPlan(file, METADATA, header, entries))
+        plans.append(ShardFile(file, METADATA, header, entries))
     return plans
 
 
-def index_text(plans: Sequence[ShardPlan], like: dict[str, Any] | None = None) -> str:
+def index_text(plans: Sequence[ShardFile], like: dict[str, Any] | None = None) -> str:
     """model.safetensors.index.json for these files; `like` is an older index whose other metadata is kept."""
     metadata = (like or {}).get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}

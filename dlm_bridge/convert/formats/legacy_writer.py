@@ -73,7 +73,7 @@ class RankTensor:
 
 
 @dataclass
-class LegacyPlan:
+class LegacyItems:
     """Every file and every place in it, before any tensor is read."""
 
     files: dict[str, int]  # path below the iteration -> bytes
@@ -83,7 +83,7 @@ class LegacyPlan:
 
 
 @dataclass
-class _RankPlan:
+class _RankState:
     chunks: list[dict[str, torch.Tensor | None]]
     places: list[tuple[int, str, str, SliceRange]] = field(default_factory=list)  # chunk, key, param's name, its part
 
@@ -95,12 +95,12 @@ def plan_legacy(
     args: dict[str, Any],
     style: str,
     iteration: int,
-) -> LegacyPlan:
+) -> LegacyItems:
     """Lay out the files of the layout's ranks. `dtypes` goes by `megatron_key`; the vocabulary's rows are padded.
 
     Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
     ranks = _ranks(layout)
-    plans = {(pp, tp, ep): _RankPlan([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
+    states = {(pp, tp, ep): _RankState([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
     local: dict[int, tuple[int, int, int]] = {}
     for whole, param, first in in_rows(params):
         if not local:
@@ -111,47 +111,49 @@ def plan_legacy(
                 if expert_rank not in (None, ep):
                     continue
                 rank, size = (tp, layout.tp) if expert_rank is None else (etp_rank, layout.expert_tp)
-                plan = plans[pp, tp, ep]
+                rank_state = states[pp, tp, ep]
                 tensor = torch.empty(_local_shape(param, rank, size), dtype=dtypes[param.megatron_key])
-                plan.chunks[vp][name] = tensor
-                plan.places.append((vp, name, whole.megatron_name, _part(param, rank, size, tensor.itemsize, first)))
-                if state := extra_state_of(name, style):
-                    plan.chunks[vp][state] = None
-    result = LegacyPlan({}, {}, {}, {})
-    for (pp, tp, ep), plan in plans.items():
+                rank_state.chunks[vp][name] = tensor
+                rank_state.places.append(
+                    (vp, name, whole.megatron_name, _part(param, rank, size, tensor.itemsize, first))
+                )
+                if extra := extra_state_of(name, style):
+                    rank_state.chunks[vp][extra] = None
+    result = LegacyItems({}, {}, {}, {})
+    for (pp, tp, ep), rank_state in states.items():
         if pp == layout.pp - 1:  # the output layer has a state also where it shares the embedding's weight
-            plan.chunks[-1].setdefault("output_layer._extra_state", None)
+            rank_state.chunks[-1].setdefault("output_layer._extra_state", None)
         rest = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
-        _lay_out(f"{_folder(layout, pp, tp, ep)}/{RANK_FILE}", plan, rest, result)
+        _lay_out(f"{_folder(layout, pp, tp, ep)}/{RANK_FILE}", rank_state, rest, result)
     return result
 
 
 class LegacyWriter:
-    """Writes a plan's tensors in any order and from any thread; `finish` completes the files' checksums."""
+    """Writes the planned tensors in any order and from any thread; `finish` completes the files' checksums."""
 
-    def __init__(self, folder: Path, plan: LegacyPlan) -> None:
-        self._folder, self._plan = folder, plan
-        self._missing = set(plan.targets)
+    def __init__(self, folder: Path, items: LegacyItems) -> None:
+        self._folder, self._items = folder, items
+        self._missing = set(items.targets)
         self._written: dict[tuple[str, int], tuple[bytes, int]] = {}  # (file, start) -> digest, checksum
-        allocate(folder, plan.files)
+        allocate(folder, items.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
         """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
         parts, sinks = [], []
         with ExitStack() as stack:
-            for target in self._plan.targets[param.megatron_name]:
+            for target in self._items.targets[param.megatron_name]:
                 sink = Sink(self._folder / target.file, target.start, checksum=True)
                 sinks.append(stack.enter_context(sink))
                 parts.append(target.part)
             distribute(bands, parts, sinks)
-        for target, sink in zip(self._plan.targets[param.megatron_name], sinks, strict=True):
+        for target, sink in zip(self._items.targets[param.megatron_name], sinks, strict=True):
             taken = sink.position - target.start
             assert taken == target.length, f"{target} took {taken} bytes"
         return [f"{sink.digest.hexdigest()}:{sink.checksum:08x}" for sink in sinks]
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
         """Whether the parameter's items lie there already, from a run before this one."""
-        targets = self._plan.targets[param.megatron_name]
+        targets = self._items.targets[param.megatron_name]
         return len(targets) == len(digests) and all(
             file_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
             for target, text in zip(targets, digests, strict=True)
@@ -159,7 +161,7 @@ class LegacyWriter:
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
         """The parameter's items are there: what `write` returned, or what `has` found."""
-        for target, text in zip(self._plan.targets[param.megatron_name], digests, strict=True):
+        for target, text in zip(self._items.targets[param.megatron_name], digests, strict=True):
             digest, _, checksum = text.partition(":")
             self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
         self._missing.remove(param.megatron_name)
@@ -171,10 +173,10 @@ class LegacyWriter:
         """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         targets: dict[str, dict[int, RankTensor]] = {}
-        for target in (target for several in self._plan.targets.values() for target in several):
+        for target in (target for several in self._items.targets.values() for target in several):
             targets.setdefault(target.file, {})[target.start] = target
         found = {}
-        for file, segments in self._plan.segments.items():
+        for file, segments in self._items.segments.items():
             path = self._folder / file
             fd = os.open(path, os.O_WRONLY)
             try:
@@ -183,7 +185,7 @@ class LegacyWriter:
                 for start, target in targets[file].items():
                     checksum = self._written[file, start][1].to_bytes(4, "little")
                     write_at(fd, checksum, start + target.length + _CRC_IN_DESCRIPTOR)
-                    write_at(fd, checksum, self._plan.directories[file][start] + _CRC_IN_DIRECTORY)
+                    write_at(fd, checksum, self._items.directories[file][start] + _CRC_IN_DIRECTORY)
             finally:
                 os.close(fd)
             found[file] = legacy_file_digest(path, {start: self._written[file, start][0] for start in targets[file]})
@@ -268,19 +270,19 @@ def _part(param: ParamMapping, rank: int, size: int, itemsize: int, first: int) 
     return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, param.tp_slices(rank, size), first)
 
 
-def _lay_out(file: str, plan: _RankPlan, rest: dict[str, Any], result: LegacyPlan) -> None:
+def _lay_out(file: str, state: _RankState, rest: dict[str, Any], result: LegacyItems) -> None:
     """Have torch lay the file out, and note where each tensor goes."""
-    keys = ["model"] if len(plan.chunks) == 1 else [f"model{number}" for number in range(len(plan.chunks))]
+    keys = ["model"] if len(state.chunks) == 1 else [f"model{number}" for number in range(len(state.chunks))]
     sparse = SparseFile()
     with torch.serialization.skip_data():
-        torch.save(rest | dict(zip(keys, plan.chunks, strict=True)), sparse)  # type: ignore[arg-type]
+        torch.save(rest | dict(zip(keys, state.chunks, strict=True)), sparse)  # type: ignore[arg-type]
     result.files[file], result.segments[file] = sparse.size, sparse.segments
     # torch numbers the storages in the order in which it meets them, which is that of the dicts.
-    order = [id(tensor) for chunk in plan.chunks for tensor in chunk.values() if tensor is not None]
+    order = [id(tensor) for chunk in state.chunks for tensor in chunk.values() if tensor is not None]
     number = {found: place for place, found in enumerate(order)}
     records: dict[str, ArchiveRecord] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
-    for vp, key, name, part in plan.places:
-        tensor = plan.chunks[vp][key]
+    for vp, key, name, part in state.places:
+        tensor = state.chunks[vp][key]
         record = records[f"data/{number[id(tensor)]}"]
         assert tensor is not None
         assert record.length == tensor.nbytes, f"{file}: {key} is not where torch was expected to put it"

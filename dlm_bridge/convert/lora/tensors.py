@@ -63,22 +63,19 @@ def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, Adapt
             continue
         if len(param.hub_shapes[0]) != 2 or ".router." in param.rule.megatron:
             continue
-        if param.expert is not None:
-            for factor in _fused(param, rank) if len(param.hub_names) > 1 else _single(param, 0, rank, ""):
-                yield "canonical", factor
-        elif len(param.hub_names) > 1:
-            for factor in _fused(param, rank):
-                yield "fused", factor
+        joined = len(param.hub_names) > 1
+        found: list[AdapterTensor] = []  # of the canonical style
+        if joined and param.expert is None:
+            yield from (("fused", factor) for factor in _fused(param, rank))
             for number, name in enumerate(param.hub_names):
-                for factor in _single(param, number, rank, _canonical_key(param.rule, name, param)):
-                    yield "canonical", factor
+                found += _single(param, number, rank, _canonical_key(param.rule, name, param))
+        elif joined or isinstance(param.rule, FusedQKV):
+            found += _fused(param, rank)
         else:
-            both = _fused(param, rank) if isinstance(param.rule, FusedQKV) else _single(param, 0, rank, "")
-            for factor in both:
-                yield "canonical", factor
+            found += _single(param, 0, rank, "")
         if param.expert is None:
-            for factor in _magnitudes(param):
-                yield "canonical", factor
+            found += _magnitudes(param)
+        yield from (("canonical", factor) for factor in found)
 
 
 def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[AdapterTensor]:

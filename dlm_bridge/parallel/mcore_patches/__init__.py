@@ -192,7 +192,7 @@ MODULE_PATCHES = (
         why="its loss is one of every position",
         source="models/gpt/gpt_model.py:739",
         when=anywhere("--ep-overlap"),
-        code="dlm_bridge.parallel.gpt:PlannedLoss",
+        code="dlm_bridge.parallel.gpt:DeferredLoss",
     ),
     Patch(
         target="ColumnParallelLinear._forward_impl",

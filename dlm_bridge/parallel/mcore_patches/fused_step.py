@@ -10,7 +10,7 @@ import torch
 
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import is_float8tensor, param_is_not_shared, param_is_not_tensor_parallel_duplicate
-from dlm_bridge.parallel.mcore_patches.optimizers import param_range
+from dlm_bridge.parallel.mcore_patches.optimizers import float16_params, fp32_params, is_distributed, param_range
 
 
 class StepInputs(NamedTuple):
@@ -28,7 +28,7 @@ class FusedOptimizerStep:
         self.part = part
         self.optimizer = part.optimizer
         self.adam = hasattr(self.optimizer, "adam_w_mode")
-        self.distributed = hasattr(part, "shard_fp32_from_float16_groups")
+        self.distributed = is_distributed(part)
         # In bf16 without a loss scale the model's gradients are read as they are:
         # megatron-core copies them to fp32 first.
         self.direct = hasattr(part, "float16_groups") and not self.distributed and part.grad_scaler is None
@@ -95,7 +95,7 @@ class FusedOptimizerStep:
         if self.direct:
             for group in part.fp32_from_fp32_groups:
                 weights |= {main: StepInputs(main.main_grad) for main in group}
-        pairs = list(_pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", [])))
+        pairs = float16_params(part)
         quantised = _quantised(pairs)
         for model, main in pairs:
             gradient = model.main_grad if self.direct else main.grad
@@ -133,8 +133,7 @@ class DistributedShards:
     def __init__(self, part: Any) -> None:
         self.part = part
         self._places = self._now()
-        float16 = list(_pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups))
-        fp32 = list(_pairs(part.model_fp32_groups, part.shard_fp32_groups))
+        float16, fp32 = float16_params(part), fp32_params(part)
         # Copied where they are not fp32, and looked at first where there is a loss scale: by megatron-core.
         as_they_are = all(model.main_grad.dtype == torch.float32 for model, _ in (*float16, *fp32))
         self.gradients: dict[torch.Tensor, torch.Tensor] | None = None
@@ -171,12 +170,6 @@ class DistributedShards:
         index, _, bucket = self.part.model_param_gbuf_map[model]
         own = param_range(self.part, model, "gbuf_world_in_bucket")
         return self.part.buffers[index].buckets[bucket].param_data.view(-1)[own]
-
-
-def _pairs(models: list[list[Any]], mains: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
-    """The model's params with this rank's main params."""
-    for group in zip(models, mains, strict=True):
-        yield from (pair for pair in zip(*group, strict=True) if pair[1] is not None)
 
 
 def _quantised(pairs: list[tuple[Any, Any]]) -> bool:

@@ -38,6 +38,37 @@ def param_range(part: Any, parameter: torch.Tensor, of: str = "param") -> slice:
     return slice(found.start, found.end)
 
 
+def float16_params(part: Any) -> list[tuple[Any, Any]]:
+    """The model's bf16 or fp16 params with this rank's fp32 main params, of the distributed optimizer flat shards."""
+    if is_distributed(part):
+        return _pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups)
+    return _pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []))
+
+
+def fp32_params(part: Any) -> list[tuple[Any, Any]]:
+    """The model's fp32 params with what this rank updates of them: themselves, or a flat shard."""
+    if is_distributed(part):
+        return _pairs(part.model_fp32_groups, part.shard_fp32_groups)
+    groups = getattr(part, "fp32_from_fp32_groups", None)
+    groups = [group["params"] for group in part.param_groups] if groups is None else groups
+    return _pairs(groups, groups)
+
+
+def is_distributed(part: Any) -> bool:
+    """Whether `part` is the distributed optimizer, with its main params in shards of its own."""
+    return hasattr(part, "shard_fp32_from_float16_groups")
+
+
+def shard_start(part: Any, parameter: torch.Tensor) -> int:
+    """The first element of the flat parameter in this rank's main param."""
+    return int(param_range(part, parameter).start) if is_distributed(part) else 0
+
+
+def _pairs(models: list[list[Any]], mains: list[list[Any]]) -> list[tuple[Any, Any]]:
+    groups = zip(models, mains, strict=True)
+    return [pair for group in groups for pair in zip(*group, strict=True) if pair[1] is not None]
+
+
 def inner_main_params(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The model's bf16 or fp16 params with a rank's shard of each, flat, as the inner optimizer has it."""
     for parameters, shards in zip(part.model_float16_groups, part.shard_float16_groups, strict=True):

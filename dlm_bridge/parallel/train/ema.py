@@ -23,7 +23,7 @@ from dlm_bridge.parallel.core import (
     make_sharded_optimizer_tensor,
     nested_values,
 )
-from dlm_bridge.parallel.mcore_patches.optimizers import param_range, parts_of
+from dlm_bridge.parallel.mcore_patches.optimizers import float16_params, fp32_params, parts_of, shard_start
 from dlm_bridge.train.ema import AveragedWeights
 
 
@@ -110,22 +110,8 @@ class MegatronAverages(AveragedWeights):
         for part in self.parts:
             if getattr(part, "is_stub_optimizer", False):  # of a rank without parameters
                 continue
-            if hasattr(part, "shard_fp32_from_float16_groups"):  # the distributed optimizer
-                halves = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
-                others = zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
-                for parameters, shards in (*halves, *others):
-                    for parameter, shard in zip(parameters, shards, strict=True):
-                        yield UpdatedShard(parameter, param_range(part, parameter).start, shard)
-            elif hasattr(part, "fp32_from_float16_groups"):
-                halves = zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-                others = zip(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups, strict=True)
-                for parameters, mains in (*halves, *others):
-                    for parameter, main in zip(parameters, mains, strict=True):
-                        yield UpdatedShard(parameter, 0, main)
-            else:
-                for group in part.param_groups:
-                    for parameter in group["params"]:
-                        yield UpdatedShard(parameter, 0, parameter)
+            for parameter, values in (*float16_params(part), *fp32_params(part)):
+                yield UpdatedShard(parameter, shard_start(part, parameter), values)
 
 
 def _places(states: Sequence[Any]) -> Iterator[Any]:

@@ -57,7 +57,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
 from dlm_bridge.train.ranks import StragglerDetector
-from dlm_bridge.train.trainer import Processes, StepBatches, Trainer
+from dlm_bridge.train.trainer import Processes, StepInputs, Trainer
 
 if TYPE_CHECKING:
     from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints
@@ -136,7 +136,7 @@ class MegatronTrainer(Trainer):
             return metrics, stop
         return functools.partial(self._with_straggler_report, step, metrics, self.stragglers.take_timed()), stop
 
-    def produce(self, step: int) -> StepBatches:
+    def produce(self, step: int) -> StepInputs:
         with self.producing:
             return super().produce(step)
 
@@ -232,9 +232,11 @@ class MegatronTrainer(Trainer):
         with gathered_weights(self.chunks), eval_mode(self.chunks):
             for number in range(1, -(-count // self.config.data.global_batch_size) + 1):
                 samples = self.rank_samples(number, sampler)
-                batches = self.step_batches([self.evaluation_batch(objective, each, count) for each in samples])
-                normaliser_K = self.sum_on_cpu(self.counted_once(batches.normaliser[: objective.terms]))
-                sums_K = self._run_schedule(batches.batches, torch.ones(objective.terms), forward_only=True)
+                batches, normaliser_K = self.step_inputs(
+                    [self.evaluation_batch(objective, each, count) for each in samples]
+                )
+                normaliser_K = self.sum_on_cpu(self.counted_once(normaliser_K[: objective.terms]))
+                sums_K = self._run_schedule(batches, torch.ones(objective.terms), forward_only=True)
                 totals += torch.stack([sums_K.cpu(), normaliser_K])
         return totals
 

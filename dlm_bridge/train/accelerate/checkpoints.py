@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
-from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardPlan, index_text, plan_by_size
+from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardFile, index_text, plan_by_size
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import one_line
 from dlm_bridge.loading.lazy import first_row
@@ -172,13 +172,13 @@ def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
         raise failure if isinstance(failure, OSError) else RuntimeError(one_line(failure or error)) from error
 
 
-def _save_weights(folder: Path, model: Any, device: torch.device, shard_size: int = SHARD_SIZE) -> None:
+def _save_weights(folder: Path, model: Any, device: torch.device) -> None:
     """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
     under the Hub's names. Every process calls this together, rank 0 writes."""
     weights = ((name, full_tensor(tensor, device)) for name, tensor in stored_tensors(model))
     try:
         if dist.get_rank() == 0:
-            _write_hub_files(folder, model, weights, shard_size)
+            _write_hub_files(folder, model, weights)
     finally:
         for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
             pass
@@ -211,9 +211,9 @@ def load_parameters(file: Path, model: nn.Module) -> None:
             local.copy_(tensors.get_slice(name)[first : first + len(local)])
 
 
-def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], shard_size: int) -> None:
+def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     _write_configs(folder, model)
-    plans = _shard_plans(model, shard_size)
+    plans = _shard_plans(model)
     writer = HubWriter(folder, plans)
     for name, whole in weights:
         for hub_name, part in hub_tensors(model, {name: whole}).items():
@@ -245,12 +245,12 @@ def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer
     return {"state": {order[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 
 
-def _shard_plans(model: Any, shard_size: int) -> list[ShardPlan]:
+def _shard_plans(model: Any) -> list[ShardFile]:
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, tensor in stored_tensors(model):
         parts = hub_tensors(model, {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
         specs |= {hub_name: (part.dtype, tuple(part.shape)) for hub_name, part in parts.items()}
-    return plan_by_size(specs, shard_size)
+    return plan_by_size(specs, SHARD_SIZE)
 
 
 def _write_configs(folder: Path, model: Any) -> None:

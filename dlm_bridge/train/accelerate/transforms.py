@@ -40,19 +40,18 @@ def check_float8() -> None:
         ) from error
 
 
-def convert_to_float8(model: nn.Module, emulate: bool = False) -> int:
+def convert_to_float8(model: nn.Module) -> int:
     """Convert the linear layers of every decoder layer to FP8 matrix products, and return how many were converted: all
-    but routers whose sizes are multiples of 16, which the kernels need. The weights are unchanged. `emulate` computes
-    with rounded values in half precision, on any device. Call it before `compile_layers`."""
+    but routers whose sizes are multiples of 16, which the kernels need. The weights are unchanged. Call it before
+    `compile_layers`."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
         linear: Any = module
         return linear.in_features % 16 == 0 and linear.out_features % 16 == 0 and name.split(".")[-1] != "gate"
 
-    config = Float8LinearConfig(emulate=emulate)
     for layer in decoder_layers(model):
-        convert_to_float8_training(layer, module_filter_fn=fits, config=config)
+        convert_to_float8_training(layer, module_filter_fn=fits, config=Float8LinearConfig())
     return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 

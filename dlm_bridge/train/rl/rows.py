@@ -11,7 +11,7 @@ import numpy as np
 
 from dlm_bridge.data.chat_template import render_prompt
 from dlm_bridge.data.conversations import Example, encode_conversations
-from dlm_bridge.data.messages import DataRow, check_sources, read_data_rows, read_prompt
+from dlm_bridge.data.messages import DataRecord, check_sources, read_data_rows, read_prompt
 from dlm_bridge.data.sources import DataSources, find_data
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
@@ -108,7 +108,7 @@ def load_pairs(
     return pairs
 
 
-def read_rows(items: Sequence[str], flag: str = "--data") -> Iterator[DataRow]:
+def read_rows(items: Sequence[str], flag: str = "--data") -> Iterator[DataRecord]:
     """The rows that some paths and names mean, in order. Raises DlmBridgeError for what cannot be read as rows."""
     (sources,) = find_rows(items, flag).parts
     return itertools.chain.from_iterable(map(read_data_rows, sources))  # type: ignore[arg-type]  # as checked
@@ -124,9 +124,9 @@ def find_rows(items: Sequence[str], flag: str = "--data", load: bool = True) -> 
     return found
 
 
-def _completed(record: DataRow, name: str) -> DataRow:
+def _completed(record: DataRecord, name: str) -> DataRecord:
     fields = {"prompt": record.fields["prompt"], "completion": record.fields[name]}
-    return DataRow(fields | {"tools": record.fields.get("tools")}, f"{record.where}, '{name}'")
+    return DataRecord(fields | {"tools": record.fields.get("tools")}, f"{record.where}, '{name}'")
 
 
 def _check_tokens(ids: Sequence[int], longest: int, what: str, where: str, mask_token_id: int | None) -> None:
