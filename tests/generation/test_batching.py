@@ -291,8 +291,8 @@ def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
 
 def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
     model, settings = build("llada")
-    nothing: list[int] = []
-    settings |= {"prefix_allowed_tokens_fn": lambda name, tokens: nothing if name == "row 1" else [5, 6]}
+    outside = [10**6]
+    settings |= {"prefix_allowed_tokens_fn": lambda name, tokens: outside if name == "row 1" else [5, 6]}
     batch = SamplingEngine(model, settings, max_rows=2, max_length=40)
     for row in requests(3, [6]):
         batch.submit(row)
