@@ -243,6 +243,28 @@ def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) ->
     check_rows(model, settings | {"algorithm": "bd3lm"}, requests(8, [6, 8, 12]))
 
 
+@pytest.mark.parametrize("speculative", [False, True])
+def test_shared_columns_move_also_where_no_row_waits(
+    speculative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that enter late, one after the other, would reach beyond the columns of the KV cache."""
+    model, mask = load_case(CACHED["sdar"], tmp_path)
+    if speculative:
+        monkeypatch.setattr(canvas, "read_flags", read_with_overlap)
+    settings = {"mask_token_id": mask, "pad_token_id": 0, "eos_token_id": None, "temperature": 0.7, "cache": "block"}
+    block = model.config.block_size
+    lengths = [block * blocks for blocks in (4, 10, 10, 10)]
+    rows = [Request(number, [5, 6, 7], length, seed=number) for number, length in enumerate(lengths)]
+    batch = SamplingEngine(model, settings, max_rows=2, max_length=3 + 10 * block, stream=False)
+    for row in rows:
+        batch.submit(row)
+    found: dict[Any, Event] = {}
+    while not batch.idle:
+        found |= {event.name: event for event in batch.step()}
+    for row in rows:
+        assert list(ended([found[row.name]]).tokens) == alone(model, row, settings)
+
+
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_rows_enter_a_canvas_that_is_attended_to_as_a_whole(model: Any, cache: str) -> None:
     settings = {"cache": cache, "block_length": 4, "threshold": 0.01, "eos_token_id": list(range(0, 128, 16))}
