@@ -64,7 +64,7 @@ class Extension:
 KERNELS = {
     "attention": ("supports_attention", "attend"),  # of generation.runtime.attention
     "tokens": ("supports_logits", "best_token", "draw_token", "probability_of", "philox_uniform"),  # of token_sampling
-    "layers": ("Layers",),  # of generation.runtime.graphs
+    "layers": ("Layers",),  # below generation.runtime.graphs.DecoderLayers
 }
 CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
 

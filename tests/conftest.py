@@ -42,6 +42,9 @@ REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "m
 
 # Folders of tests that need an extension: where it is not there, or with --core, they are not collected.
 FOLDERS = {"rl": "train.rl", "interop": "parallel", "faults": "parallel", **{name: name for name in EXTENSIONS}}
+EXTRA_SAMPLERS = (
+    "bd3lm", "credit", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_block", "wino"
+)  # fmt: skip
 IMPORT = re.compile(r"^(?:from|import) dlm_bridge\.(train\.\w+|\w+)(?: import (\w+))?", re.MULTILINE)
 
 
@@ -59,11 +62,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out single tests that are marked with an extension that is not there."""
+    """Leave out single tests that need an extension that is not there: by their marks, and of a sampler by its name."""
     lacking = _lacking(config)
-    left_out = [item for item in items if lacking & {n for mark in item.iter_markers("extension") for n in mark.args}]
+    left_out = [item for item in items if lacking & _needed(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _needed(item: pytest.Item) -> set[str]:
+    needed = {name for mark in item.iter_markers("extension") for name in mark.args}
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    if any(isinstance(value, str) and value.startswith(EXTRA_SAMPLERS) for value in values):
+        needed.add("extra_samplers")
+    return needed
 
 
 @functools.cache

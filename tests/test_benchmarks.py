@@ -189,13 +189,7 @@ PEERS = (
 
 def runs(case: Case, folder: Path) -> None:
     """The command ends with its code, and prints a line for each side."""
-    if not MEGATRON and case.script in (
-        "train.py",
-        "rl.py",
-        "preprocess.py",
-        "layouts/one_step.py",
-        "layouts/runs.py",
-    ):
+    if not MEGATRON and case.script in NEEDS_MEGATRON:
         pytest.skip("megatron-core is not installed")
     if "TRITON_INTERPRET" in case.environment:
         pytest.importorskip("triton")
@@ -211,6 +205,7 @@ def runs(case: Case, folder: Path) -> None:
     assert "Traceback" not in said, said[-4000:]
 
 
+@pytest.mark.extension("parallel", "kernels", "train.rl")
 @pytest.mark.parametrize("case", FAST, ids=lambda case: f"{case.script} {case.words[:20]}")
 def test_a_benchmark_runs(case: Case, tmp_path: Path) -> None:
     runs(case, tmp_path)

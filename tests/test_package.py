@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from dlm_bridge import Bridge, registration
 from dlm_bridge.cli import env
+from dlm_bridge.registration import EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -214,6 +215,7 @@ def test_every_public_class_name_is_unique() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+@pytest.mark.extension(*EXTENSIONS)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()

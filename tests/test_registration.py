@@ -81,6 +81,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     clear()
 
 
+@pytest.mark.extension("parallel")
 def test_a_package_adds_an_engine(vendor: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "dlm_bridge"):
         assert registered("engines")["chip"].name == "vendor"
@@ -203,6 +204,7 @@ print(unsupported_reason(bridge))
 """
 
 
+@pytest.mark.extension(*EXTENSIONS)
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_without_an_extensions_folder(name: str, tmp_path: Path) -> None:
     """Everything else is imported and answers; what the extension adds is refused in one line that names it."""

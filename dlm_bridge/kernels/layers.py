@@ -40,7 +40,7 @@ from dlm_bridge.kernels.linear import (
 _PROBE = "dlm_bridge_probe"  # name of the attention function `_record_call` in transformers' registry
 
 
-class Layers(graphs.Layers):
+class Layers(graphs.DecoderLayers):
     """Fused linear layers, and fused elementwise operations where Triton has a kernel: of compiled layers in the last
     one only."""
 

@@ -119,6 +119,7 @@ def test_nothing_to_dequantise(tmp_path: Path) -> None:
         Bridge.from_hf(source, dequantize_fp8=True, dequantize_mxfp4=True)
 
 
+@pytest.mark.extension("parallel")
 def test_megatron_cores_own_model_has_the_keys_and_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks, windows by turns, YaRN, clamped gates, biases of router and experts: with megatron-core's own layers, of
     which `--engine megatron` replaces attention, norms and router."""
@@ -245,6 +246,7 @@ def test_defaults_of_the_config_class_are_the_published_settings() -> None:
     assert wanted["yarn_rotary_scaling_factor"] == 32.0
 
 
+@pytest.mark.extension("parallel")
 def test_experts_with_biases_are_not_split() -> None:
     pytest.importorskip("megatron.core")
     from dlm_bridge.parallel.config import model_config

@@ -29,6 +29,8 @@ from tests.autoregressive.published import (
     SMOLLM_3,
 )
 
+pytestmark = pytest.mark.extension("parallel")
+
 BY_LABEL = {case.label: case for case in CASES}
 HELD = [case for case in CASES if case.megatron and case.live]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}

@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
         (["pretrain", "--cp", "auto"], "docs/megatron.md"),
         (["pretrain", "--cp", "x"], "'--cp'"),
         (["verify", "--foo"], "No such option: --foo (see dlm-bridge verify --help)"),
-        (["nosuch"], "No such command 'nosuch' (see dlm-bridge --help)"),
+        (["nosuch"], "No such command 'nosuch'"),
         (["inspect", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )

@@ -110,7 +110,10 @@ def test_a_trained_checkpoint_is_exported(run: str, tmp_path: Path) -> None:
         assert all(torch.isfinite(parameter).all() for parameter in trained.parameters())
 
 
-@pytest.mark.parametrize(("run", "flags", "processes", "tolerance"), RESUMES)
+@pytest.mark.parametrize(
+    ("run", "flags", "processes", "tolerance"),
+    [pytest.param(*one, marks=[pytest.mark.extension("parallel")] * ("megatron" in one[0])) for one in RESUMES],
+)
 def test_a_run_goes_on_as_it_would_have(
     run: str, flags: str, processes: int, tolerance: float, tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 
+pytestmark = pytest.mark.extension("parallel")
+
 MEGATRON, TRANSFORMERS = "megatron-core", "transformers"
 
 

@@ -354,6 +354,7 @@ def test_a_transformers_without_the_class_is_named() -> None:
         absent.load("model_class")
 
 
+@pytest.mark.extension("parallel")
 def test_the_megatron_engine_is_refused_with_its_page(
     folder: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import typer.main
 
 from dlm_bridge.cli.app import app
+from dlm_bridge.registration import EXTENSIONS
 from tests import launcher
 from tests.fuzz import hostile
 from tests.fuzz.inputs import KINDS, RESTORES
@@ -39,6 +40,7 @@ def test_damaged_inputs_end_in_one_line(tmp_path: Path) -> None:
     assert (state["next"], state["cases"]) == (8, 8)
 
 
+@pytest.mark.extension(*EXTENSIONS)
 def test_every_command_has_its_words() -> None:
     """But those that read no input, and transformers' own."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -46,6 +48,7 @@ def test_every_command_has_its_words() -> None:
     assert run == set(commands) - {"env", "families", "transformers"}
 
 
+@pytest.mark.extension("serving")
 def test_damaged_requests_are_answered(tmp_path: Path) -> None:
     state = fuzz(tmp_path, 2, "--kinds", "damaged_requests")
     assert state["codes"] == {"130": 2}
@@ -71,6 +74,7 @@ def walk_hostile(folder: Path, kinds: Iterable[str], how: str) -> dict[str, Any]
     return fuzz(folder, 0, "--kinds", ",".join(kinds), "--hostile", how)
 
 
+@pytest.mark.extension("parallel")
 def test_hostile_pickles_of_runs_and_checkpoints_never_run(tmp_path: Path) -> None:
     state = walk_hostile(tmp_path, ("pickled", "torch_dist", "run_sharded", "run_megatron"), "quick")
     assert state["cases"] >= 24

@@ -21,7 +21,7 @@ from tests.generation.recorded import stand_in
 from tests.generation.test_batches import OperatorCount
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_samplers import CASES, build, names
+from tests.generation.test_samplers import CASES, build
 
 
 def requests(count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0) -> list[Request]:
@@ -143,7 +143,7 @@ def test_each_row_is_what_it_is_alone(name: str, temperature: float, monkeypatch
         assert {end.finish_reason for end in stopped} >= {"stop"}
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_a_waiting_row_takes_part_in_the_next_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings = build(name)
     settings |= {"temperature": 0.0, "eos_token_id": None}
@@ -236,6 +236,7 @@ def test_rows_enter_beside_rows_that_are_cached_in_columns_of_their_own(
         check_rows(model, settings | {"temperature": temperature, "execution": execution}, rows)
 
 
+@pytest.mark.extension("extra_samplers")
 def test_rows_enter_beside_the_unconditional_ones_of_guidance(tmp_path: Path) -> None:
     case = next(case for case in DIFFUSION if case.spec.name == "a2d_qwen3")
     model, mask = load_case(case, tmp_path)
@@ -311,6 +312,7 @@ def test_a_batch_that_is_closed_or_forgotten_gives_its_turn_away() -> None:
     assert third.running == 1
 
 
+@pytest.mark.extension("extra_samplers")
 def test_an_error_of_a_step_fails_the_running_rows_alone() -> None:
     model, settings = build("llada")
     outside = [10**6]
@@ -335,6 +337,7 @@ def test_rows_that_the_model_cannot_be_prepared_for_fail(setting: str, value: st
     assert batch.idle
 
 
+@pytest.mark.extension("extra_samplers")
 def test_what_a_batch_cannot_run_is_refused() -> None:
     model, settings = build("llada")
     with pytest.raises(DlmBridgeError, match="max_length"):

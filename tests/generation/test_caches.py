@@ -339,6 +339,7 @@ def test_a_forward_pass_runs_two_windows(tmp_path: Path, monkeypatch: pytest.Mon
     assert {shape[1] for shape in shapes[1:]} == {12}
 
 
+@pytest.mark.extension("extra_samplers")
 def test_block_cache_with_guidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """dLLM's bd3lm sampler, whose second copy of every row does not see the prompt."""
     model, mask = load_case(next(case for case in DIFFUSION if case.spec.name == "a2d_qwen3"), tmp_path)

@@ -15,7 +15,7 @@ from dlm_bridge.generation import DenoisingStep, generate
 from tests.generation.conftest import MASK as MODEL_MASK
 from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
-from tests.generation.test_samplers import build, names
+from tests.generation.test_samplers import CASES, build
 
 
 class Watcher(BaseStreamer):
@@ -38,7 +38,7 @@ class Watcher(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ends", [None, (3, 9, 20, 31)])
 def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None) -> None:
     model, arguments = build(name)
@@ -78,7 +78,7 @@ def test_what_is_watched_is_what_happens(name: str, ends: tuple[int, ...] | None
     assert torch.equal(torch.where(result.sequences == 0, 0, before[:, :width]), result.sequences)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("lengths", [(5,), (5, 9)])
 def test_what_is_streamed_ends_with_the_longest_row(name: str, lengths: tuple[int, ...]) -> None:
     """A row may have ended before its block is done; nothing behind that is streamed, or returned."""
@@ -116,6 +116,7 @@ def test_blocks_are_streamed_as_they_commit(model: Any) -> None:
     assert len(watcher.steps) == 8
 
 
+@pytest.mark.extension("extra_samplers")
 def test_what_may_be_edited_is_not_streamed() -> None:
     model, arguments = build("llada2.1")
     watcher = Watcher()

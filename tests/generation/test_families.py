@@ -116,6 +116,7 @@ def test_every_diffusion_family_names_its_sampler() -> None:
             assert spec.sampler["algorithm"] in SAMPLERS
 
 
+@pytest.mark.extension("extra_samplers")
 @pytest.mark.parametrize(
     "card",
     sorted(card for card in CARDS.glob("*.md") if "model.generate(" in card.read_text()),

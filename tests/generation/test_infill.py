@@ -260,10 +260,7 @@ def test_spans() -> None:
         ("llada", {"infill": False}, "row 0 holds the mask token 47 at its token 1: .*; infill=True fills its masks"),
         ("illada", {}, "the illada sampler cannot fill masks inside a prompt: use one of llada, difflm, mdlm"),
         ("nemotron", {}, "the nemotron sampler cannot fill masks inside a prompt"),
-        pytest.param(
-            *("bd3lm", {}, "the bd3lm sampler cannot fill masks inside a prompt"),
-            marks=pytest.mark.extension("extra_samplers"),
-        ),
+        ("bd3lm", {}, "the bd3lm sampler cannot fill masks inside a prompt"),
         ("dream-origin", {"alg": "confidence_threshold"}, "commits equal shares of gen_length, which infilling does"),
         ("llada", {"infill": 1}, "infill must be True or False, not 1"),
         ("llada", {"span_lengths": [0]}, r"span_lengths must be whole numbers above 0, not \[0\]"),

@@ -18,7 +18,7 @@ from dlm_bridge.generation.request import Ended, Event, Failed, Request
 from tests.generation.standin import MASK, StandIn, family
 from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
-from tests.generation.test_samplers import build, names
+from tests.generation.test_samplers import CASES, build
 
 GOOD, BAD = [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]
 SETTINGS: dict[str, Any] = {"eos_token_id": None, "return_dict_in_generate": True}
@@ -66,7 +66,7 @@ def ends_of(batch: SamplingEngine, *rows: Request) -> dict[Any, list[Event]]:
     return events
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_generate_of_every_sampler(name: str) -> None:
     """From the first forward pass on, in the last one alone, and in one row alone, which is named."""
     model, settings = build(name)
@@ -81,7 +81,7 @@ def test_generate_of_every_sampler(name: str) -> None:
         assert after or error.value.rows == rows
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_a_continuous_batch_of_every_sampler(name: str) -> None:
     """A row fails alone, before it shows a token; the others have the tokens that they have without it."""
     model, settings = build(name)

@@ -14,7 +14,7 @@ from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import Request
 from tests.generation.standin import ragged
 from tests.generation.test_batches import OperatorCount
-from tests.generation.test_samplers import build, names
+from tests.generation.test_samplers import CASES, build
 
 LENGTHS, SEEDS = (3, 7, 5), [1, 2, 3]  # of three rows, of each of which there are FEW or MANY
 FEW, MANY = 2, 4  # not one: of a single row PyTorch copies less
@@ -86,7 +86,7 @@ def of_a_batch(model: Any, copies: int, *, stream: bool, record: bool, **setting
     return [after - before for before, after in pairwise(after)]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_steps_of_every_sampler(name: str) -> None:
     """Drawn tokens: noise, proposal, selection, and the rows that leave."""
     model, settings = build(name)

@@ -151,6 +151,7 @@ def test_llada2(threshold: float, steps: int) -> None:
         assert line == published.sdar(published.block_causal(model, 8), row, 14, MASK, **arguments)
 
 
+@pytest.mark.extension("extra_samplers")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("threshold", "editing", "post", "least"),

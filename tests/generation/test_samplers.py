@@ -11,6 +11,7 @@ import torch
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import SAMPLERS, generate
 from dlm_bridge.registration import registered
+from tests.conftest import EXTRA_SAMPLERS
 from tests.generation.standin import MASK, StandIn, family, ragged
 
 BLOCK = {"block_size": 4}
@@ -79,20 +80,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# Samplers of the extension.
-EXTRA = ("bd3lm", "credit", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_block", "wino")
-
-
-def names(without: str | tuple[str, ...] = ()) -> list[Any]:
-    """Names of cases that do not begin with one of `without`."""
-    found = []
-    for name, (facts, _, _) in CASES.items():
-        marks = [pytest.mark.extension("extra_samplers")] * (facts.sampler["algorithm"] in EXTRA)
-        if not name.startswith(without):
-            found.append(pytest.param(name, marks=marks, id=name))
-    return found
-
-
 def build(name: str) -> tuple[StandIn, dict[str, Any]]:
     facts, config, arguments = CASES[name]
     return StandIn(facts, **config), {"gen_length": 12, "temperature": 0.8, **arguments}
@@ -101,10 +88,10 @@ def build(name: str) -> tuple[StandIn, dict[str, Any]]:
 @pytest.mark.extension("extra_samplers")
 def test_every_sampler_has_a_case() -> None:
     assert {facts.sampler["algorithm"] for facts, _, _ in CASES.values()} == set(SAMPLERS)
-    assert {*EXTRA} == {*registered("samplers")}
+    assert {*EXTRA_SAMPLERS} == {*registered("samplers")}
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     model, arguments = build(name)
     rows, ids, mask = ragged((5, 9, 2, 9))
@@ -118,7 +105,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(name: str) -> None:
     assert not torch.equal(other, together)
 
 
-@pytest.mark.parametrize("name", names("rnd1"))
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("rnd1")])
 def test_stopping_changes_nothing_before_the_end(name: str) -> None:
     model, arguments = build(name)
     _, ids, mask = ragged((5, 9, 2, 8))
@@ -136,7 +123,7 @@ def test_stopping_changes_nothing_before_the_end(name: str) -> None:
     assert output.sequences[:, 9:].tolist() == [row + [0] * (width - len(row)) for row in expected]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", CASES)
 def test_the_mask_token_is_never_emitted(name: str) -> None:
     model, arguments = build(name)
     model.head[:, MASK] = 3 * model.head[:, 1]  # where token 1 is likely, the mask token is likelier
@@ -209,6 +196,7 @@ def test_alg_temp_draws_positions_by_their_confidence() -> None:
     assert set(draw(100.0)) == {0, 1, 2, 3}
 
 
+@pytest.mark.extension("extra_samplers")
 def test_llada21_rewrites_what_it_has_committed_and_llada2_does_not() -> None:
     rewritten = {"llada2": 0, "llada2.1": 0}
     for algorithm in rewritten:

@@ -293,6 +293,7 @@ def test_packed_rows_enter_and_leave(
         assert list(end.tokens) == alone(model, row, settings)[: len(end.tokens)]
 
 
+@pytest.mark.extension("extra_samplers")
 @pytest.mark.parametrize("guided", [False, True])
 def test_packed_rows_enter_beside_cached_blocks(
     guided: bool, packed_calls: list[graphs.BodyInputs], tmp_path: Path

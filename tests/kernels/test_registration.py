@@ -66,7 +66,7 @@ def expected(folder: Path) -> list[list[list[int]]]:
 
 
 def test_without_the_folder(folder: Path, tmp_path: Path, expected: list[Any]) -> None:
-    assert issubclass(find_kernels("layers", DEVICE).Layers, graphs.Layers)
+    assert issubclass(find_kernels("layers", DEVICE).Layers, graphs.DecoderLayers)
     leave = shutil.ignore_patterns("__pycache__", "kernels")
     shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}

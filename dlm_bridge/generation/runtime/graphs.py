@@ -59,7 +59,7 @@ _TENSORS = (
 )  # fmt: skip
 
 
-class Layers:
+class DecoderLayers:
     """The decoder layers of a model: here its own, in an extension of kernels a subclass that replaces them.
 
     Args:
@@ -97,7 +97,7 @@ class GraphedBody:
 
     Args:
         compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise an extension's
-            kernels do, where they can (`Layers`). The last layer uses those kernels in both cases, since after its
+            kernels do, where they can (`DecoderLayers`). The last layer uses those kernels in both cases, since after its
             attention only the positions that are asked for are computed.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
@@ -106,7 +106,7 @@ class GraphedBody:
         self.buffers = StaticKVCache.allocate(model, rows, width) if width else None
         self._rows, self._width = rows, width
         kernels = find_kernels("layers", model.device.type)
-        self._layers: Layers = (Layers if kernels is None else kernels.Layers)(model, compile_layers)
+        self._layers: DecoderLayers = (DecoderLayers if kernels is None else kernels.Layers)(model, compile_layers)
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
