@@ -62,7 +62,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out single tests that need an extension that is not there: by their marks, and of a sampler by its name."""
+    """Leave out tests that need an extension that is not there, by their marks or by the name of a sampler."""
     lacking = _lacking(config)
     left_out = [item for item in items if lacking & _needed(item)]
     config.hook.pytest_deselected(items=left_out)
