@@ -97,8 +97,8 @@ class GraphedBody:
 
     Args:
         compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise an extension's
-            kernels do, where they can (`DecoderLayers`). The last layer uses those kernels in both cases, since after its
-            attention only the positions that are asked for are computed.
+            kernels do, where they can (`DecoderLayers`). The last layer uses those kernels in both cases, since after
+            its attention only the positions that are asked for are computed.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
