@@ -23,6 +23,8 @@ from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
+EXTRA = pytest.mark.extension("extra_samplers")
+
 
 def requests(count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0) -> list[Request]:
     """Rows of random prompts, each with its seed and one of the lengths."""
@@ -215,11 +217,17 @@ def test_rows_enter_beside_cached_blocks(case: FamilyCase, tmp_path: Path, monke
         ("dream", {"alg": "origin", "steps": 8, "cache": "dual"}),
         ("rnd1", {"num_diffusion_steps": 6, "cache": "prefix", "eos_token_id": 5}),
         ("rnd1", {"num_diffusion_steps": 6, "cache": "dual", "eos_token_id": 5}),
-        ("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
+        pytest.param(
+            *("llada", {"algorithm": "multi_block", "block_length": 4, "threshold": 1.0, "cache": "dual"}),
+            marks=pytest.mark.extension("extra_samplers"),
+        ),
         ("llada", {"algorithm": "uniform", "steps": 6, "cache": "prefix"}),
         ("wedlm", {"wedlm_window_size": 5, "wedlm_entropy_threshold": 2.0, "cache": "block"}),
         ("idlm", {"gen_block_size": 4, "top_k": 8, "cache": "block"}),
-        ("nemotron_labs_diffusion", {"algorithm": "linear_spec", "block_length": 5, "cache": "block"}),
+        pytest.param(
+            *("nemotron_labs_diffusion", {"algorithm": "linear_spec", "block_length": 5, "cache": "block"}),
+            marks=pytest.mark.extension("extra_samplers"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else value["cache"],
 )

@@ -167,7 +167,8 @@ def test_graphs_run_fused_layers(
     expected = fresh.generate(tokens, **settings, execution="eager")
     assert not sums
     assert torch.equal(fresh.generate(tokens, **settings, execution=execution), expected)
-    assert sums[:4] == ([(2, 8), (2, 8), (2, 2), (2, 2)] if execution == "graph" else [(2, 2)] * 4)
+    width = 8 if INTERPRETED else 15  # on a GPU rounded up, for few shapes
+    assert sums[:4] == ([(2, width), (2, width), (2, 2), (2, 2)] if execution == "graph" else [(2, 2)] * 4)
     with torch.no_grad():  # weights are read in place
         fresh.model.layers[1].post_attention_layernorm.weight.mul_(-2)
     changed = fresh.generate(tokens, **settings, execution="eager")

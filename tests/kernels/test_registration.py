@@ -69,7 +69,7 @@ def test_without_the_folder(folder: Path, tmp_path: Path, expected: list[Any]) -
     assert issubclass(find_kernels("layers", DEVICE).Layers, graphs.DecoderLayers)
     leave = shutil.ignore_patterns("__pycache__", "kernels")
     shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])}
     command = [sys.executable, "-c", WITHOUT, str(folder)]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
