@@ -23,8 +23,6 @@ from tests.generation.test_caches import REORDERED, WITH_BLOCK_CACHE, load_case
 from tests.generation.test_families import DIFFUSION
 from tests.generation.test_samplers import CASES, build
 
-EXTRA = pytest.mark.extension("extra_samplers")
-
 
 def requests(count: int, lengths: list[int], vocabulary: int = 40, longest: int = 13, seed: int = 0) -> list[Request]:
     """Rows of random prompts, each with its seed and one of the lengths."""
