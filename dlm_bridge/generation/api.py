@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
-from dlm_bridge.generation.callbacks import DenoisingStep, OutputColumns, RowStreams, StepRecorder, split_observers
+from dlm_bridge.generation.callbacks import DenoisingStep, OutputColumns, StepRecorder, TextStreams, split_observers
 from dlm_bridge.generation.canvas import Canvas, Entry
 from dlm_bridge.generation.commit_rules import CommitRule
 from dlm_bridge.generation.engine import SamplingEngine, SamplingPlan, input_device
@@ -151,7 +151,7 @@ def generate(
             mask_token_id=limits.mask_token_id or 0,
             closing=plan.spec.layout.closing,
         )
-    streams = RowStreams(streamers, output) if streamers else None
+    streams = TextStreams(streamers, output) if streamers else None
     engine = SamplingEngine(
         model,
         plan,

@@ -30,7 +30,7 @@ NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have th
 
 
 @dataclass(frozen=True)
-class SampledBatch:
+class Completions:
     """Result of transformers' `generate`.
 
     Args:
@@ -150,7 +150,7 @@ class AutoregressiveEngine:
         settings: Mapping[str, Any],
         streamer: Any,
         seeds: Sequence[int | None],
-    ) -> SampledBatch:
+    ) -> Completions:
         own = None
         if draws(self._model, self._given):
             own = [drawn_seeds(1)[0] if seed is None else seed for seed in seeds]
@@ -230,7 +230,7 @@ def sample(
     settings: Mapping[str, Any],
     streamer: Any = None,
     own_seeds: Sequence[int] | None = None,
-) -> SampledBatch:
+) -> Completions:
     """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1; `seed` is a setting.
 
     Args:
@@ -265,7 +265,7 @@ def run_generate(
     given: dict[str, Any],
     seed: int | list[int] | None,
     streamer: Any,
-) -> SampledBatch:
+) -> Completions:
     """Call a `generate` of transformers with the random state of a seed.
 
     Args:
@@ -294,7 +294,7 @@ def run_generate(
             torch.manual_seed(seed)
         with _forwards_of(counted) as forwards:
             sequences = generate(model, input_ids, mask, {**given, "tokenizer": tokenizer})
-    return SampledBatch(sequences, len(forwards), check.finite(len(sequences), sequences.shape[1]))
+    return Completions(sequences, len(forwards), check.finite(len(sequences), sequences.shape[1]))
 
 
 def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
@@ -410,7 +410,7 @@ def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
     """transformers' sampling loop, as the `custom_generate` of a call, in which each row draws by its own seed."""
 
     def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
-        logits_processor.append(_RowDraws(Noise(seeds, input_ids.device)))
+        logits_processor.append(_KeyedDraws(Noise(seeds, input_ids.device)))
         sequences: torch.Tensor = model._sample(input_ids, logits_processor=logits_processor, **rest)
         return sequences
 
@@ -474,7 +474,7 @@ class _CheckedStreamer:
             raise NonFiniteError(rows=bad if len(bad) < rows else ())
 
 
-class _RowDraws(LogitsProcessor):
+class _KeyedDraws(LogitsProcessor):
     """Draws each row's token by a random number of its own, and leaves no other a probability."""
 
     def __init__(self, noise: Noise) -> None:

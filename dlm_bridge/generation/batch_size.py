@@ -23,7 +23,7 @@ MOST_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class Capacity:
     """The rows that fit, and why. Sizes in bytes, those of a row at its full length.
 
     Args:
@@ -68,7 +68,7 @@ def plan_batch(
     scored: bool = False,
     more: bool = False,
     device: torch.device | None = None,
-) -> BatchPlan:
+) -> Capacity:
     """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
 
     Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
@@ -117,14 +117,14 @@ def plan_batch(
         smallest = torch.tensor([rows], device=device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
         rows = int(smallest)
-    return BatchPlan(
+    return Capacity(
         rows if scored or more else min(rows, len(lengths)), length, cache_bytes, activations, logits, free
     )
 
 
-def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> BatchPlan:
+def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> Capacity:
     """`plan_batch` of these arguments for the batches that `replicas` share: as many rows as all of them hold."""
-    plans: list[BatchPlan] = replicas.gather(plan_batch(*arguments, **options))
+    plans: list[Capacity] = replicas.gather(plan_batch(*arguments, **options))
     return min(plans, key=lambda plan: plan.rows)
 
 

@@ -180,7 +180,7 @@ class StepRecorder:
         return behind_AS
 
 
-class RowStreams:
+class TextStreams:
     """Sends the final tokens of a call to its streamers.
 
     A streamer has `put` and `end`, as in transformers. It gets the prompts [B, P] (of prompts to fill, the columns

@@ -38,7 +38,7 @@ from dlm_bridge.generation.constraints import Constraints, read_constraints
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.prompts import check_row
-from dlm_bridge.generation.reporting import EventReporter, RunningRow
+from dlm_bridge.generation.reporting import EventReporter, RunningRequest
 from dlm_bridge.generation.request import Event, Failed, Request
 from dlm_bridge.generation.runtime.runner import ModelRunner, supports_kv_cache, unwrapped
 from dlm_bridge.generation.samplers import SamplerSpec, SpecialTokens
@@ -113,7 +113,7 @@ class SamplingEngine:
         self._takes_turns = self._only_plan is None
         self._device = input_device(model)
         self._waiting: deque[_Waiting] = deque()
-        self._running: dict[Hashable, RunningRow] = {}
+        self._running: dict[Hashable, RunningRequest] = {}
         self._rules: dict[Hashable, DenoisingRule] = {}  # of running rows
         self._events: list[Event] = []
         self._canvas: Canvas | None = None
@@ -354,10 +354,10 @@ class _Waiting:
     plan: SamplingPlan
     gen_length: int
 
-    def running(self) -> RunningRow:
+    def running(self) -> RunningRequest:
         layout, infill = self.plan.spec.layout, self.plan.settings.limits.infill
         grows = layout.first_masks is not None
-        return RunningRow.begin(self.request, self.gen_length, infill=infill, grows=grows)
+        return RunningRequest.begin(self.request, self.gen_length, infill=infill, grows=grows)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import torch
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError
 from dlm_bridge.generation.autoregressive import (
     AutoregressiveEngine,
-    SampledBatch,
+    Completions,
     end_tokens,
     rows_of,
     run_generate,
@@ -189,7 +189,7 @@ class GemmaEngine:
         warn_of_another_length(self._model, self._given.get("block_length"))
         self._settings = _Settings.of(self._model, self._given)
         self._device = self._model.model.decoder.embed_tokens.weight.device
-        self._cache = EncodedRows(self._model)
+        self._cache = EncoderCache(self._model)
         self._noise = Noise([], self._device)
         self._drawing: list[_Row] = []  # row i of the noise, running or unread
         self._waiting: deque[_Row] = deque()
@@ -350,7 +350,7 @@ class GemmaLoopEngine(AutoregressiveEngine):
         settings: Mapping[str, Any],
         streamer: Any,
         seeds: Sequence[int | None],
-    ) -> SampledBatch:
+    ) -> Completions:
         own = {} if seeds[0] is None else {"seed": seeds[0]}
         return gemma_loop(self._model, self._tokenizer, input_ids, mask, {**settings, **own}, streamer)
 
@@ -362,7 +362,7 @@ def sample_drafts(
     mask: torch.Tensor,
     settings: Mapping[str, Any],
     streamer: Any = None,
-) -> SampledBatch:
+) -> Completions:
     """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1.
 
     Args:
@@ -402,7 +402,7 @@ def sample_drafts(
     padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
     new = [[*texts[number], *[padding] * (width - len(texts[number]))] for number in range(len(rows))]
     sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
-    return SampledBatch(sequences, engine.forwards, [sequences.shape[1]] * len(sequences))
+    return Completions(sequences, engine.forwards, [sequences.shape[1]] * len(sequences))
 
 
 def gemma_loop(
@@ -412,7 +412,7 @@ def gemma_loop(
     mask: torch.Tensor,
     settings: Mapping[str, Any],
     streamer: Any = None,
-) -> SampledBatch:
+) -> Completions:
     """As `sample_drafts`, by transformers' loop."""
     given = gemma_keywords(model, settings)
     for prompt in rows_of(input_ids, mask):
@@ -471,7 +471,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 @dataclass
-class EncodedRow:
+class EncodedPrompt:
     """What is kept of one row."""
 
     length: int = 0  # tokens that the encoder has read
@@ -492,7 +492,7 @@ class _Layer:
     values: torch.Tensor
 
 
-class EncodedRows:
+class EncoderCache:
     """The rows that the encoder or the decoder runs on, as their cache."""
 
     is_compileable = False  # transformers' decoder puts the draft's keys behind those of a layer
@@ -508,7 +508,7 @@ class EncodedRows:
         self.positions = torch.empty(0)  # [A, Q], of the drafts
 
     @torch.no_grad()
-    def read(self, rows: Sequence[EncodedRow], tokens: Sequence[list[int]]) -> None:
+    def read(self, rows: Sequence[EncodedPrompt], tokens: Sequence[list[int]]) -> None:
         """One encoder pass over new tokens of the rows, of any number each."""
         width = max(map(len, tokens))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self._device)
@@ -525,7 +525,7 @@ class EncodedRows:
                 for layer, kind in zip(self.layers, self._config.layer_types, strict=True)
             ]
 
-    def show(self, rows: Sequence[EncodedRow], length: int) -> None:
+    def show(self, rows: Sequence[EncodedPrompt], length: int) -> None:
         """Lay the cache out for the decoder, on drafts of `length` tokens behind these rows."""
         self._lay_out(rows)
         for place, row in enumerate(rows):  # views, so that nothing is held twice
@@ -560,7 +560,7 @@ class EncodedRows:
         windows = {kind: self._window(kind) for kind in self._kinds}
         return {kind: length if window is None else min(length, window - 1) for kind, window in windows.items()}
 
-    def _lay_out(self, rows: Sequence[EncodedRow]) -> None:
+    def _lay_out(self, rows: Sequence[EncodedPrompt]) -> None:
         """Set `layers` to what is kept of the rows, padded; to none where there is nothing yet."""
         self.layers = []
         first = next((row for row in rows if row.kept), None)
@@ -578,7 +578,9 @@ class EncodedRows:
                 laid.append(whole)
             self.layers.append(_Layer(*laid))
 
-    def _of_row(self, layer: _Layer, place: int, held: int, width: int, row: EncodedRow, new: int, kind: str) -> Pair:
+    def _of_row(
+        self, layer: _Layer, place: int, held: int, width: int, row: EncodedPrompt, new: int, kind: str
+    ) -> Pair:
         """What a layer keeps of a row: `held` columns and, behind the `width` that all rows have, `new` ones."""
         last = self._kept(row.length)[kind]
 
@@ -667,7 +669,7 @@ class _Row:
     seed: int
     place: int = 0  # among the rows of the noise
     new: list[int] = field(default_factory=list)
-    encoded: EncodedRow = field(default_factory=EncodedRow)
+    encoded: EncodedPrompt = field(default_factory=EncodedPrompt)
     forwards: int = 0
 
     def unread(self) -> list[int]:

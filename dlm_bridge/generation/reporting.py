@@ -21,7 +21,7 @@ MASKS_LEFT = "the sampler's rule left masks in the text: it has to plan more ste
 
 
 @dataclass
-class RunningRow:
+class RunningRequest:
     """A request that runs.
 
     Attributes:
@@ -38,7 +38,7 @@ class RunningRow:
     forwards: int = 0
 
     @classmethod
-    def begin(cls, request: Request, gen_length: int, *, infill: bool, grows: bool) -> RunningRow:
+    def begin(cls, request: Request, gen_length: int, *, infill: bool, grows: bool) -> RunningRequest:
         """`infill` and `grows`: see `Canvas`."""
         if not infill:
             return cls(request, 0, [MASK] * gen_length)
@@ -69,7 +69,7 @@ class EventReporter:
 
     def __init__(
         self,
-        running: dict[Hashable, RunningRow],
+        running: dict[Hashable, RunningRequest],
         events: list[Event],
         stop: StopCondition,
         *,
@@ -81,7 +81,7 @@ class EventReporter:
         self._stop = stop
         self._stream = stream
         self._record = record
-        self._rows: list[RunningRow | None] = []  # B, of the tensors below
+        self._rows: list[RunningRequest | None] = []  # B, of the tensors below
         self._seen = torch.empty(0, 0, dtype=torch.long)  # [B, G], tokens after the last step
         self._steps = torch.empty(0, 0, dtype=torch.int32)  # [B, G], the step that changed each, if recorded
         self._pending: deque[_Changes] = deque()
@@ -162,7 +162,7 @@ class EventReporter:
             )
         canvas.ended.clear()
 
-    def _align(self, rows: list[RunningRow | None], now_BG: torch.Tensor) -> None:
+    def _align(self, rows: list[RunningRequest | None], now_BG: torch.Tensor) -> None:
         """Give the tensors a row for each of these, with the tokens that entering rows begin with."""
         longest = now_BG.shape[1]
         same = len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True))
@@ -178,7 +178,7 @@ class EventReporter:
                 self._seen[number, : len(row.tokens)] = to_device(row.tokens, now_BG.device)
         self._rows = rows
 
-    def _recorded(self, rows: Sequence[RunningRow]) -> list[list[int]]:
+    def _recorded(self, rows: Sequence[RunningRequest]) -> list[list[int]]:
         """The recorded steps of rows that have left, of each of their positions."""
         places = {id(row): place for place, row in enumerate(self._rows)}
         known = [row for row in rows if id(row) in places]  # the others have taken no step
@@ -204,7 +204,7 @@ class EventReporter:
                 self._report(row, places.tolist(), tokens_BG[number, places].tolist(), changes.steps[number])
             self._report_text(row, min(changes.finals[number], len(row.tokens)))
 
-    def _report(self, row: RunningRow, places: list[int], tokens: list[int], step: int) -> None:
+    def _report(self, row: RunningRequest, places: list[int], tokens: list[int], step: int) -> None:
         """Report that a step changed the row's tokens at these positions."""
         for place, token in zip(places, tokens, strict=True):
             row.tokens[place] = token
@@ -213,7 +213,7 @@ class EventReporter:
             changed = tuple(row.tokens[place] for place in committed)
             self._events.append(Committed(row.request.name, step, tuple(committed), changed))
 
-    def _report_text(self, row: RunningRow, final: int) -> None:
+    def _report_text(self, row: RunningRequest, final: int) -> None:
         """Report tokens that are final: the first `final` do not change any more."""
         ready = row.sent
         while ready < final and row.tokens[ready] != MASK:
@@ -239,7 +239,7 @@ class _Changes:
     """
 
     copy: HostCopy | None
-    rows: list[RunningRow | None]
+    rows: list[RunningRequest | None]
     steps: list[int]
     finals: list[int] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
-from dlm_bridge.generation.batch_size import BatchPlan, plan_batch
+from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.offline import check_prompts, open_engine
 from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import Engine, Event
@@ -79,7 +79,7 @@ class ServedModel:
             deliver=deliver,
         )
 
-    def plan(self) -> BatchPlan:
+    def plan(self) -> Capacity:
         """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
         loaded, new = self.loaded, self._new_tokens(self.defaults, 1)
         settings = {name: value for name, value in self.defaults.items() if name not in LENGTHS} | {"gen_length": new}

@@ -15,7 +15,7 @@ from dlm_bridge.train.setup import check_data, conversation_settings, empty_mode
 
 
 @dataclass(frozen=True)
-class PreviewRow:
+class PreviewExample:
     """A row without its padding.
 
     Args:
@@ -33,7 +33,7 @@ class PreviewRow:
         return {"input_ids": self.input_ids, "trained": self.trained, "text": text}
 
 
-def preview(config: TrainConfig, count: int) -> Iterator[PreviewRow]:
+def preview(config: TrainConfig, count: int) -> Iterator[PreviewExample]:
     """The first `count` rows of `--data`, in its order. Reads no weights and writes nothing. Raises DlmBridgeError as
     the run would."""
     found = check_data(config)
@@ -50,7 +50,7 @@ def preview(config: TrainConfig, count: int) -> Iterator[PreviewRow]:
             trained = (rows.labels[place, real] != IGNORE_INDEX).tolist()
             runs = itertools.groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1])
             pieces = [(tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs]
-            yield PreviewRow(ids, trained, pieces)
+            yield PreviewExample(ids, trained, pieces)
         count -= len(blocks)
         if count <= 0:
             return

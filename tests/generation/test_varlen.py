@@ -16,7 +16,7 @@ from dlm_bridge.generation.commit_rules import SamplerContext
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.runtime import attention, graphs, runner, varlen
 from dlm_bridge.generation.runtime.varlen import (
-    PackedRows,
+    PackedTokens,
     attend_packed,
     attend_packed_cached,
     attend_padded,
@@ -178,7 +178,7 @@ def test_the_kernel_computes_what_padded_attention_does(window: int | None, caus
 
 def test_tokens_are_packed_in_the_order_of_rows() -> None:
     real = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 0]])
-    rows = PackedRows.of(real, (2, 0, 2))
+    rows = PackedTokens.of(real, (2, 0, 2))
     assert rows.pack(torch.arange(9).view(3, 3)).tolist() == [[1, 2, 6, 7]]
     assert rows.cu_seqlens.tolist() == [0, 2, 2, 4]
     assert rows.cu_seqlens.dtype == torch.int32

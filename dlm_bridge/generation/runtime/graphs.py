@@ -30,7 +30,7 @@ MAX_COMPILED_VARIANTS = 128
 
 @dataclass(frozen=True)
 class BodyInputs:
-    """Inputs of a model body: A rows of Q columns, or one row of T packed tokens (`varlen.PackedRows`)."""
+    """Inputs of a model body: A rows of Q columns, or one row of T packed tokens (`varlen.PackedTokens`)."""
 
     tokens: torch.Tensor  # [A, Q]
     mask: torch.Tensor | None  # [A, 1, Q or 1, K]

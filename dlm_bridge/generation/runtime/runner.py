@@ -18,7 +18,7 @@ from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, at_places, batch_size_for, run_body
-from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedRows, Packing, varlen_attention
+from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedTokens, Packing, varlen_attention
 
 Execution = Literal["eager", "graph", "compiled"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
@@ -248,7 +248,7 @@ class ModelRunner:
         model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
         assert packing is not None
         assert view.position_ids is not None
-        rows = PackedRows.of(packing.real, packing.lengths)
+        rows = PackedTokens.of(packing.real, packing.lengths)
         columns = attended = keys = None
         if buffers is not None:
             count, width = view.tokens.shape
@@ -259,7 +259,7 @@ class ModelRunner:
             columns = rows.pack(first_A1 + columns_AQ)
             if packing.attended is not None:
                 assert view.attention_mask is not None
-                keys = PackedRows.of(view.attention_mask, packing.attended)
+                keys = PackedTokens.of(view.attention_mask, packing.attended)
                 columns_K = torch.arange(view.attention_mask.shape[1], device=view.tokens.device)
                 attended = keys.pack(first_A1 + columns_K)
         inputs = BodyInputs(

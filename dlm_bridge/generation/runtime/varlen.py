@@ -51,7 +51,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedTokens:
     """Where the T real tokens of a view of A rows and Q columns stand when they are packed."""
 
     source: torch.Tensor  # [T] their places in the flattened view
@@ -60,7 +60,7 @@ class PackedRows:
     max_seqlen: int  # no row is longer
 
     @classmethod
-    def of(cls, real_AQ: torch.Tensor, lengths: Sequence[int]) -> PackedRows:
+    def of(cls, real_AQ: torch.Tensor, lengths: Sequence[int]) -> PackedTokens:
         """Pack the places where `real_AQ` is True. `lengths`, their number in each row, costs no device sync."""
         total = sum(lengths)
         real = real_AQ.bool().flatten()
@@ -123,7 +123,7 @@ def attend_packed(
 
     Args:
         query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
-        cu_seqlens, max_seqlen: as in `PackedRows`; the last row may be padding.
+        cu_seqlens, max_seqlen: as in `PackedTokens`; the last row may be padding.
         window: a query attends only to keys less than so many places away, on either side.
         blocks: [1, T], as in `Packing`. Rows are padded for the attention itself then: the kernel has no such mask,
             and three of its passes (causal, within each block, and what those have in common) take 1.5 to 4 ms where
@@ -216,7 +216,7 @@ def attend_packed_cached(
 
     Args:
         attended: [1, K], the cached columns that rows attend to, one row after the other, as row * width + column.
-        cu_seqlens, max_seqlen: of the queries, as in `PackedRows`.
+        cu_seqlens, max_seqlen: of the queries, as in `PackedTokens`.
         cu_seqlens_k, max_seqlen_k: of the attended columns.
 
     Returns:

@@ -28,7 +28,7 @@ from dlm_bridge.train.rl.replica import room_makers
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.rows import Problem, load_problems
-from dlm_bridge.train.rl.trainer import LogpLoss, RLTrainer, RolloutRow, UpdatePart, ValueUpdates
+from dlm_bridge.train.rl.trainer import LogpLoss, RLTrainer, RolloutRecord, UpdatePart, ValueUpdates
 from dlm_bridge.train.rl.updates import (
     UpdateMetrics,
     policy_loss,
@@ -230,7 +230,7 @@ class PolicyTrainer(RLTrainer[Problem]):
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
         count = self.config.data.global_batch_size
         mean = sums["reward"] / count
-        return RolloutRow(
+        return RolloutRecord(
             **common,
             reward=mean,
             reward_std=math.sqrt(max(0.0, sums["reward_squares"] / count - mean**2)),

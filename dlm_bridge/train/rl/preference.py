@@ -12,7 +12,7 @@ from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import PreferencePair, load_pairs
-from dlm_bridge.train.rl.trainer import LogpLoss, PreferenceRow, RLTrainer, UpdatePart
+from dlm_bridge.train.rl.trainer import LogpLoss, PreferenceRecord, RLTrainer, UpdatePart
 from dlm_bridge.train.rl.updates import BoundDraws, UpdateMetrics, longest, preference_loss
 
 
@@ -69,7 +69,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
         count = self.config.data.global_batch_size
-        return PreferenceRow(**common, preferred=sums["preferred"] / count, margin=sums["margin"] / count)
+        return PreferenceRecord(**common, preferred=sums["preferred"] / count, margin=sums["margin"] / count)
 
     def evaluate(self) -> float:
         """The loss of the held-out pairs, with the same noise every time."""

@@ -29,7 +29,7 @@ from dlm_bridge.train.rl.rewards import REWARDS
 START_TIMEOUT = 120.0  # seconds for a reward's own imports
 
 
-class RewardRow(Protocol):
+class RewardRecord(Protocol):
     """A row of data as a reward gets it, and where it is from."""
 
     @property
@@ -76,7 +76,9 @@ class RewardWorkers:
         self.failure = failure
         self.functions = [_RewardProcess(*_weighted(name), timeout) for name in names]
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> RewardScores:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRecord]
+    ) -> RewardScores:
         """Rewards of B completions. Raises DlmBridgeError, with file and line of the row, for a reward that raises,
         hangs or is not finite, unless those count as 0."""
         parts: dict[str, list[float]] = {}
@@ -117,7 +119,9 @@ class _RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
-    def call(self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRow]) -> list[float] | str:
+    def call(
+        self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRecord]
+    ) -> list[float] | str:
         """The rewards, or an error message."""
         if self._process is None:
             self._start()

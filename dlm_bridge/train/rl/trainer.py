@@ -187,7 +187,7 @@ def target_logps(model: Any, noisy: NoisyBatch) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutRow(StepMetrics):
+class RolloutRecord(StepMetrics):
     """Metrics of a step on sampled completions."""
 
     reward: float  # mean
@@ -214,7 +214,7 @@ class RolloutRow(StepMetrics):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceRow(StepMetrics):
+class PreferenceRecord(StepMetrics):
     """Metrics of a step on preference pairs."""
 
     preferred: float  # share of pairs whose chosen answer gained on the rejected one

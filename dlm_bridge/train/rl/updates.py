@@ -121,7 +121,7 @@ def value_loss(
 
 
 @dataclass(frozen=True)
-class PairRows:
+class PairedSequences:
     """2 N rows: the chosen answers with their prompts, then the rejected ones."""
 
     tokens: torch.Tensor  # [2 N, L] int64
@@ -139,7 +139,7 @@ def longest(pairs: Sequence[PreferencePair]) -> int:
     return max(len(example.input_ids) for pair in pairs for example in (pair.chosen, pair.rejected))
 
 
-def pair_rows(pairs: Sequence[PreferencePair], width: int) -> PairRows:
+def pair_rows(pairs: Sequence[PreferencePair], width: int) -> PairedSequences:
     """The rows of N pairs, padded on the right to `width` tokens."""
     examples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     tokens = torch.zeros(len(examples), width, dtype=torch.long)
@@ -149,7 +149,7 @@ def pair_rows(pairs: Sequence[PreferencePair], width: int) -> PairRows:
         tokens[row, :count] = torch.tensor(example.input_ids)
         answer[row, :count] = torch.tensor(example.answer)
         real[row, :count] = True
-    return PairRows(tokens, answer, real)
+    return PairedSequences(tokens, answer, real)
 
 
 def bound_uniforms(
