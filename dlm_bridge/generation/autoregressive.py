@@ -1,7 +1,7 @@
 """Sampling of autoregressive models, by transformers' own `generate`, behind the protocol of an engine.
 
-Not by transformers' continuous batching (5.24): it draws all rows from one seed, so that a row's tokens would depend on
-the rows beside it.
+Not by transformers' continuous batching (5.24): it draws all rows from one seed, so that a row's tokens would depend
+on the rows beside it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from dlm_bridge.generation.runtime import graphs, runner
 from dlm_bridge.registration import Extension, find_kernels
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in
+from tests.test_registration import copy_without
 
 pytestmark = pytest.mark.gpu(optional=True)
 GPU = torch.cuda.is_available()
@@ -67,9 +67,9 @@ def expected(folder: Path) -> list[list[list[int]]]:
 
 def test_without_the_folder(folder: Path, tmp_path: Path, expected: list[Any]) -> None:
     assert issubclass(find_kernels("layers", DEVICE).Layers, graphs.DecoderLayers)
-    leave = shutil.ignore_patterns("__pycache__", "kernels")
-    shutil.copytree(ROOT / "dlm_bridge", tmp_path / "dlm_bridge", ignore=leave)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])}
+    copy_without(tmp_path, "kernels")
+    paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", WITHOUT, str(folder)]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
