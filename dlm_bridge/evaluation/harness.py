@@ -35,7 +35,7 @@ from dlm_bridge.generation.gemma import gemma_keywords, is_gemma
 from dlm_bridge.generation.offline import PromptSampler, prompt_errors
 from dlm_bridge.generation.prompts import render_chat
 from dlm_bridge.generation.request import Failed
-from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
@@ -224,7 +224,7 @@ class DiffusionHarness(TemplateLM):
         The caller's settings take precedence over the task's. As with the harness's own models, decoding is greedy
         unless the task or the caller asks for sampling.
         """
-        rest, own = dict(asked), merge_names(self.settings.sampler)
+        rest, own = dict(asked), combine_settings(self.model, {}, self.settings.sampler)
         until = rest.pop("until", None) or []
         until = [string for string in ([until] if isinstance(until, str) else until) if string]
         lengths = [rest.pop(name, None) for name in LENGTHS]
@@ -238,7 +238,7 @@ class DiffusionHarness(TemplateLM):
         settings |= {name: value for name, value in rest.items() if not (greedy and name in SAMPLING_ONLY)}
         if until:
             settings["stop_strings"] = until
-        return settings | own, until
+        return combine_settings(self.model, settings, own), until
 
     def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """All settings of a call of `generate`, defaults included."""

@@ -8,7 +8,7 @@
         logits = model(canvas)
         tokens = argmax(logits / temperature + Gumbel noise)
         commit, of the begun blocks,
-            every token whose entropy of softmax(logits) is at most threshold
+            every token whose entropy of softmax(logits) is at most entropy_threshold
             and the one of lowest entropy                       # commit_best
             and, if these are none of the first block that has masks, its one of lowest entropy
 
@@ -23,6 +23,7 @@ Source: hao-ai-lab/d3LLM e5bfcac, `generate_multi_block` of d3llm_LLaDA/d3llm_ll
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,7 +42,7 @@ class MultiBlockSampler(Sampler):
 
     Args:
         block_length: tokens of a block.
-        threshold: entropy, in nats, up to which a token is committed.
+        entropy_threshold: entropy, in nats, up to which a token is committed; `threshold` in the published code.
         block_add_threshold: part of the last begun block that is committed before the next one is begun.
         commit_best: each step commits the token of lowest entropy of all begun blocks too, as for LLaDA; False: as for
             Dream.
@@ -49,19 +50,20 @@ class MultiBlockSampler(Sampler):
 
     name: ClassVar[str] = "multi_block"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    aliases: ClassVar[Mapping[str, str]] = {**Sampler.aliases, "threshold": "entropy_threshold"}
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False
 
     block_length: int = parameter(32, minimum=1)
-    threshold: float = parameter(0.5, minimum=0)
+    entropy_threshold: float = parameter(0.5, minimum=0)
     block_add_threshold: float = parameter(0.5, minimum=0, maximum=1)
     commit_best: bool = True
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
             layout=BlockLayout(None),
-            rule=MultiBlockRule(self.block_length, self.threshold, self.block_add_threshold, self.commit_best),
+            rule=MultiBlockRule(self.block_length, self.entropy_threshold, self.block_add_threshold, self.commit_best),
             sampling=self.sampling(),
         )
 

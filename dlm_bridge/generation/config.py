@@ -5,7 +5,7 @@ Names and values of settings are checked here as far as that needs no model: our
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from dlm_bridge.registration import absent
 
 # Unset in the file, so that transformers' text-generation pipeline does not fill them with its own defaults.
 PIPELINE_DEFAULTS = ("max_new_tokens", "do_sample", "temperature")
-BLOCK_NAMES = ("block_length", "block_size")  # two names of one setting
 # Settings of transformers' generate with the same meaning here.
 TRANSFORMERS_SETTINGS = {
     "max_new_tokens": None,
@@ -53,15 +52,18 @@ ALTERNATIVES = {
 class DiffusionGenerationConfig(GenerationConfig):
     """The settings of a diffusion sampler. None means unset: the checkpoint's or the family's value is used.
 
-    The parameters depend on the sampler (`algorithm`, by default the family's own). They have the published names:
+    The parameters depend on the sampler (`algorithm`, by default the family's own):
     `dlm_bridge.generation.SAMPLERS[name].parameters()` lists them with their defaults, and the sampler's docstring
-    describes them. `generate` refuses a parameter that the sampler does not have.
+    describes them. Published names that differ are its aliases (`SAMPLERS[name].names()`), and are saved as they are
+    given. `generate` refuses a parameter that the sampler does not have.
 
     Args:
         algorithm: the published sampler, by its name in `SAMPLERS`.
         gen_length, max_new_tokens: new tokens of every row, two names for one setting.
-        block_length, block_size: tokens that are denoised together, two names for one setting; blocks are denoised
-            from left to right. By default the model's own block.
+        block_length: tokens that are denoised together; blocks are denoised from left to right. By default the model's
+            own block.
+        steps: denoising steps, of each block or of all together: the sampler's docstring says which.
+        threshold: the confidence that commits a token.
         temperature: 0 is greedy; above 0 each token is drawn from softmax(logits / temperature).
         top_k, top_p: only the k most probable tokens, or the most probable up to a total of p, are drawn.
         eos_token_id: one id or several that end a row; an explicit None turns stopping off (stored as an empty list).
@@ -123,9 +125,12 @@ class DiffusionGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers; a null in a file means unset, and a keyword wins by either of a setting's two names."""
-        stored = merge_names({key: value for key, value in config_dict.items() if value is not None})
-        return super().from_dict(stored, **merge_names(kwargs))
+        """As in transformers; a null in a file means unset, and a keyword wins by any of a setting's names."""
+        given = merge_names(kwargs)
+        pairs = [pair for pair in _name_pairs(SAMPLERS.values()) if not given.keys().isdisjoint(pair)]
+        replaced = {name for pair in pairs for name in pair}
+        stored = {key: value for key, value in config_dict.items() if value is not None and key not in replaced}
+        return super().from_dict(merge_names(stored), **given)
 
     @classmethod
     def from_model_config(cls, model_config: Any) -> DiffusionGenerationConfig:
@@ -171,18 +176,19 @@ def diffusion_fields() -> list[str]:
     return ["algorithm", *parameters, *GENERAL_SETTINGS]
 
 
-def merge_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` under transformers' names, with numpy's numbers as Python's, so that they are saved and hashed alike.
+def merge_names(values: Mapping[str, Any], kind: type[Sampler] = Sampler) -> dict[str, Any]:
+    """`values` under transformers' names and, of a sampler's aliases, those of its parameters, with numpy's numbers as
+    Python's, so that they are saved and hashed alike.
 
     Raises DlmBridgeError if two names of one setting are there and differ.
     """
     merged = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
-    for alias, name in aliases().items():
-        value = merged.pop(alias, None)
-        if value is not None:
+    for alias, name in {"gen_length": "max_new_tokens", **kind.names()}.items():
+        if alias in merged:
+            value = merged.pop(alias)
             _refuse_conflict(alias, value, name, merged.get(name))
-            merged[name] = value
-    _refuse_conflict(BLOCK_NAMES[0], merged.get(BLOCK_NAMES[0]), BLOCK_NAMES[1], merged.get(BLOCK_NAMES[1]))
+            if value is not None or (name not in merged and kind.accepts_none(name)):
+                merged[name] = value
     return merged
 
 
@@ -206,6 +212,8 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
             f"unknown algorithm {algorithm!r}: known are {', '.join(SAMPLERS)}; register_sampler adds another, before "
             f"the model is loaded{where}{absent()}"
         )
+    for alias, name in _name_pairs(SAMPLERS.values() if algorithm is None else [SAMPLERS[algorithm]]):
+        _refuse_conflict(alias, values.get(alias), name, values.get(name))
     eos_token_ids(values.get("eos_token_id"))
 
 
@@ -220,12 +228,9 @@ def eos_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def aliases() -> dict[str, str]:
-    """Further names of settings, and what transformers calls them."""
-    names = {"gen_length": "max_new_tokens"}
-    for kind in SAMPLERS.values():
-        names |= kind.aliases
-    return names
+def _name_pairs(kinds: Iterable[type[Sampler]]) -> list[tuple[str, str]]:
+    """Aliases of these samplers, each with the parameter that it stands for."""
+    return [pair for kind in kinds for pair in kind.names().items()]
 
 
 def _refuse_conflict(name: str, value: Any, other: str, other_value: Any) -> None:

@@ -18,11 +18,9 @@ from dlm_bridge.attention.masks import AttentionPattern
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.config import (
     ALTERNATIVES,
-    BLOCK_NAMES,
     IGNORED_SETTINGS,
     SAMPLING_ONLY,
     TRANSFORMERS_SETTINGS,
-    aliases,
     check_values,
     diffusion_fields,
     eos_token_ids,
@@ -244,8 +242,16 @@ def _sampler_and_sources(
     _refuse_unknown(keywords, KEYWORD, kind)
     if generation_config is not None:
         _refuse_unknown(_set_fields(generation_config), GIVEN, kind)
-    sources = [_Source(one.where, _with_own_block_name(one.values, kind)) for one in sources]
+    sources = [_Source(one.where, merge_names(one.values, kind)) for one in sources]
     return kind, sources + _default_sources(model, defaults, kind)
+
+
+def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` over `defaults`, both keywords of `generate`, whatever name each has for a setting."""
+    kind, algorithm = Sampler, given.get("algorithm", defaults.get("algorithm"))
+    if getattr(getattr(model, "family", None), "sampled_here", False):
+        kind, _ = _sampler_and_sources(model, _family_of(model), None, {"algorithm": algorithm})
+    return merge_names(defaults, kind) | merge_names(given, kind)
 
 
 def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
@@ -299,17 +305,8 @@ def _default_sources(model: Any, own: Mapping[str, Any], kind: type[Sampler]) ->
     of_model = kind.model_parameters(model.config)
     of_family = own if own["algorithm"] == kind.name else {}
     defaults = {name: value for name, value in kind.parameters().items() if value is not None}
-    return [_Source(MODEL, of_model), _Source(FAMILY, merge_names(of_family)), _Source(SAMPLER, merge_names(defaults))]
-
-
-def _with_own_block_name(values: Mapping[str, Any], kind: type[Sampler]) -> dict[str, Any]:
-    """The block length under the sampler's own name of it."""
-    own, values = kind.block_parameter(), dict(values)
-    for name in BLOCK_NAMES:
-        if own is not None and name != own and name in values:
-            value = values.pop(name)
-            values.setdefault(own, value)
-    return values
+    values = {MODEL: of_model, FAMILY: of_family, SAMPLER: defaults}
+    return [_Source(where, merge_names(found, kind)) for where, found in values.items()]
 
 
 def _parameter(sources: list[_Source], name: str, kind: type[Sampler]) -> Any:
@@ -330,20 +327,20 @@ def _sampler_parameters(
 ) -> dict[str, Any]:
     """The parameters of the sampler, with those that are `given`; `infilled_width` is the width of prompts to fill."""
     parameters = {**{name: _parameter(sources, name, kind) for name in kind.parameters()}, **given}
-    block_name, explicit = kind.block_parameter(), _explicit(sources, kind)
-    where = _find(sources, block_name, None)[1] if block_name else None
+    blocks, explicit = "block_length" in parameters, _explicit(sources, kind)
+    where = _find(sources, "block_length", None)[1]
     shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
     if infilled_width is not None:
         _refuse_infill(family, kind, parameters)
         # The spec is that of one block, or of the whole canvas.
         whole = infilled_width + parameters["gen_length"] + 1
-        parameters["gen_length"] = parameters[block_name] if block_name else whole
-    elif block_name and kind.whole_blocks and {block_name, "gen_length"} <= explicit:
-        check_blocks(parameters["gen_length"], parameters[block_name])
-    elif shortens and block_name and block_name not in explicit:
-        parameters[block_name] = min(parameters[block_name], parameters["gen_length"])
-    if block_name and where in (KEYWORD, GIVEN, STORED):
-        _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters[block_name])
+        parameters["gen_length"] = parameters["block_length"] if blocks else whole
+    elif kind.whole_blocks and {"block_length", "gen_length"} <= explicit:
+        check_blocks(parameters["gen_length"], parameters["block_length"])
+    elif shortens and blocks and "block_length" not in explicit:
+        parameters["block_length"] = min(parameters["block_length"], parameters["gen_length"])
+    if blocks and where in (KEYWORD, GIVEN, STORED):
+        _warn_of_another_block(kind.trained_block(model.config, family.attention_pattern), parameters["block_length"])
     return parameters
 
 
@@ -482,7 +479,7 @@ def _temperature(sources: list[_Source]) -> float:
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) -> None:
-    known = {*aliases(), *diffusion_fields(), *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS, *SAMPLING_ONLY}
+    known = {"gen_length", *diffusion_fields(), *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS, *SAMPLING_ONLY}
     known |= {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     for name in values:
         if name not in known:

@@ -25,6 +25,6 @@ SPEC = FamilySpec(
     attention_pattern="block_causal",
     mask_token_id=151669,
     objective="block",
-    sampler={"algorithm": "sdar", "temperature": 0.0, "confidence_threshold": 0.9},
+    sampler={"algorithm": "sdar", "temperature": 0.0, "threshold": 0.9},
     checked_against="own maths, and SDAR's public modeling_sdar.py, which has the same layers",
 )

@@ -26,6 +26,6 @@ SPEC = FamilySpec(
     mask_token_id=5,
     objective="block",
     sft={"eos_padding": "block"},
-    sampler={"algorithm": "sdar", "temperature": 0.0, "confidence_threshold": 0.95},
+    sampler={"algorithm": "sdar", "temperature": 0.0, "threshold": 0.95},
     checked_against="ByteDance's public modeling file",
 )

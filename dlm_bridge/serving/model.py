@@ -16,7 +16,7 @@ from dlm_bridge.generation.offline import check_prompts, open_engine
 from dlm_bridge.generation.prompts import PromptTooLongError, encode_chat, encode_text
 from dlm_bridge.generation.request import Engine, Event
 from dlm_bridge.generation.samplers import SpecialTokens
-from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import RequestError, TextRequest
@@ -101,7 +101,7 @@ class ServedModel:
             raise RequestError(str(error)) from error
 
     def _jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
-        settings = {**self.defaults, **request.settings}
+        settings = combine_settings(self.loaded.model, self.defaults, request.settings)
         several = len(request.prompts) > 1
         copies = []
         for number, prompt in enumerate(self._prompts(request)):  # a prompt that is too long is the last to be encoded

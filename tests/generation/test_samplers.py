@@ -237,7 +237,7 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
         ("sdar", {"algorithm": "llada"}, "the llada sampler runs on bidirectional models"),
         ("wedlm", {"algorithm": "sdar"}, "the sdar sampler runs on block_causal models"),
         ("sdar", {"algorithm": "wedlm"}, "the wedlm sampler runs on causal unshifted models"),
-        ("sdar", {"block_size": 4, "block_length": 8}, "block_length 8 and block_size 4 are the same setting"),
+        ("sdar", {"block_size": 4, "block_length": 8}, "block_size 4 and block_length 8 are the same setting"),
         ("sdar", {"cfg_scale": 1.0}, "the sdar sampler has no cfg_scale"),
         ("sdar", {"denoising_steps": 0}, "denoising_steps must be a whole number"),
         (
@@ -245,7 +245,7 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
             {"remasking_strategy": "random"},
             "remasking_strategy must be one of low_confidence_dyn",
         ),
-        ("fast_dllm_v2", {"small_block_size": 3}, "block_size 4 is not a multiple of small_block_size 3"),
+        ("fast_dllm_v2", {"small_block_size": 3}, "block_length 4 is not a multiple of small_block_size 3"),
         ("fast_dllm_v2", {"use_block_cache": True}, "'use_block_cache' .* cache='dual'"),
         (
             "nemotron",

@@ -395,12 +395,12 @@ def test_a_token_of_the_config_is_a_number(name: str, model: Any) -> None:
 def test_block_length_and_block_size_are_one_setting(model: Any) -> None:
     """Under either name, from every source, for samplers that call it one or the other."""
     assert settings(model, gen_length=16, block_size=8).sampler.block_length == 8
-    assert settings(model, gen_length=16, block_length=8, algorithm="mdlm").sampler.block_size == 8
+    assert settings(model, gen_length=16, block_length=8, algorithm="mdlm").sampler.block_length == 8
     stored = with_stored(model, block_size=4)
     assert settings(stored, gen_length=16).sampler.block_length == 4
     assert settings(stored, gen_length=16, block_length=8).sampler.block_length == 8
     assert settings(model, gen_length=16, block_length=8, block_size=8).sampler.block_length == 8
-    with pytest.raises(DlmBridgeError, match="block_length 8 and block_size 4 are the same setting"):
+    with pytest.raises(DlmBridgeError, match="block_size 4 and block_length 8 are the same setting"):
         settings(model, gen_length=16, block_length=8, block_size=4)
-    with pytest.raises(DlmBridgeError, match="block_length 8 and block_size 4 are the same setting"):
+    with pytest.raises(DlmBridgeError, match="block_size 4 and block_length 8 are the same setting"):
         DiffusionGenerationConfig(block_length=8, block_size=4)

@@ -190,7 +190,8 @@ class Sampler(ABC):
         attention_patterns: the models that it can run on.
         families: where not empty, the only families whose training allows it.
         shifted: where not None, the only value of the family's logit shift that it runs with.
-        aliases: published parameter names for what transformers calls otherwise.
+        aliases: further names of its parameters, such as those of the published code. One idea has one name in all
+            samplers: `threshold` (the confidence that commits a token), `block_length`, `steps` and `temperature`.
         model_blocks: the default block length is the one in the model's config.
         shortens_block: the default block length is at most `gen_length`, unless the model is block-causal.
         whole_blocks: a block length of the call's must divide its `gen_length`; where one of them is a default, the
@@ -207,7 +208,7 @@ class Sampler(ABC):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]]
     families: ClassVar[tuple[str, ...]] = ()
     shifted: ClassVar[bool | None] = None
-    aliases: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {"block_size": "block_length"}
     model_blocks: ClassVar[bool] = False
     shortens_block: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
@@ -239,15 +240,17 @@ class Sampler(ABC):
         return any(one.name == name and "None" in str(one.type) for one in fields(cls))
 
     @classmethod
-    def block_parameter(cls) -> str | None:
-        """The sampler's own name of the block length, `block_length` or `block_size`; None without blocks."""
-        return next((name for name in ("block_length", "block_size") if name in cls.parameters()), None)
+    @functools.cache
+    def names(cls) -> dict[str, str]:
+        """The parameter that each alias stands for, without aliases of parameters that the sampler does not have."""
+        own = cls.parameters()
+        return {alias: name for alias, name in cls.aliases.items() if name in own and alias not in own}
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
         """Parameters whose default is in the model's config."""
-        block_name, block = cls.block_parameter(), getattr(config, "block_size", None)
-        return {block_name: block} if cls.model_blocks and block_name and block else {}
+        block = getattr(config, "block_size", None)
+        return {"block_length": block} if cls.model_blocks and block else {}
 
     @classmethod
     def trained_block(cls, config: Any, attention_pattern: AttentionPattern) -> int | None:
@@ -368,7 +371,7 @@ class SamplerTable(Mapping[str, type[Sampler]]):
                 f"{kind.__name__}: attention_patterns must be some of {', '.join(get_args(AttentionPattern))}"
             )
         taken = {"algorithm", *GENERAL_SETTINGS, *vars(GenerationConfig())} - {*self.parameters()}
-        for parameter_name in kind.parameters():
+        for parameter_name in (*kind.parameters(), *kind.names()):
             if parameter_name in taken:
                 raise DlmBridgeError(f"{kind.__name__}: '{parameter_name}' is another setting's name")
         known[name] = kind
@@ -380,12 +383,15 @@ class SamplerTable(Mapping[str, type[Sampler]]):
         self._parameters = None
 
     def parameters(self) -> dict[str, list[Check]]:
-        """The checks of every parameter of all samplers, by its name."""
+        """The checks of every parameter of all samplers, by its name and its aliases."""
         if self._parameters is None:
-            self._parameters = {}
+            found: dict[str, list[Check]] = {}
             for kind in self.kinds.values():
-                for one in fields(kind):
-                    self._parameters.setdefault(one.name, []).append(check_of(one))
+                checks = {one.name: check_of(one) for one in fields(kind)}
+                checks |= {alias: checks[name] for alias, name in kind.names().items()}
+                for name, check in checks.items():
+                    found.setdefault(name, []).append(check)
+            self._parameters = found
         return self._parameters
 
     def check(self, name: str, value: Any, where: str) -> None:

@@ -1,9 +1,9 @@
 """DiffuLLaMA's sampler, `generate_samples` (arXiv 2410.17891).
 
     canvas = prompt + [MASK] * gen_length
-    for k in range(diffusion_steps):
+    for k in range(steps):
         tokens = draw(softmax(logits / temperature), top_p)
-        commit each mask with probability 1 / (diffusion_steps - k)
+        commit each mask with probability 1 / (steps - k)
 
 Source: HKUNLP/DiffuLLaMA c17e897, `generate_samples`.
 """
@@ -25,20 +25,22 @@ class DiffuLLaMASampler(Sampler):
     """DiffuLLaMA's `generate_samples`.
 
     Args:
-        diffusion_steps: denoising steps.
+        steps: denoising steps of the whole text; `diffusion_steps` in the published code.
     """
 
     name: ClassVar[str] = "diffullama"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    aliases: ClassVar[Mapping[str, str]] = {"logits_temp": "temperature", "topp_temp": "top_p"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "diffusion_steps": "steps", "logits_temp": "temperature", "topp_temp": "top_p",
+    }  # fmt: skip
 
     temperature: float = parameter(0.9, minimum=0)
-    diffusion_steps: int = parameter(64, minimum=1)
+    steps: int = parameter(64, minimum=1)
     top_p: float | None = parameter(0.9, above=0, maximum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
             layout=BlockLayout(None),
-            rule=AncestralRule(self.diffusion_steps, eps=0.0),
+            rule=AncestralRule(self.steps, eps=0.0),
             sampling=self.sampling(),
         )

@@ -46,7 +46,7 @@ class DreamSampler(Sampler):
     """Dream's `diffusion_generate`.
 
     Args:
-        steps: denoising steps.
+        steps: denoising steps of the whole text.
         eps: the last noise level.
         alg: the order in which positions are committed, see above.
         alg_temp: above 0, positions are drawn instead of ranked.

@@ -1,6 +1,6 @@
 """Fast-dLLM v2's sampler (arXiv 2509.26328): block-causal, with a logit shift, in small blocks within blocks.
 
-    for block in blocks of block_size, counted from the text's first token:
+    for block in blocks of block_length, counted from the text's first token:
         commit the block's first token: the best prediction of the position before it
         for small block in small blocks of small_block_size:
             while it has masks:
@@ -36,7 +36,7 @@ class FastDLLMv2Sampler(Sampler):
     """Fast-dLLM v2's `generate`.
 
     Args:
-        block_size: tokens of a block.
+        block_length: tokens of a block; `block_size` in the published code.
         small_block_size: tokens of a block that are denoised before the next ones.
         threshold: probability above which a token is committed.
     """
@@ -46,7 +46,7 @@ class FastDLLMv2Sampler(Sampler):
     model_blocks: ClassVar[bool] = True
 
     gen_length: int = parameter(2048, minimum=1)
-    block_size: int = parameter(32, minimum=1)
+    block_length: int = parameter(32, minimum=1)
     small_block_size: int = parameter(8, minimum=1)
     threshold: float = parameter(1.0, minimum=0)
     top_p: float | None = parameter(0.95, above=0, maximum=1)
@@ -54,19 +54,19 @@ class FastDLLMv2Sampler(Sampler):
     def fitted(self, explicit: Container[str]) -> Self:
         if "small_block_size" in explicit:
             return self
-        return replace(self, small_block_size=largest_divisor(self.block_size, self.small_block_size))
+        return replace(self, small_block_size=largest_divisor(self.block_length, self.small_block_size))
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        if self.block_size % self.small_block_size:
+        if self.block_length % self.small_block_size:
             raise DlmBridgeError(
-                f"block_size {self.block_size} is not a multiple of small_block_size {self.small_block_size}"
+                f"block_length {self.block_length} is not a multiple of small_block_size {self.small_block_size}"
             )
         return SamplerSpec(
-            layout=BlockLayout(self.block_size, aligned=True),
+            layout=BlockLayout(self.block_length, aligned=True),
             rule=SmallBlockRule(self.threshold, self.small_block_size),
             sampling=self.sampling(),
             predictor=SmallBlockPredictor,
-            predictor_options={"block_length": self.block_size, "small_block_length": self.small_block_size},
+            predictor_options={"block_length": self.block_length, "small_block_length": self.small_block_size},
             first_token="greedy",
         )
 

@@ -2,7 +2,7 @@
 
     text = prompt + next token;  draft = []
     while a new token is missing:
-        logits of [last token] + draft + [MASK] * (gen_block_size - 1), under causal attention
+        logits of [last token] + draft + [MASK] * (block_length - 1), under causal attention
         p[i] = what follows the i-th of these tokens;  q[i] = what the draft's token was drawn from
         accept the draft's tokens from left to right, each with probability min(1, p / (verify_alpha q))
         where one is rejected:  commit those before it and a draw from max(0, p - verify_alpha q);  draft = []
@@ -18,6 +18,7 @@ text's distribution is that of the causal model under the same filters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -44,33 +45,34 @@ class IDLMSampler(Sampler):
     """I-DLM's introspective strided decoding.
 
     Args:
-        gen_block_size: the most tokens that a forward pass commits; by default one more than the model's block size,
-            the masks that it was trained with.
+        block_length: the most tokens that a forward pass commits, `gen_block_size` in the published code; by default
+            one more than the model's block size, the masks that it was trained with.
         verify_alpha: below 1, more of a draft is accepted than the causal model's distribution allows.
     """
 
     name: ClassVar[str] = "idlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     families: ClassVar[tuple[str, ...]] = ("idlm",)
+    aliases: ClassVar[Mapping[str, str]] = {"gen_block_size": "block_length"}  # block_size is one less
     infills: ClassVar[bool] = False  # what follows is not attended to
     takes_commit_rule: ClassVar[bool] = False
 
     temperature: float = parameter(1.0, minimum=0)
     top_k: int | None = parameter(50, minimum=0)
     top_p: float | None = parameter(0.95, above=0, maximum=1)
-    gen_block_size: int = parameter(3, minimum=2)
+    block_length: int = parameter(3, minimum=2)
     verify_alpha: float = parameter(1.0, above=0, maximum=1)
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
         block = getattr(config, "block_size", None)
-        return {"gen_block_size": block + 1} if block else {}
+        return {"block_length": block + 1} if block else {}
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = 2 * self.gen_block_size - 2  # what a forward pass may predict behind the last new token
+        spare = 2 * self.block_length - 2  # what a forward pass may predict behind the last new token
         return SamplerSpec(
             layout=BlockLayout(None, spare=spare),
-            rule=StridedRule(self.gen_block_size - 1, self.verify_alpha),
+            rule=StridedRule(self.block_length - 1, self.verify_alpha),
             sampling=self.sampling(),
             predictor=SpeculativePredictor,
         )

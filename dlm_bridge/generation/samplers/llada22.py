@@ -42,7 +42,7 @@ class LLaDA22Sampler(Sampler):
 
     Args:
         block_length: tokens that are denoised together.
-        steps: over which a block's masks are divided.
+        steps: denoising steps of each block, over which its masks are divided.
         threshold: probability above which a mask is committed.
         editing_threshold: probability above which a committed token is replaced.
         max_post_steps: steps that a block may take without masks of its beginning; 0: it ends with the last of them.

@@ -1,7 +1,7 @@
 """dLLM's masked diffusion sampler, `MDLMSampler`: LLaDA's with a rounded schedule and any lengths.
 
     canvas = prompt + [MASK] * gen_length
-    for block in blocks of block_size, from left to right:
+    for block in blocks of block_length, from left to right:
         for step in ceil(steps / blocks):
             count = round(masks left in the block * fraction of the noise level that the step removes)
             tokens, scores = as LLaDA's sampler
@@ -31,7 +31,7 @@ class MDLMSampler(Sampler):
     """dLLM's `MDLMSampler`.
 
     Args:
-        block_size: tokens that are denoised together.
+        block_length: tokens that are denoised together; `block_size` in the published code.
         steps: denoising steps over all blocks.
         cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
         remasking: which positions a step commits: "low_confidence" (the most probable) or "random".
@@ -40,17 +40,17 @@ class MDLMSampler(Sampler):
     name: ClassVar[str] = "mdlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
 
-    block_size: int = parameter(128, minimum=1)
+    block_length: int = parameter(128, minimum=1)
     steps: int = parameter(128, minimum=1)
     cfg_scale: float = parameter(0.0, minimum=0)
     remasking: str = parameter("low_confidence", choices=("low_confidence", "random"))
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        steps = ceil(self.steps / ceil(self.gen_length / self.block_size))
+        steps = ceil(self.steps / ceil(self.gen_length / self.block_length))
         score = random_order if self.remasking == "random" else low_confidence
         predictor, options = self._predictor()
         return SamplerSpec(
-            layout=BlockLayout(self.block_size),
+            layout=BlockLayout(self.block_length),
             rule=TopScoresRule(score, partial(rounded_schedule, steps=steps)),
             sampling=self.sampling(),
             predictor=predictor,

@@ -1,7 +1,7 @@
 """RND1's sampler, `diffusion_sample`.
 
     canvas = prompt + [MASK] * gen_length
-    for k in 1 .. num_diffusion_steps:
+    for k in 1 .. steps:
         tokens = draw(softmax(logits / temperature), top_k, top_p)      # greedy: the best token
         leave the floor(masks * (n - k) / n) positions of highest entropy masked, commit the others
         # eb_gamma: commit the most probable tokens while the sum of their entropies but the largest is <= eb_gamma
@@ -14,6 +14,7 @@ Source: RadicalNumerics/RND1 87d5f46, rnd/sampling.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -40,7 +41,7 @@ class RND1Sampler(Sampler):
     """RND1's `diffusion_sample`.
 
     Args:
-        num_diffusion_steps: denoising steps.
+        steps: denoising steps of the whole text; `num_diffusion_steps` in the published code.
         greedy: propose the best token; the temperature still shapes the entropies.
         eb_gamma: bound on the entropy that a step may commit (entropy-bounded unmasking, arXiv 2505.24857).
         add_eos_at_end: the canvas ends with the end-of-sequence token instead of padding.
@@ -48,10 +49,11 @@ class RND1Sampler(Sampler):
 
     name: ClassVar[str] = "rnd1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+    aliases: ClassVar[Mapping[str, str]] = {"num_diffusion_steps": "steps"}
 
     gen_length: int = parameter(256, minimum=1)
     temperature: float = parameter(0.1, minimum=0)
-    num_diffusion_steps: int = parameter(256, minimum=1)
+    steps: int = parameter(256, minimum=1)
     greedy: bool = False
     eb_gamma: float | None = parameter(None, minimum=0)
     add_eos_at_end: bool = False
@@ -60,9 +62,9 @@ class RND1Sampler(Sampler):
         closing = None
         if tokens.eos_token_ids and self.gen_length > 1:  # a single new token is the text's
             closing = tokens.eos_token_ids[0] if self.add_eos_at_end else tokens.pad_token_id
-        rule: CommitRule = TopScoresRule(_confidence, partial(rank_schedule, steps=self.num_diffusion_steps))
+        rule: CommitRule = TopScoresRule(_confidence, partial(rank_schedule, steps=self.steps))
         if self.eb_gamma is not None:
-            rule = ErrorBoundRule(self.eb_gamma, self.num_diffusion_steps)
+            rule = ErrorBoundRule(self.eb_gamma, self.steps)
         return SamplerSpec(
             layout=BlockLayout(None, closing=closing),
             rule=rule,

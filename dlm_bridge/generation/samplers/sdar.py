@@ -1,21 +1,22 @@
 """SDAR's and TraDo's sampler, `block_diffusion_generate` (arXiv 2510.06303); DreamReasoner's is modelled on it.
 
     for block in blocks of block_length, counted from the text's first token:
-        for count in the block, divided evenly over denoising_steps:
+        for count in the block, divided evenly over steps:
             tokens = draw(softmax(logits / temperature), top_k, top_p);  scores = their probabilities
-            low_confidence_dynamic: commit all with score > confidence_threshold, or the count best if these are more
+            low_confidence_dynamic: commit all with score > threshold, or the count best if these are more
             low_confidence_static:  commit the count best
             sequential:             commit the count leftmost masks
             entropy_bounded:        commit the lowest entropies while their sum is < eb_threshold, one at least
 
-Temperature 0, by which the published code divides, is greedy here. After `denoising_steps` steps nothing of a block is
-left masked, and prompt tokens are never overwritten (both can happen there).
+Temperature 0, by which the published code divides, is greedy here. After `steps` steps nothing of a block is left
+masked, and prompt tokens are never overwritten (both can happen there).
 
 Source: JetAstra/SDAR c2041a8, generate.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,21 +46,26 @@ class SDARSampler(Sampler):
 
     Args:
         block_length: tokens that are denoised together.
-        denoising_steps: steps of each block; by default one for each of its tokens.
+        steps: denoising steps of each block, by default one for each of its tokens; `denoising_steps` in the published
+            code.
         remasking_strategy: which positions a step commits, see above.
-        confidence_threshold: of low_confidence_dynamic, the probability above which a token is committed.
+        threshold: of low_confidence_dynamic, the probability above which a token is committed; `confidence_threshold`
+            in the published code.
         eb_threshold: of entropy_bounded, the bound on the entropy that a step may commit.
     """
 
     name: ClassVar[str] = "sdar"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
+    aliases: ClassVar[Mapping[str, str]] = {
+        **Sampler.aliases, "confidence_threshold": "threshold", "denoising_steps": "steps",
+    }  # fmt: skip
     model_blocks: ClassVar[bool] = True
 
     temperature: float = parameter(1.0, minimum=0)
     block_length: int = parameter(4, minimum=1)
-    denoising_steps: int | None = parameter(None, minimum=1)
+    steps: int | None = parameter(None, minimum=1)
     remasking_strategy: str = parameter("low_confidence_dynamic", choices=STRATEGIES)
-    confidence_threshold: float = parameter(0.85, minimum=0)
+    threshold: float = parameter(0.85, minimum=0)
     eb_threshold: float = parameter(0.35, minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
@@ -72,14 +78,14 @@ class SDARSampler(Sampler):
         )
 
     def _rule(self) -> CommitRule:
-        steps = self.denoising_steps or self.block_length
+        steps = self.steps or self.block_length
         schedule = even_schedule(self.block_length, steps)
         if self.remasking_strategy == "sequential":
             return SequentialRule(schedule)
         if self.remasking_strategy == "entropy_bounded":
             return EntropyBoundRule(self.eb_threshold, steps)
         dynamic = self.remasking_strategy == "low_confidence_dynamic"
-        return DynamicThresholdRule(schedule, self.confidence_threshold if dynamic else None)
+        return DynamicThresholdRule(schedule, self.threshold if dynamic else None)
 
 
 class SequentialRule(CommitRule):

@@ -49,7 +49,7 @@ class UniformSampler(Sampler):
     """Uniform-state diffusion, for models whose config names no mask token or that were trained this way.
 
     Args:
-        steps: denoising steps.
+        steps: denoising steps of the whole text.
         resampling: "posterior" or "entropy_bound", see above.
         entropy_bound: the bound of "entropy_bound".
         p_uniform: the fraction of random tokens at noise level 1/2, of a model that was trained with the hybrid of
