@@ -36,8 +36,8 @@ from dlm_bridge.errors import DlmBridgeError
 
 HELP = """Sample from a model: a diffusion one with its family's sampler, an autoregressive one with transformers' own.
 
-MODEL is a Hub folder or id, or a Megatron checkpoint. The text goes to stdout, and how it was made to stderr. Samplers
-have the parameters that their authors gave them; one that a sampler does not have is refused with those that it has.
+MODEL is a Hub folder or id, or a Megatron checkpoint. The text goes to stdout, and how it was made to stderr. A
+setting that a sampler does not have is refused with those that it has.
 
 Example:
 

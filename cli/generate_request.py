@@ -13,12 +13,12 @@ from dlm_bridge.errors import DlmBridgeError
 # The settings that most calls need; --set has every other one. Each is a field of DiffusionGenerationConfig.
 SETTINGS: dict[str, tuple[type, str]] = {
     "gen_length": (int, "New tokens, at most."),
-    "steps": (int, "Denoising steps: over all blocks or of each one, as the sampler counts them."),
+    "steps": (int, "Denoising steps, of each block in illada, llada2, llada2.2 and sdar, else of the whole text."),
     "block_length": (int, "Tokens that are denoised together."),
     "temperature": (float, "0: greedy."),
     "top_k": (int, "Draw from the k best tokens only."),
     "top_p": (float, "Draw from the best tokens up to a probability of p."),
-    "threshold": (float, "Confidence above which a token is committed at once."),
+    "threshold": (float, "Confidence that commits a token."),
     "cfg_scale": (float, "Classifier-free guidance, 0: off."),
     "algorithm": (str, "The sampler; the family's own by default."),
     "cache": (str, "KV cache: none, block, prefix or dual."),

@@ -12,7 +12,7 @@ random tokens: take one that is certain of its answers, such as one fine-tuned o
 
 A diffusion model's texts depend on its sampler: `--set NAME=VALUE` gives `generate` the engine's own setting. SGLang's
 LowConfidence commits every token above its threshold of 0.95, one at least, until a block has no mask:
-`--set confidence_threshold=0.95` of SDAR's sampler, and what LLaDA2's does by itself. Where the engine's machine has
+`--set threshold=0.95` of SDAR's sampler, and what LLaDA2's does by itself. Where the engine's machine has
 no dlm-bridge, write the texts elsewhere with `generate --jsonl PROMPTS --output TEXTS` and give --expected TEXTS.
 """
 

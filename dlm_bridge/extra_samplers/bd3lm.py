@@ -20,7 +20,7 @@ from dlm_bridge.generation.samplers.mdlm import MDLMSampler
 
 @dataclass(frozen=True, kw_only=True)
 class BD3LMSampler(MDLMSampler):
-    """dLLM's `BD3LMSampler`, with `MDLMSampler`'s parameters."""
+    """dLLM's `BD3LMSampler`, with `MDLMSampler`'s parameters: `steps` are those over all blocks."""
 
     name: ClassVar[str] = "bd3lm"
     families: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")

@@ -63,10 +63,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "illada": {"block_length": GEN},
     "mdlm": {"steps": GEN},
     "dream": {"alg": "entropy", "steps": GEN},
-    "diffullama": {"diffusion_steps": 1, "top_p": None},
-    "rnd1": {"num_diffusion_steps": 5, "temperature": 1.0, "greedy": True, "eos_token_id": 1, "pad_token_id": 0},
+    "diffullama": {"steps": 1, "top_p": None},
+    "rnd1": {"steps": 5, "temperature": 1.0, "greedy": True, "eos_token_id": 1, "pad_token_id": 0},
     "nemotron": {"block_length": GEN},
-    "sdar": {"confidence_threshold": 0.9},
+    "sdar": {"threshold": 0.9},
     "llada2": {"threshold": 0.9},
 }
 
@@ -105,9 +105,8 @@ def test_defaults_are_complete(case: FamilyCase, tmp_path: Path) -> None:
     settings = resolve_settings(model, None, {"mask_token_id": 99}, prompt_width=4)
     assert settings.sampler.name == model.sampler_defaults["algorithm"]
     assert {*model.sampler_defaults} <= {"algorithm", *settings.sampler.parameters()}
-    block = settings.sampler.parameters().keys() & {"block_length", "block_size"}
-    if settings.sampler.model_blocks and block:
-        assert getattr(settings.sampler, block.pop()) == model.config.block_size
+    if settings.sampler.model_blocks:
+        assert settings.sampler.block_length == model.config.block_size
 
 
 def test_every_diffusion_family_names_its_sampler() -> None:
@@ -153,7 +152,7 @@ def test_blocks_that_a_model_was_not_trained_with_are_a_warning(
 
     def resolved(**keywords: Any) -> Any:
         kind = resolve_settings(model, None, keywords, prompt_width=4).sampler
-        return getattr(kind, kind.block_parameter() or "")
+        return kind.block_length
 
     assert resolved() == resolved(block_length=16) == 16
     assert not said

@@ -31,7 +31,7 @@ def test_an_ordinary_mask_token_is_prompted_and_written(loaded: LoadedModel) -> 
         assert text == server.alone("the cat", **SETTINGS)
     page = PageModel(loaded.model, loaded.tokenizer, "tiny", diffusion=True)
     try:
-        shown = {"diffusion_steps": "6", "gen_length": "12"}
+        shown = {"steps": "6", "gen_length": "12"}
         for mode, prompt in (("Continue", "the cat"), ("Fill in [MASK:n]", "the [MASK:3] cat")):
             *_, last = page.sample(mode, prompt, "diffullama", shown)
             assert "refusal" not in last

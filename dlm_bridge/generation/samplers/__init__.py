@@ -177,7 +177,7 @@ class SamplerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
-    """Base class of samplers: a frozen dataclass of the sampler's parameters, with the published names and defaults.
+    """Base class of samplers: a frozen dataclass of the sampler's parameters, with the published defaults.
 
     Args:
         gen_length: new tokens.

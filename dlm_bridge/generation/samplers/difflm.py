@@ -20,7 +20,7 @@ from dlm_bridge.generation.token_sampling import TokenSampling
 
 @dataclass(frozen=True, kw_only=True)
 class DiffLMSampler(LLaDASampler):
-    """MegaDLMs' `DiffLM.generate`, with LLaDA's parameters."""
+    """MegaDLMs' `DiffLM.generate`, with LLaDA's parameters: `steps` are those over all blocks."""
 
     name: ClassVar[str] = "difflm"
 

@@ -1,0 +1,147 @@
+"""Names of settings: one for each idea in all samplers, with the published ones as aliases of their sampler."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from dlm_bridge.cli.generate_request import SETTINGS
+from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig, generate
+from dlm_bridge.generation.settings import combine_settings, resolve_settings
+from tests.generation.standin import StandIn, family
+from tests.generation.test_samplers import CASES, build
+
+FIRST = {facts.sampler["algorithm"]: name for name, (facts, _, _) in reversed(CASES.items())}
+ALIASES = [(algorithm, *pair) for algorithm in FIRST for pair in SAMPLERS[algorithm].names().items()]
+# A value that is neither a default nor what the sampler's case has, and one that differs from it.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "block_length": (2, 3), "steps": (3, 4), "threshold": (0.3, 0.2), "entropy_threshold": (2.0, 2.5),
+    "temperature": (0.4, 0.6), "top_p": (0.7, 0.6),
+}  # fmt: skip
+OF_A_BLOCK = ("illada", "llada2", "llada2.2", "sdar")  # whose `steps` are those of each block
+
+
+def settings(model: Any, **keywords: Any) -> Any:
+    return resolve_settings(model, None, keywords, prompt_width=4).sampler
+
+
+@pytest.mark.parametrize(("algorithm", "alias", "name"), ALIASES)
+def test_both_names_of_a_setting_give_the_same_tokens(algorithm: str, alias: str, name: str) -> None:
+    model, case = build(FIRST[algorithm])
+    case = {**{one: value for one, value in case.items() if one not in (alias, name)}, "eos_token_id": None, "seed": 1}
+    value, other = VALUES[name]
+    under = {one: {**case, one: value} for one in (alias, name)}
+    assert getattr(settings(model, **under[name]), name) == value
+    assert settings(model, **under[alias]) == settings(model, **under[name])
+    assert settings(model, **under[alias], **{name: value}) == settings(model, **under[name])
+    tokens = [generate(model, torch.tensor([[1, 2, 3, 4]]), **arguments) for arguments in under.values()]
+    assert torch.equal(*tokens)
+    with pytest.raises(DlmBridgeError, match=f"{alias} {value} and {name} {other} are the same setting") as error:
+        settings(model, **under[alias], **{name: other})
+    assert "\n" not in str(error.value)
+    with pytest.raises(DlmBridgeError, match=f"{alias} {value} and {name} {other} are the same setting"):
+        DiffusionGenerationConfig(**{alias: value, name: other})
+
+
+def test_one_idea_has_one_name() -> None:
+    """A published name of one sampler is no parameter of another, but for d3LLM's name of an entropy."""
+    aliases = {alias for _, alias, name in ALIASES if (alias, name) != ("threshold", "entropy_threshold")}
+    assert {"confidence_threshold", "denoising_steps", "diffusion_steps", "num_diffusion_steps"} <= aliases
+    assert {"block_size", "gen_block_size"} <= aliases
+    for kind in SAMPLERS.values():
+        assert not aliases & kind.parameters().keys()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "alias"),
+    [
+        ("llada", "confidence_threshold"),
+        ("llada", "logits_temp"),
+        ("dream", "block_size"),
+        ("idlm", "block_size"),  # the model's, which is one less than the sampler's block
+        ("rnd1", "diffusion_steps"),
+        ("wedlm", "threshold"),
+    ],
+)
+def test_an_alias_is_valid_in_its_samplers_only(algorithm: str, alias: str) -> None:
+    name = next(name for name, (facts, _, _) in CASES.items() if facts.sampler["algorithm"] == algorithm)
+    model, _ = build(name)
+    with pytest.raises(DlmBridgeError, match=f"the {algorithm} sampler has no {alias} .*; it has gen_length") as error:
+        settings(model, **{alias: 2})
+    assert "\n" not in str(error.value)
+
+
+def test_the_wrong_value_of_an_alias_is_named_as_it_was_given() -> None:
+    model, _ = build("sdar")
+    with pytest.raises(DlmBridgeError, match="denoising_steps must be a whole number"):
+        settings(model, denoising_steps=0)
+
+
+def test_a_file_keeps_the_name_that_it_has(tmp_path: Path) -> None:
+    """Files of earlier versions, and of the authors, are read; what is saved has their names for other programs."""
+    model = StandIn(family("block_causal", algorithm="sdar"), block_size=4)
+    old = {"denoising_steps": 2, "confidence_threshold": 0.6, "max_new_tokens": 8, "block_size": 4}
+    (tmp_path / "generation_config.json").write_text(json.dumps(old))
+    stored = DiffusionGenerationConfig.from_pretrained(tmp_path)
+    model.generation_config = stored
+    found = settings(model)
+    assert (found.steps, found.threshold, found.gen_length, found.block_length) == (2, 0.6, 8, 4)
+    assert settings(model, steps=3, threshold=0.7) == settings(model, denoising_steps=3, confidence_threshold=0.7)
+    assert settings(model, denoising_steps=None).steps is None  # None is a value of it: the default
+
+    stored.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert {name: value for name, value in saved.items() if name != "transformers_version"} == old
+    plain = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (plain.denoising_steps, plain.max_new_tokens) == (2, 8)
+    assert DiffusionGenerationConfig.from_config(plain) == stored
+    changed = DiffusionGenerationConfig.from_pretrained(tmp_path, steps=3, block_length=2)
+    model.generation_config = changed
+    assert (settings(model).steps, settings(model).block_length, settings(model).threshold) == (3, 2, 0.6)
+    twice = copy.copy(stored)
+    twice.steps = 3
+    model.generation_config = twice
+    with pytest.raises(DlmBridgeError, match="denoising_steps 2 and steps 3 are the same setting"):
+        settings(model)
+
+
+def test_settings_over_defaults_of_another_name() -> None:
+    """As a request's over the server's, and a caller's over a task's."""
+    model, _ = build("sdar")
+    defaults = {"denoising_steps": 2, "gen_length": 64, "block_size": 4}
+    combined = combine_settings(model, defaults, {"steps": 3, "max_new_tokens": 8})
+    found = settings(model, **combined)
+    assert (found.steps, found.gen_length, found.block_length) == (3, 8, 4)
+    assert combine_settings(torch.nn.Linear(1, 1), {"gen_length": 4}, {"max_new_tokens": 8}) == {"max_new_tokens": 8}
+    with pytest.raises(DlmBridgeError, match="unknown algorithm 'x'"):
+        combine_settings(model, {}, {"algorithm": "x"})
+
+
+WITH_STEPS = [algorithm for algorithm in FIRST if "steps" in SAMPLERS[algorithm].parameters()]
+
+
+@pytest.mark.parametrize("algorithm", WITH_STEPS)
+def test_a_sampler_says_what_its_steps_count(algorithm: str) -> None:
+    text = " ".join((inspect.getdoc(SAMPLERS[algorithm]) or "").split())
+    assert ("steps of each block" in text) == (algorithm in OF_A_BLOCK)
+    assert (algorithm in SETTINGS["steps"][1].replace(",", "").split()) == (algorithm in OF_A_BLOCK)
+    assert algorithm in OF_A_BLOCK or "over all blocks" in text or "of the whole text" in text
+    # Eight steps and 4 blocks of 4 tokens: 2 steps a block, or one for each token.
+    model, case = build(FIRST[algorithm])
+    case |= {"steps": 8, "gen_length": 16, "temperature": 0.0, "eos_token_id": None}
+    case |= {"threshold": 1.0} if "threshold" in case else {}
+    case |= {"block_length": 4} if "block_length" in SAMPLERS[algorithm].parameters() else {}
+    case |= {"alg": "entropy"} if algorithm == "dream_block" else {}
+    case |= {"remasking_strategy": "low_confidence_static"} if algorithm == "sdar" else {}
+    calls: list[None] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(None))
+    generate(model, torch.tensor([[1, 2, 3, 4]]), **case)
+    assert (len(calls) >= 16) == (algorithm in OF_A_BLOCK)
