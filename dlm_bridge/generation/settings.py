@@ -248,9 +248,10 @@ def _sampler_and_sources(
 
 def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over `defaults`, both keywords of `generate`, whatever name each has for a setting."""
-    kind, algorithm = Sampler, given.get("algorithm", defaults.get("algorithm"))
-    if getattr(getattr(model, "family", None), "sampled_here", False):
-        kind, _ = _sampler_and_sources(model, _family_of(model), None, {"algorithm": algorithm})
+    if not getattr(getattr(model, "family", None), "sampled_here", False):
+        return merge_names(defaults) | merge_names(given)
+    algorithm = {"algorithm": given.get("algorithm", defaults.get("algorithm"))}
+    kind, _ = _sampler_and_sources(model, _family_of(model), None, algorithm)
     return merge_names(defaults, kind) | merge_names(given, kind)
 
 

@@ -205,6 +205,7 @@ def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, Loade
     assert _ask(model, {"max_gen_toks": None, "max_new_tokens": 16, "until": [""]})[1]["gen_length"] == 16
     for name in ("gen_length", "max_new_tokens"):
         assert _ask(model, {}, sampler={name: 4})[1]["gen_length"] == 4
+    assert _ask(model, {"block_length": 8}, sampler={"block_size": 4})[1]["block_length"] == 4
 
 
 def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, LoadedModel]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,6 +71,7 @@ def left_to_right() -> Iterator[type[Sampler]]:
     class LeftToRight(Sampler):
         name: ClassVar[str] = "left_to_right"
         attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
+        aliases: ClassVar[Mapping[str, str]] = {"tokens_per_step": "per_step"}
         per_step: int = parameter(2, minimum=1)
 
         def spec(self, tokens: SpecialTokens) -> SamplerSpec:
@@ -92,6 +93,7 @@ def test_a_registered_sampler_is_known_by_its_name(left_to_right: type[Sampler],
     assert order == [[3, 4], [5, 6], [7, 8]]
     found = generate(model, ids, algorithm="left_to_right", per_step=3, **arguments)
     assert found.forwards == 2
+    assert generate(model, ids, algorithm="left_to_right", tokens_per_step=3, **arguments).forwards == 2
     config = DiffusionGenerationConfig(algorithm="left_to_right", per_step=6)
     config.save_pretrained(tmp_path)
     loaded = DiffusionGenerationConfig.from_pretrained(tmp_path)
@@ -128,6 +130,7 @@ def test_what_cannot_be_registered(left_to_right: type[Sampler]) -> None:
     )
     refused("'seed' is another setting's name", name="mine", __annotations__={"seed": int}, seed=1, **everywhere)
     refused("'num_beams' is another", name="mine", __annotations__={"num_beams": int}, num_beams=1, **everywhere)
+    refused("'seed' is another setting's name", name="mine", aliases={"seed": "top_k"}, **everywhere)
     with pytest.raises(DlmBridgeError, match="is not a sampler"):
         register_sampler(LeastSureFirst)  # type: ignore[type-var]
 

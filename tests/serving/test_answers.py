@@ -231,6 +231,8 @@ def test_defaults_of_the_server_are_those_of_requests_that_do_not_say(diffusion:
         assert answer.choices[0].text == server.alone(PROMPT, gen_length=8, block_length=4)
         answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=12, extra_body={"block_length": 6})
         assert answer.choices[0].text == server.alone(PROMPT, gen_length=12, block_length=6)
+        other_name = client.completions.create(model="any", prompt=PROMPT, max_tokens=12, extra_body={"block_size": 6})
+        assert other_name.choices[0].text == answer.choices[0].text
     text = answer.choices[0].text
     with running(diffusion, defaults={"gen_length": 12, "block_length": 6, "stop_strings": [text[-1]]}) as server:
         answer = server.client().completions.create(model="any", prompt=PROMPT)
