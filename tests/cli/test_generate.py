@@ -588,6 +588,8 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
         (["--prompt", "x", "--set", "seed=1", "--seed", "1"], "--set seed: --seed says it already"),
         (["--prompt", "x", "--steps", "7", "--block-length", "64"], "steps 7 is not a multiple of the 2 blocks"),
+        (["--prompt", "x", "--block-length", "8", "--set", "block_size=4"], "block_size 4 and block_length 8 are the"),
+        (["--prompt", "x", "--set", "confidence_threshold=0.9"], "the llada sampler has no confidence_threshold"),
         (["--prompt", "x", "--device", "nonsense"], "--device nonsense: no such device"),
         (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["--prompt", "x", "--device-map", "[1]"], "--device-map [1]: one of auto"),

@@ -39,6 +39,8 @@ def test_it_is_prompted_and_written(cli: Cli, folder: Path, tmp_path: Path) -> N
     sample = cli.report(*words, "--prompt", "the cat")["samples"][0]
     assert THE in sample["token_ids"]
     assert "the" in sample["text"]
+    shared = cli.report(*words[:-2], "--steps", 6, "--prompt", "the cat")["samples"][0]  # diffusion_steps by its name
+    assert shared["token_ids"] == sample["token_ids"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "a the")))
     code, out, err = cli(*words, "--jsonl", tmp_path / "in.jsonl", "--commit-steps")
     assert code == 0, err
