@@ -63,7 +63,8 @@ class Command(TyperCommand):
         return [name for each in self.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")]
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        for option in self.params if len(incomplete) > len("--") else ():
+        options: list[Any] = self.params if len(incomplete) > len("--") else []
+        for option in options:
             option.hidden = False  # a beginning names any option
         return super().shell_complete(ctx, incomplete)
 
@@ -96,7 +97,8 @@ class ModelCommand(Command):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.model = next(each for each in self.params if each.param_type_name == "argument")
+        parameters: list[Any] = self.params
+        self.model = next(each for each in parameters if each.param_type_name == "argument")
         self.model.help = f"{self.model.help.removesuffix('.')}; or --model."
 
     @property
@@ -106,9 +108,9 @@ class ModelCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest, given = split_option(args, ("--model",))
         models = [value for _, value in given]
-        if rest and rest[-1] == "--model" and not ctx.resilient_parsing:
+        if rest[-1:] == ["--model"] and not ctx.resilient_parsing:
             ctx.fail("Option '--model' requires an argument")
-        if not models or ctx.resilient_parsing:
+        if not models:
             return super().parse_args(ctx, args)
         refuse_two("--model", models)
         try:

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 import logging
+import os
 import re
 import typing
 import warnings
@@ -16,14 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import (
-    Command,
-    HelpAll,
-    completes,
-    family_names,
-    objective_names,
-    refuse_two,
-)
+from dlm_bridge.cli.help import Command, HelpAll, completes, family_names, objective_names, refuse_two
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 from dlm_bridge.registration import load
@@ -101,9 +95,11 @@ class TrainingCommand(Command):
         words: list[str] = []
         reading = due = False  # behind --data; its own value comes next
         for word in args:
-            name, equals, _ = word.partition("=")
+            name, equals, value = word.partition("=")
             if word.startswith("-"):
-                reading = name in names
+                if (flag := name.replace("_", "-")) in self.flags:
+                    word = f"{flag}{equals}{value}"  # --learning_rate
+                reading = flag in names
                 due = reading and not equals
             elif due:
                 due = False
@@ -137,7 +133,7 @@ def _engine_of(option: Option) -> str:
 
 def _kind_of_word(word: str) -> str:
     """What a positional word of a training command is."""
-    if re.match(r"[\w-]+(\.[\w-]+)?=", word) and not Path(word).exists():
+    if re.match(r"[\w-]+(\.[\w-]+)?=", word) and not os.path.exists(word):
         return "override"
     return "file" if word.endswith((".yaml", ".yml")) else "model"
 

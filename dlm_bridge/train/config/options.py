@@ -32,6 +32,7 @@ GUESSES = {
     **dict.fromkeys(("deepspeed", "fsdp_config"), ("sharding",)),
     "gradient_accumulation_steps": ("global_batch_size",),
     "optim": ("optimizer",),
+    "torch_compile": ("compile",),
     "reward_model": ("reward",),
     "use_lora": ("lora_rank",),
     "warmup_ratio": ("warmup_steps",),

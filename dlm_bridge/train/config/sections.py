@@ -457,7 +457,7 @@ class EngineOptions:
         aliases=("attn_implementation",),
     )  # fmt: skip
     compile: bool | None = accelerate_option(
-        None, "Compile the decoder layers; on by default on a GPU.", tasks=TRAINING, aliases=("torch_compile",)
+        None, "Compile the decoder layers; on by default on a GPU.", tasks=TRAINING
     )
     gradient_checkpointing: bool = accelerate_option(False, "Recompute activations to save memory.", common=True)
     recompute: str = megatron_option(
