@@ -63,10 +63,14 @@ class Command(TyperCommand):
         return [name for each in self.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")]
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        options: list[Any] = self.params if len(incomplete) > len("--") else []
-        for option in options:
-            option.hidden = False  # a beginning names any option
-        return super().shell_complete(ctx, incomplete)
+        """Complete hidden options as well once a name has begun."""
+        hidden: list[Any] = [each for each in self.params if getattr(each, "hidden", False) and incomplete[2:]]
+        for option in hidden:
+            option.hidden = False
+        found = super().shell_complete(ctx, incomplete)
+        for option in hidden:
+            option.hidden = True
+        return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from rich.console import Console

@@ -91,6 +91,7 @@ def test_examples_are_commands_that_a_shell_reads(
         ("dlm-bridge pretrain --objective ", set(OBJECTIVES)),
         ("dlm-bridge pretrain --family l", {spec.name for spec in families() if spec.name.startswith("l")}),
         ("dlm-bridge sft --loss-weighting c", {"cart", "clipped"}),
+        ("dlm-bridge sft --certainty-", {"--certainty-weight", "--certainty-temperature"}),  # not in --help
         pytest.param(
             *("dlm-bridge plan a --precision fp", {"fp8", "fp16", "fp32"}), marks=pytest.mark.extension("plan")
         ),
