@@ -131,18 +131,16 @@ class ModelCommand(Command):
 
 def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The words without an option of these names and its values, and each of these (name, value)."""
-    rest, given, index = [], [], 0
-    while index < len(words) and words[index] != "--":
-        name, equals, value = words[index].partition("=")
-        if name not in names or not (equals or index + 1 < len(words)):
-            rest.append(words[index])
-        elif equals:
-            given.append((name, value))
+    rest, given, following = [], [], iter(words)
+    for word in following:
+        name, equals, value = word.partition("=")
+        if name in names and (found := value if equals else next(following, None)) is not None:
+            given.append((name, found))
         else:
-            index += 1
-            given.append((name, words[index]))
-        index += 1
-    return [*rest, *words[index:]], given
+            rest.append(word)
+        if word == "--":
+            rest += following
+    return rest, given
 
 
 def refuse_two(flag: str, values: Iterable[T]) -> T | None:

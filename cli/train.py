@@ -93,18 +93,15 @@ class TrainingCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = next((option.opts for option in self.params if option.name == "data"), [])
         words: list[str] = []
-        reading = due = False  # behind --data; its own value comes next
+        reading = False  # behind --data
         for word in args:
             name, equals, value = word.partition("=")
             if word.startswith("-"):
                 if (flag := name.replace("_", "-")) in self.flags:
                     word = f"{flag}{equals}{value}"  # --learning_rate
                 reading = flag in names
-                due = reading and not equals
-            elif due:
-                due = False
-            elif reading and _kind_of_word(word) == "model":
-                words.append(names[0])
+            elif reading and words[-1] not in names and _kind_of_word(word) == "model":
+                words.append(names[0])  # words[-1] is a value, or --data=PATH
             words.append(word)
         return super().parse_args(ctx, words)
 
