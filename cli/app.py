@@ -28,7 +28,7 @@ from dlm_bridge.cli import (
     train,
     verify,
 )
-from dlm_bridge.cli.help import App
+from dlm_bridge.cli.help import App, UsageError
 from dlm_bridge.errors import DlmBridgeError, printable, shortened
 from dlm_bridge.registration import absent, load, registered
 
@@ -49,7 +49,7 @@ class _Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
-        except _UsageError as error:
+        except UsageError as error:
             error.message = f"{error.message.rstrip('.')}{absent()}"  # type: ignore[attr-defined]
             raise
 
@@ -105,8 +105,6 @@ for name in registered("commands"):
 _AS_PYTHON_PRINTS = warnings.formatwarning
 STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _PACKAGE = os.path.dirname(processes.__file__) + os.sep
-# Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main() -> None:
@@ -121,7 +119,7 @@ def main() -> None:
         sys.stdout.flush()  # what Python cannot write at its end would be a traceback
     except DlmBridgeError as error:
         _fail(str(error))
-    except _UsageError as error:
+    except UsageError as error:
         _fail(_usage(error))
     except _InterruptedError as interrupt:
         _fail(str(interrupt), code=130)

@@ -16,6 +16,7 @@ from dlm_bridge.cli.help import (
     OUTPUT,
     RUNNING,
     SOURCE,
+    ModelCommand,
     cast_dtypes,
     completes,
     family_names,
@@ -115,10 +116,10 @@ SHOWN = 20  # differences and files; --json lists them all
 
 def register(app: typer.Typer) -> None:
     """Add the conversion commands to the app."""
-    app.command("import")(import_)
-    app.command("export")(export)
-    app.command("reshard")(reshard)
-    app.command("inspect")(inspect)
+    app.command("import", cls=ModelCommand)(import_)
+    app.command("export", cls=ModelCommand)(export)
+    app.command("reshard", cls=ModelCommand)(reshard)
+    app.command("inspect", cls=ModelCommand)(inspect)
 
 
 def import_(

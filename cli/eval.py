@@ -22,6 +22,8 @@ from dlm_bridge.cli.help import (
     Dtype,
     Family,
     Like,
+    Model,
+    ModelCommand,
     Revision,
     Tokenizer,
     TpPlan,
@@ -40,11 +42,11 @@ NOT_OF_TASKS = ("num_return_sequences", "infill", "span_lengths")  # settings of
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("eval")(evaluate)
+    app.command("eval", cls=ModelCommand)(evaluate)
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
+    model: Model,
     tasks: Annotated[
         list[str] | None,
         typer.Option(metavar="T[,T]", help="Tasks: orders and sums (local), of lm-evaluation-harness, or YAML files."),

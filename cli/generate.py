@@ -25,6 +25,8 @@ from dlm_bridge.cli.help import (
     Dtype,
     Family,
     Like,
+    Model,
+    ModelCommand,
     Revision,
     Tokenizer,
     TpPlan,
@@ -63,7 +65,7 @@ COMPLETED = {
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("generate", help=HELP)(_command())
+    app.command("generate", cls=ModelCommand, help=HELP)(_command())
 
 
 def _command() -> Callable[..., None]:
@@ -107,7 +109,7 @@ def _command() -> Callable[..., None]:
 def _run_options() -> dict[str, Any]:
     """Prompts, outputs and how rows are sampled together."""
     return {
-        "model": Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")],
+        "model": Model,
         "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
         "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
         "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
+from dlm_bridge.train.config.options import OptionError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
+T = TypeVar("T")
 NAMES_WIDTH = 36  # columns of an option's names and kind of value: the longest name has 30
 # Panels that several commands have.
 LAYOUT, SOURCE, OUTPUT, RUNNING, LOADING = "Layout", "Source", "Output", "Running", "Loading"
+# Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class App(typer.Typer):
@@ -27,7 +33,44 @@ class App(typer.Typer):
 
 class Command(TyperCommand):
     """A command whose help has one column of names, which wraps and is never cut, beside one of explanations. (Typer's
-    has six, and cuts what does not fit.)"""
+    has six, and cuts what does not fit.) An unknown option is answered with the nearest one, also of those that only
+    --help-all shows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for option in self.params:
+            if len(option.opts) > 1 and not getattr(option, "multiple", False):
+                given = dict(split_option(args, option.opts)[1])
+                if len(set(given.values())) > 1:
+                    (one, a), (other, b) = list(given.items())[:2]
+                    raise OptionError(one, f"{a} and {other} {b} are values of one option: give one of them")
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            if hasattr(error, "possibilities"):  # an unknown option
+                answer = self.answer(error.option_name)  # type: ignore[attr-defined]
+                error.possibilities = None
+                error.message = f"No such option: {error.option_name}{answer and f': {answer}'}"  # type: ignore[attr-defined]
+            raise
+
+    def answer(self, word: str) -> str:
+        """The option that an unknown one may mean, or an empty text."""
+        near = difflib.get_close_matches(word, self.flags, n=1)
+        return f"the nearest is {near[0]}" if near else ""
+
+    @property
+    def flags(self) -> list[str]:
+        """Every name of every option."""
+        return [name for each in self.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")]
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete hidden options as well once a name has begun."""
+        hidden: list[Any] = [each for each in self.params if getattr(each, "hidden", False) and incomplete[2:]]
+        for option in hidden:
+            option.hidden = False
+        found = super().shell_complete(ctx, incomplete)
+        for option in hidden:
+            option.hidden = True
+        return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from rich.console import Console
@@ -46,11 +89,80 @@ class Command(TyperCommand):
         """The parameters by the title of their panel."""
         panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
-            if not getattr(parameter, "hidden", False):
+            if not getattr(parameter, "hidden", False) or ctx.meta.get(HELP_ALL):
                 usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 title = getattr(parameter, "rich_help_panel", None) or usual
                 panels.setdefault(title, []).append(parameter)
         return {title: found for title, found in panels.items() if found}
+
+
+class ModelCommand(Command):
+    """A command whose first argument is a model, which --model gives as well."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        parameters: list[Any] = self.params
+        self.model = next(each for each in parameters if each.param_type_name == "argument")
+        self.model.help = f"{self.model.help.removesuffix('.')}; or --model."
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--model", *super().flags]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest, given = split_option(args, ("--model",))
+        models = [value for _, value in given]
+        if rest[-1:] == ["--model"] and not ctx.resilient_parsing:
+            ctx.fail("Option '--model' requires an argument")
+        if not models:
+            return super().parse_args(ctx, args)
+        refuse_two("--model", models)
+        try:
+            return super().parse_args(ctx, [models[0], *rest])
+        except UsageError as error:
+            ctx.params.clear()
+            try:  # a word too many: the argument is there too
+                parsed = super().parse_args(ctx, rest)
+            except UsageError:
+                raise error from None
+            refuse_two("--model", [str(ctx.params[self.model.name]), *models])
+            return parsed
+
+
+def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The words without an option of these names and its values, and each of these (name, value)."""
+    rest, given, following = [], [], iter(words)
+    for word in following:
+        name, equals, value = word.partition("=")
+        if name in names and (found := value if equals else next(following, None)) is not None:
+            given.append((name, found))
+        else:
+            rest.append(word)
+        if word == "--":
+            rest += following
+    return rest, given
+
+
+def refuse_two(flag: str, values: Iterable[T]) -> T | None:
+    """The one value among these, None without any. Raises OptionError for two different ones."""
+    found = list(dict.fromkeys(values))
+    if len(found) > 1:
+        raise OptionError(flag, f"has two values, {found[0]} and {found[1]}: give one of them")
+    return found[0] if found else None
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[HELP_ALL] = True
+        ctx.command.format_help(ctx, None)  # type: ignore[arg-type]
+        raise typer.Exit
+
+
+HELP_ALL = "--help-all"
+# Of a command with hidden options.
+HelpAll = Annotated[
+    bool, typer.Option(HELP_ALL, callback=_show_all, is_eager=True, expose_value=False, help="Show every option.")
+]
 
 
 def parameter_table(parameters: list[Any]) -> Table:
@@ -198,6 +310,7 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
     return choices
 
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
 # Options of the commands that load a model.
 Dtype = Annotated[
     str,

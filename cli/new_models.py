@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.cli.help import ModelCommand
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command("convert-to-dlm")(convert_to_dlm)
-    app.command("upcycle")(upcycle)
+    app.command("convert-to-dlm", cls=ModelCommand)(convert_to_dlm)
+    app.command("upcycle", cls=ModelCommand)(upcycle)
 
 
 def convert_to_dlm(

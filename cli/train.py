@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import logging
+import os
+import re
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,13 +17,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import completes, family_names, objective_names
+from dlm_bridge.cli.help import Command, HelpAll, completes, family_names, objective_names, refuse_two
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 from dlm_bridge.registration import load
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.files import load_config
-from dlm_bridge.train.config.options import Option, options_of
+from dlm_bridge.train.config import RLConfig, TrainConfig
+from dlm_bridge.train.config.files import load_config, put, read_overrides
+from dlm_bridge.train.config.options import GUESSES, Option, options_meant, options_of
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -62,6 +65,13 @@ PREVIEW = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Show the first N rows, trained tokens in colour, and end.")
 ]
 SFT_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one a row.")]
+WORDS = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL|FILE.yaml|SECTION.KEY=VALUE",
+        help="The model, as --model; a YAML file of options, as --config; options by their keys in such a file.",
+    ),
+]
 START_OPTIONS: dict[str, tuple[Any, Any]] = {
     "resume": (RESUME, False),
     "dry_run": (DRY_RUN, False),
@@ -72,25 +82,83 @@ START_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 def register(app: typer.Typer) -> None:
     """Add the training commands to the app."""
-    app.command("pretrain", help=PRETRAIN_HELP)(_command("pretrain", PRETRAIN_DATA))
-    app.command("sft", help=SFT_HELP)(_command("sft", SFT_DATA))
+    app.command("pretrain", cls=TrainingCommand, help=PRETRAIN_HELP)(_command("pretrain", PRETRAIN_DATA))
+    app.command("sft", cls=TrainingCommand, help=SFT_HELP)(_command("sft", SFT_DATA))
+
+
+class TrainingCommand(Command):
+    """A command with the options of a training configuration. Positional words are a model, a YAML file and
+    SECTION.KEY=VALUE; behind --data PATH, which an unquoted glob gives, they are further data."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = next((option.opts for option in self.params if option.name == "data"), [])
+        words: list[str] = []
+        reading = False  # behind --data
+        for word in args:
+            name, equals, value = word.partition("=")
+            if word.startswith("-"):
+                if (flag := name.replace("_", "-")) in self.flags:
+                    word = f"{flag}{equals}{value}"  # --learning_rate
+                reading = flag in names
+            elif reading and words[-1] not in names and _kind_of_word(word) == "model":
+                words.append(names[0])  # words[-1] is a value, or --data=PATH
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+    def answer(self, word: str) -> str:
+        """The option that an unknown one means elsewhere, the command or the engine that has it, or the nearest."""
+        flags, options = self.flags, options_of(RLConfig)
+        meant = options_meant(RLConfig, word.lstrip("-").replace("-", "_"))
+        if here := [option for option in meant if option.flag in flags]:
+            return "use " + " or ".join(f"{option.flag} ({option.help.removesuffix('.')})" for option in here)
+        if meant:
+            tasks = RLConfig.tasks if meant[0].section == "rl" else meant[0].tasks
+            return f"it is an option of dlm-bridge {', '.join(tasks)}{_engine_of(meant[0])}"
+        known = {flag: option for option in options.values() if option.flag in flags for flag in option.flags}
+        guesses = {f"--{guess.replace('_', '-')}": options[keys[0]] for guess, keys in GUESSES.items()}
+        known |= {guess: option for guess, option in guesses.items() if option.flag in flags}
+        near = difflib.get_close_matches(word, [*known, *flags], n=1)
+        if near and (option := known.get(near[0])):
+            flag = near[0] if near[0] in flags else option.flag
+            return f"the nearest is {flag}{_engine_of(option) if '--engine' in flags else ''}"
+        return super().answer(word)
+
+
+def _engine_of(option: Option) -> str:
+    return f" (--engine {option.engine})" if option.engine else ""
+
+
+def _kind_of_word(word: str) -> str:
+    """What a positional word of a training command is."""
+    if re.match(r"[\w-]+(\.[\w-]+)?=", word) and not os.path.exists(word):
+        return "override"
+    return "file" if word.endswith((".yaml", ".yml")) else "model"
+
+
+def take_words(given: dict[str, Any], config_class: type[TrainConfig]) -> Path | None:
+    """Take the positional words out of the flags and put what they set there. Returns the YAML file, if one is
+    given. Raises OptionError."""
+    words: dict[str, list[str]] = {"override": [], "file": [], "model": []}
+    for word in given.pop("words", []):
+        words[_kind_of_word(word)].append(word)
+    file = refuse_two("--config", [*([given.pop("config")] if "config" in given else []), *map(Path, words["file"])])
+    models = [("model", model) for model in words["model"]]
+    for key, value in (*models, *read_overrides(words["override"], config_class).items()):
+        put(given, key, value, config_class)
+    return file
 
 
 def _command(task: str, data: str) -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
-        file, resume, more = given.pop("config", None), given.pop("resume"), given.pop("more_data", None)
+        file, resume = take_words(given, TrainConfig), given.pop("resume")
         shown, as_json = given.pop("preview", None), given["json"]
         if shown is not None:
             given |= {"json": False, "output": given.get("output", "preview")}  # nothing is written there
         planned = taken_dry_run(given)
         if shown is not None and planned is not None:
             raise typer.BadParameter("--preview and --dry-run exclude each other")
-        if more and not given.get("data"):
-            raise typer.BadParameter(f"unexpected argument '{more[0]}'")
-        if more:  # --data a b c, as an unquoted glob gives it, leaves b and c as arguments
-            given["data"] = [*given["data"], *more]
-        config = load_config(given, None if file is None else Path(file), resume, task)
+        config = load_config(given, file, resume, task)
         if shown is not None:
             if is_main():
                 _preview(config, shown, as_json)
@@ -100,10 +168,8 @@ def _command(task: str, data: str) -> Callable[..., None]:
             return
         planned.show("dry_run", config, resume)
 
-    more = {"more_data": (Annotated[list[str] | None, typer.Argument(hidden=True)], None), **START_OPTIONS}
-    if task == "sft":
-        more |= {"preview": (PREVIEW, None), "json": (SFT_JSON, False)}
-    return with_options(command, TrainConfig, task, {"data": data}, more)
+    more = {"preview": (PREVIEW, None), "json": (SFT_JSON, False)} if task == "sft" else {}
+    return with_options(command, TrainConfig, task, {"data": data}, START_OPTIONS | more)
 
 
 @dataclass(frozen=True)
@@ -142,16 +208,17 @@ def with_options(
     helps: Mapping[str, str],
     more: Mapping[str, tuple[Any, Any]],
 ) -> Callable[..., None]:
-    """The command with a signature, which Typer reads, of the context, `--config`, the options of `config_class` that
-    `task` has, and `more` (name: annotation and default). `helps` replace help texts by key."""
+    """The command with a signature, which Typer reads, of the context, `WORDS`, `--config`, the options of
+    `config_class` that `task` has, and `more` (name: annotation and default). `helps` replace help texts by key."""
     parameters: dict[str, tuple[Any, Any]] = {
         "context": (typer.Context, inspect.Parameter.empty),
+        "words": (WORDS, None),
         "config": (Annotated[Path | None, typer.Option(help="YAML file of options.")], None),
     }
     for key, option in options_of(config_class).items():
         if option.belongs_to(task):
             parameters[key] = (_annotation(option, helps.get(key, option.help), task), None)
-    parameters |= more
+    parameters |= {**more, "help_all": (HelpAll, False)}
     command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -165,14 +232,14 @@ def with_options(
 def _annotation(option: Option, help: str, task: str) -> Any:
     """The command line's option for a declared one, in the panel of its section."""
     is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool else [option.flag]
+    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     if option.engine is not None:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     known = NAMES.get(option.key, tuple(filter(None, option.choices)))
-    more: dict[str, Any] = {"autocompletion": completes(known)} if known else {}
+    more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
     if option.refusals:
         more |= {"parser": _whole_number(option), "metavar": "INT"}
     return Annotated[

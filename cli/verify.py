@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.convert import SHOWN, Json, Revision, Workers, print_json, progress_bar, size_text
+from dlm_bridge.cli.help import ModelCommand
 from dlm_bridge.errors import DlmBridgeError, printable
 from dlm_bridge.registration import load
 
@@ -30,7 +31,7 @@ LOGITS_HELP = (
 
 
 def register(app: typer.Typer) -> None:
-    app.command("verify")(verify)
+    app.command("verify", cls=ModelCommand)(verify)
 
 
 def verify(

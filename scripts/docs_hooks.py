@@ -98,7 +98,7 @@ def described(command: Any) -> Iterator[str]:
     for parameter in command.params:
         names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         if parameter.param_type_name == "argument":
-            names = f"`{parameter.metavar or parameter.name.upper()}`"
+            names = f"`{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|")
         default = parameter.default
         shown = "" if default in (None, False, [], (), "") or callable(default) else f"`{default}`"
         rows.append(f"| {names} | {escaped(parameter.help or '')} | {shown} |".replace("\n", " "))
@@ -107,17 +107,19 @@ def described(command: Any) -> Iterator[str]:
 
 def configuration() -> str:
     """A table for each section of the training configuration."""
-    from dlm_bridge.train.config import TrainConfig
+    from dlm_bridge.train.config import RLConfig
     from dlm_bridge.train.config.options import TASKS, options_of
 
     parts = [
         "# Configuration",
         "Options of `pretrain`, `sft` and `rl`: each has a flag, and a key in the YAML file that `--config` takes, "
         "nested in sections as here. Flags win over the file, and `DIR/config.yaml` is what a run resolved. Unknown "
-        "keys are refused with the nearest name.",
+        "keys are refused with the nearest name. On the command line `SECTION.KEY=VALUE` sets a key as well. A flag's "
+        "further names are aliases, which are keys with underscores: `optimizer: {learning_rate: 1e-4}`. Options in "
+        "bold are common: `--help` shows these, `--help-all` every one.",
     ]
     section = ""
-    for option in options_of(TrainConfig).values():
+    for option in options_of(RLConfig).values():
         if option.section != section:
             section = option.section
             parts.append(f"\n## {section}\n\n| key | flag | | default | allowed |\n|---|---|---|---|---|")
@@ -130,8 +132,11 @@ def configuration() -> str:
         limits += [f"below {option.below:g}"] if option.below is not None else []
         limits += [f"with `{option.needs[0]}`"] if option.needs else []
         limits += [f"`{'`, `'.join(option.tasks)}` only"] if option.tasks != TASKS else []
+        limits += ["`rl` only"] if option.section == "rl" else []
         limited = escaped("; ".join(limits))
-        parts[-1] += f"\n| `{option.name}` | `{option.flag}` | {escaped(option.help)} | {default} | {limited} |"
+        name = f"**`{option.name}`**" if option.common else f"`{option.name}`"
+        flags = ", ".join(f"`{flag}`" for flag in option.flags)
+        parts[-1] += f"\n| {name} | {flags} | {escaped(option.help)} | {default} | {limited} |"
     return "\n\n".join(parts) + "\n"
 
 

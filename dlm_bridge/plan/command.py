@@ -8,14 +8,26 @@ from typing import Annotated
 import typer
 
 from dlm_bridge.cli import convert
-from dlm_bridge.cli.help import LAYOUT, completes, objective_names, training_choices
+from dlm_bridge.cli.help import LAYOUT, HelpAll, ModelCommand, completes, objective_names, training_choices
+from dlm_bridge.cli.train import TrainingCommand
+from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.options import options_of
 
 TRAINING, HARDWARE = "Training", "Hardware"
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("plan")(plan)
+    app.command("plan", cls=PlanCommand)(plan)
+
+
+class PlanCommand(ModelCommand, TrainingCommand):
+    """A command about a model with some of the options of a training run."""
+
+
+def names(key: str) -> tuple[str, ...]:
+    """The flag of an option of training, with its aliases."""
+    return options_of(TrainConfig)[key].flags
 
 
 def plan(
@@ -23,7 +35,7 @@ def plan(
         str, typer.Argument(metavar="PATH", help="A folder with a config.json, a Hub id, or a Megatron checkpoint.")
     ],
     gpus: Annotated[int, typer.Option(help="GPUs of the run.")],
-    seq_length: Annotated[int, typer.Option(help="Tokens of a sequence.")],
+    seq_length: Annotated[int, typer.Option(*names("seq_length"), help="Tokens of a sequence.")],
     tp: convert.Tp = 1,
     pp: convert.Pp = 1,
     vp: convert.Vp = 1,
@@ -31,7 +43,10 @@ def plan(
     ep: convert.Ep = 1,
     etp: convert.Etp = None,
     pipeline_split: convert.Split = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Sequences at once on a rank.", rich_help_panel=TRAINING)] = 1,
+    micro_batch_size: Annotated[
+        int,
+        typer.Option(*names("micro_batch_size"), help="Sequences at once on a rank.", rich_help_panel=TRAINING),
+    ] = 1,
     global_batch_size: Annotated[
         int | None, typer.Option(help="Sequences of a step, over all ranks.", rich_help_panel=TRAINING)
     ] = None,
@@ -56,7 +71,10 @@ def plan(
         typer.Option(help="Shard the optimizer's state over data parallel ranks (ZeRO-1).", rich_help_panel=TRAINING),
     ] = True,
     optimizer_instances: Annotated[
-        int, typer.Option(help="Groups of ranks that each hold a whole sharded state.", rich_help_panel=TRAINING)
+        int,
+        typer.Option(
+            help="Groups of ranks that each hold a whole sharded state.", rich_help_panel=TRAINING, hidden=True
+        ),
     ] = 1,
     fsdp: Annotated[
         str | None,
@@ -83,10 +101,12 @@ def plan(
         typer.Option(
             help="For selective, with commas: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, shared_experts.",
             rich_help_panel=TRAINING,
+            hidden=True,
         ),
     ] = "core_attn",
     recompute_layers: Annotated[
-        int | None, typer.Option(help="For full: layers of each chunk; all by default.", rich_help_panel=TRAINING)
+        int | None,
+        typer.Option(help="For full: layers of each chunk; all by default.", rich_help_panel=TRAINING, hidden=True),
     ] = None,
     moe_dispatcher: Annotated[
         str,
@@ -94,15 +114,20 @@ def plan(
             help="auto, alltoall, allgather or flex.",
             rich_help_panel=TRAINING,
             autocompletion=completes(training_choices("moe_dispatcher")),
+            hidden=True,
         ),
     ] = "alltoall",
     tp_overlap: Annotated[
         bool,
-        typer.Option("--tp-overlap", help="Hide tensor parallel communication.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--tp-overlap", help="Hide tensor parallel communication.", rich_help_panel=TRAINING, hidden=True
+        ),
     ] = False,
     ep_overlap: Annotated[
         bool,
-        typer.Option("--ep-overlap", help="Hide the dispatch of tokens to experts.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--ep-overlap", help="Hide the dispatch of tokens to experts.", rich_help_panel=TRAINING, hidden=True
+        ),
     ] = False,
     gradients: Annotated[
         str,
@@ -110,6 +135,7 @@ def plan(
             help="Dtype of the gradient buffer: fp32 or bf16.",
             rich_help_panel=TRAINING,
             autocompletion=completes(("fp32", "bf16")),
+            hidden=True,
         ),
     ] = "fp32",
     objective: Annotated[
@@ -126,6 +152,7 @@ def plan(
             "--all-logits",
             help="Logits of every position at once, as other trainers hold them.",
             rich_help_panel=TRAINING,
+            hidden=True,
         ),
     ] = False,
     recommend: Annotated[
@@ -144,6 +171,7 @@ def plan(
     family: convert.Family = None,
     revision: convert.Revision = None,
     as_json: convert.Json = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Show what each rank of a training run holds: parameters, gradients, optimizer, activations.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import Device, DeviceMap, Dtype, Family, Like, Revision, Tokenizer
+from dlm_bridge.cli.help import Device, DeviceMap, Dtype, Family, Like, Model, ModelCommand, Revision, Tokenizer
 from dlm_bridge.errors import DlmBridgeError, printable
 
 if TYPE_CHECKING:
@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 LIMITS, BROWSERS = "Limits", "Browsers"
 API_KEY = "DLM_BRIDGE_API_KEY"
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
-
 
 def register_serve(app: typer.Typer) -> None:
     """Add `serve` to the app."""
-    app.command("serve")(serve)
+    app.command("serve", cls=ModelCommand)(serve)
 
 
 def register_app(app: typer.Typer) -> None:
     """Add `app` to the app."""
-    app.command("app")(web_app)
+    app.command("app", cls=ModelCommand)(web_app)
 
 
 def register_transformers(app: typer.Typer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, read_yaml
-from dlm_bridge.train.config.options import OptionError, options_of
+from dlm_bridge.train.config.options import GUESSES, OptionError, options_of
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -166,6 +167,13 @@ def test_each_option_is_declared_once() -> None:
         assert ("method" in options) == of_rl
         assert all(option.help.endswith(".") for option in options.values())
         assert len({(option.section, option.name) for option in options.values()}) == len(options)
+        flags = [flag for option in options.values() for flag in (*option.flags, option.negative)]
+        assert len(set(flags)) == len(flags)
+        assert {f"--{guess.replace('_', '-')}" for guess in GUESSES}.isdisjoint(flags)
+        names = [(option.section, key) for option in options.values() for key in (option.name, *option.aliases)]
+        assert len(set(names)) == len(names)
+        of_bools = [option for option in options.values() if bool in (option.type, *typing.get_args(option.type))]
+        assert not any(option.aliases for option in of_bools)  # which have a second flag
         defaults = config_class.from_flags(**GIVEN, **({"method": "dpo"} if of_rl else {})).as_flags()
         assert defaults.keys() == {"task", *options}
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.train.config import RLConfig, TrainConfig
-from dlm_bridge.train.config.options import Option, OptionError, options_of, typed
+from dlm_bridge.train.config.options import GUESSES, Option, OptionError, options_meant, options_of, typed
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -67,21 +67,62 @@ def load_config_as(
 def read_yaml(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
     """The options of a nested file, by their flags with underscores. Raises OptionError for a flat file and for
     unknown keys, naming the section or the nearest known key."""
+    return _flags_of(_mapping(path), f"--config {path}", config_class)
+
+
+def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
+    """The options of the words SECTION.KEY=VALUE, or KEY=VALUE with a flag's key, by their flags with underscores.
+    Values are YAML. Raises OptionError."""
+    flags: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        section, _, key = name.replace("-", "_").rpartition(".")
+        flat = [option for option in options_of(config_class).values() if key in (option.key, *option.aliases)]
+        if not section and flat:
+            section, key = flat[0].section, flat[0].name
+        try:
+            value = parse_yaml(text)
+        except ValueError:
+            raise OptionError(word, f": {text} is no value in YAML") from None
+        if not section:
+            raise OptionError(word, _unknown(name, key, options_of(config_class).values()))
+        for option, given in _flags_of({section: {key: value}}, word, config_class).items():
+            put(flags, option, given, config_class)
+    return flags
+
+
+def put(flags: dict[str, Any], key: str, value: Any, config_class: type[TrainConfig]) -> None:
+    """Set an option. Raises OptionError where it has another value already."""
+    if flags.get(key, value) != value:
+        option = options_of(config_class)[key]
+        name = f"{option.section}.{option.name}"
+        raise OptionError(option.flag, f"({name}) has two values, {flags[key]} and {value}: give one")
+    flags[key] = value
+
+
+def _flags_of(values: Mapping[str, Any], where: str, config_class: type[TrainConfig]) -> dict[str, Any]:
+    """The options of a nested mapping, by their flags with underscores."""
     options = options_of(config_class)
     sections: dict[str, dict[str, Option]] = {}
     for option in options.values():
-        sections.setdefault(option.section, {})[option.name] = option
-    where, values = f"--config {path}", _mapping(path)
+        sections.setdefault(option.section, {}).update(dict.fromkeys((option.name, *option.aliases), option))
     flags: dict[str, Any] = {}
     for name, section in values.items():
         if name == "task" and isinstance(section, str):
             flags["task"] = section
         elif name in sections and isinstance(section, Mapping):
+            given: dict[str, str] = {}
             for key, value in section.items():
                 if key not in sections[name]:
                     raise OptionError(where, _unknown(f"{name}.{key}", str(key), options.values()))
                 option = sections[name][key]
-                flags[option.key] = typed(option, value, where)
+                found = typed(option, value, where)
+                if option.key in given and flags[option.key] != found:
+                    raise OptionError(
+                        where,
+                        f": {name}.{given[option.key]} and {name}.{key} are one option, with two values: give one",
+                    )
+                given[option.key], flags[option.key] = key, found
         elif name in sections and section is None:
             continue  # an empty section
         elif name in options:
@@ -89,6 +130,8 @@ def read_yaml(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict
             raise OptionError(where, f": options stand in sections: write '{option.section}: {{{option.name}: ...}}'")
         elif name in sections:
             raise OptionError(where, f": '{name}' is a section, a mapping of its options is needed")
+        elif meant := options_meant(config_class, str(name)):
+            raise OptionError(where, f": unknown key '{name}', the nearest is '{meant[0].section}.{meant[0].name}'")
         else:
             near = difflib.get_close_matches(str(name), [*sections, *options], n=1, cutoff=0.0)
             raise OptionError(where, f": unknown key '{name}', the nearest is '{near[0]}'")
@@ -120,11 +163,15 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _unknown(name: str, key: str, options: Iterable[Option]) -> str:
-    """A key that its section does not have; the nearest may stand in another section."""
-    known = [(option.name, f"{option.section}.{option.name}") for option in options]
-    same = [full for short, full in known if short == key]
-    near = same or difflib.get_close_matches(name, [full for _, full in known], n=1, cutoff=0.0)
-    return f": unknown key '{name}', the nearest is '{near[0]}'"
+    """A key that its section does not have; the nearest may stand in another section, or be a guess."""
+    known = {
+        f"{option.section}.{word}": f"{option.section}.{option.name}"
+        for option in options
+        for word in (*option.aliases, option.key, option.name)
+    }
+    same = [word for word in known if word.partition(".")[2] in GUESSES.get(key, (key,))]
+    near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f": unknown key '{name}', the nearest is '{known[near[0]]}'"
 
 
 def _weights(data: list[str]) -> list[float]:

@@ -15,7 +15,7 @@ class ObjectiveOptions:
 
     name: str | None = option(
         None, "masked, shifted, block, uniform, uniform_hybrid, causal, ...; the model's own by default.",
-        "--objective", tasks=TRAINING, fixed=True,
+        "--objective", tasks=TRAINING, fixed=True, common=True,
     )  # fmt: skip
     length_variation: float = option(
         0.01, "Fraction of sequences truncated to a random length.", minimum=0, maximum=1, tasks=TRAINING, fixed=True,

@@ -5,6 +5,7 @@
         lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5})
 
 is `--lr`, `optimizer: {lr: ...}` in YAML, and `config.optimizer.lr`; `options_of` lists a configuration's options.
+With `aliases=("learning_rate",)` it is `--learning-rate` and `optimizer: {learning_rate: ...}` as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,20 @@ from dlm_bridge.errors import DlmBridgeError
 
 TASKS = ("pretrain", "sft", "rl")  # the commands that train
 TRAINING = ("pretrain", "sft")
+# Other trainers' names for what has another unit or other values here: refused, with these options' names.
+GUESSES = {
+    **dict.fromkeys(("batch_size", "train_batch_size"), ("global_batch_size", "micro_batch_size")),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), ("steps",)),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), ("precision",)),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), ("lora_quantize",)),
+    **dict.fromkeys(("deepspeed", "fsdp_config"), ("sharding",)),
+    "gradient_accumulation_steps": ("global_batch_size",),
+    "optim": ("optimizer",),
+    "torch_compile": ("compile",),
+    "reward_model": ("reward",),
+    "use_lora": ("lora_rank",),
+    "warmup_ratio": ("warmup_steps",),
+}
 
 
 class OptionError(DlmBridgeError):
@@ -52,6 +67,8 @@ class Option:
     fixed: bool = False  # a resume must not change it
     refusals: Mapping[str, str] = field(default_factory=dict)  # values known from elsewhere, and why they are refused
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
+    aliases: tuple[str, ...] = ()  # other trainers' names for it, as keys: flags and YAML keys as well
+    common: bool = False  # in --help; --help-all has every option
     section: str = ""
     name: str = ""  # of the field, and the key in YAML
     type: Any = None
@@ -61,6 +78,11 @@ class Option:
     def key(self) -> str:
         """The flag with underscores: the name in flat dictionaries of options."""
         return self.flag[2:].replace("-", "_")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flag and its aliases."""
+        return (self.flag, *(f"--{alias.replace('_', '-')}" for alias in self.aliases))
 
     def default_for(self, task: str) -> Any:
         return self.task_defaults.get(task, self.default)
@@ -111,6 +133,12 @@ def _declared(config_class: type) -> Mapping[str, Option]:
             )
             found[bound.key] = bound
     return types.MappingProxyType(found)
+
+
+def options_meant(config_class: type, word: str) -> list[Option]:
+    """The options that have a word, with underscores, for a key or an alias, or that answer it as a guess."""
+    keys = GUESSES.get(word, (word,))
+    return [each for each in options_of(config_class).values() if {each.key, *each.aliases} & set(keys)]
 
 
 def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]) -> None:

@@ -25,23 +25,32 @@ class RLOptions:
     """Reinforcement learning and preference optimisation."""
 
     method: str = option(
-        "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True
-    )
+        "", f"{', '.join(METHODS)}; grpo and dpo are for autoregressive models.", choices=("", *METHODS), fixed=True,
+        common=True,
+    )  # fmt: skip
     reward: list[str] = option(
-        [],
-        "Function (prompts, completions, rows) -> numbers: a dotted path, file.py:name, countdown, maths; 0.1*NAME "
-        "weights it. May be repeated.",
-        fixed=True,
+        [], "Function (prompts, completions, rows) -> numbers: a dotted path, file.py:name, countdown, maths; "
+        "0.1*NAME weights it. May be repeated.", fixed=True, aliases=("reward_funcs",), common=True,
     )  # fmt: skip
     reward_timeout: float = option(10.0, "Seconds that a reward may take for a step's completions.", above=0)
     reward_failure: str = option(
         "stop", "When a reward raises or hangs: stop, or zero (its row gets 0).", choices=("stop", "zero")
     )
-    eval_data: list[str] = option([], "Held-out rows, answered greedily or compared. May be repeated.", fixed=True)
-    group_size: int = option(8, "Completions per prompt, compared with each other.", minimum=1, fixed=True)
+    eval_data: list[str] = option(
+        [], "Held-out rows, answered greedily or compared. May be repeated.", fixed=True, common=True
+    )
+    group_size: int = option(
+        8, "Completions per prompt, compared with each other.", minimum=1, fixed=True, aliases=("num_generations",),
+        common=True,
+    )  # fmt: skip
     updates: int = option(1, "Optimizer steps with each step's completions.", minimum=1, fixed=True)
-    gen_length: int = option(256, "Longest completion, in tokens.", minimum=1, fixed=True)
-    temperature: float = option(1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True)
+    gen_length: int = option(
+        256, "Longest completion, in tokens.", minimum=1, fixed=True,
+        aliases=("max_completion_length", "max_new_tokens"), common=True,
+    )  # fmt: skip
+    temperature: float = option(
+        1.0, "Of sampling; held-out prompts are answered at 0.", above=0, fixed=True, common=True
+    )
     generation: list[str] = option(
         [], "Further settings of the sampler, NAME=VALUE such as steps=64. May be repeated.", fixed=True
     )
@@ -65,7 +74,7 @@ class RLOptions:
     clip_range: float = option(0.2, "Clipping range of a token's probability ratio.", above=0)
     beta: float | None = option(
         None, "Weight of the KL term (0.04, 0: no reference model), of tracerl 0.01, of dpo and vrpo 0.1, 0.2.",
-        minimum=0,
+        minimum=0, common=True,
     )  # fmt: skip
     prompt_masking: float = option(
         0.15, "Of diffu-grpo: fraction of prompt tokens masked in a likelihood estimate.", minimum=0, below=1,

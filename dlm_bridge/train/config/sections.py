@@ -34,32 +34,35 @@ DYNAMIC_CP = (
 class ModelOptions:
     """Which model is trained: its weights, or an adapter of them."""
 
-    path: str = option("", "Hub folder or id, Megatron checkpoint, or a config.json's folder.", "--model")
+    path: str = option(
+        "", "Hub folder or id, Megatron checkpoint, or a config.json's folder.", "--model",
+        aliases=("model_name_or_path",), common=True,
+    )  # fmt: skip
     family: str | None = option(None, "The model family, where config.json does not determine it.", fixed=True)
     mask_token_id: int | None = option(None, "Where the model's config has none; the family's by default.", fixed=True)
-    tokenizer: str | None = option(None, "Folder or id; the model's own by default.")
+    tokenizer: str | None = option(None, "Folder or id; the model's own by default.", common=True)
     chat_template: str | None = option(
         None, "Jinja file, or name of one of the tokenizer's templates or TRL's; the tokenizer's own by default.",
-        tasks=("sft", "rl"), fixed=True,
+        tasks=("sft", "rl"), fixed=True, common=True,
     )  # fmt: skip
     from_scratch: bool = option(
-        False,
-        "Initialise from config.json and --seed; --from-weights, the default: from the weights beside it.",
-        negative="--from-weights",
-        tasks=TRAINING,
-    )
+        False, "Initialise from config.json and --seed; --from-weights, the default: from the weights beside it.",
+        negative="--from-weights", tasks=TRAINING, common=True,
+    )  # fmt: skip
     lora_rank: int = option(
-        0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, fixed=True
-    )
+        0, "Train a LoRA adapter of this rank instead of the weights, 0: none.", minimum=0, fixed=True,
+        aliases=("lora_r",), common=True,
+    )  # fmt: skip
     lora_alpha: float | None = option(
-        None, "Its scale times its rank; twice the rank by default.", above=0, needs=("--lora-rank", None), fixed=True
-    )
+        None, "Its scale times its rank; twice the rank by default.", above=0, needs=("--lora-rank", None), fixed=True,
+        common=True,
+    )  # fmt: skip
     lora_dropout: float = accelerate_option(
         0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("--lora-rank", None)
     )
     lora_targets: str | None = option(
         None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("--lora-rank", None),
-        fixed=True,
+        fixed=True, aliases=("lora_target_modules",),
     )  # fmt: skip
     lora_dora: bool = option(
         False,
@@ -73,7 +76,7 @@ class ModelOptions:
     )  # fmt: skip
     lora_quantize: str | None = accelerate_option(
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
-        fixed=True,
+        fixed=True, common=True,
     )  # fmt: skip
     adapter: str | None = option(None, "Folder of a PEFT LoRA adapter of --model to continue.", fixed=True)
 
@@ -87,25 +90,34 @@ class ModelOptions:
 class DataOptions:
     """What a step reads."""
 
-    paths: list[str] = option([], "Training data. May be repeated.", "--data")
-    valid_paths: list[str] = option(
-        [], "Validation data, in place of a part of --data. May be repeated.", "--valid-data", tasks=TRAINING
+    paths: list[str] = option(
+        [], "Training data. May be repeated.", "--data", aliases=("dataset", "train_file"), common=True
     )
+    valid_paths: list[str] = option(
+        [], "Validation data, in place of a part of --data. May be repeated.", "--valid-data", tasks=TRAINING,
+        aliases=("validation_file",), common=True,
+    )  # fmt: skip
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
-    seq_length: int = option(1024, "Tokens per sequence.", minimum=1, fixed=True)
-    global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True)
-    micro_batch_size: int | None = option(None, "Sequences per forward pass of a process.", minimum=1)
+    seq_length: int = option(
+        1024, "Tokens per sequence.", minimum=1, fixed=True, aliases=("max_seq_length", "max_length"), common=True
+    )
+    global_batch_size: int = option(32, "Sequences per step, over all processes.", minimum=1, fixed=True, common=True)
+    micro_batch_size: int | None = option(
+        None, "Sequences per forward pass of a process.", minimum=1, aliases=("per_device_train_batch_size",),
+        common=True,
+    )  # fmt: skip
     batch_ramp_up: str | None = option(
         None, "START,INCREMENT,SAMPLES: the batch grows to --global-batch-size over so many sequences.",
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
-    seed: int = option(0, "Seed of data order, noise and initial weights.", minimum=0, fixed=True)
+    seed: int = option(0, "Seed of data order, noise and initial weights.", minimum=0, fixed=True, common=True)
     document_attention: bool = option(
         False, "Mask attention between the documents of a block.", tasks=("pretrain",), fixed=True
     )
     packing: bool = option(
-        False, "Several conversations per row, without attention between them.", tasks=("sft",), fixed=True
-    )
+        False, "Several conversations per row, without attention between them.", tasks=("sft",), fixed=True,
+        common=True,
+    )  # fmt: skip
     truncate: bool = option(False, "Truncate conversations longer than --seq-length.", tasks=("sft",), fixed=True)
     eos_padding: str | None = option(
         None, "EOS tokens trained as part of the answer: none, to the end of a block, or of the row; the family's.",
@@ -181,17 +193,22 @@ class OptimizerOptions:
 
     name: str = option(
         "adamw", "adamw; muon for the layers' matrices; sgd (--engine megatron).", "--optimizer",
-        choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True,
+        choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True, common=True,
     )  # fmt: skip
-    lr: float = option(3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6})
-    weight_decay: float = option(0.1, "Of all but biases and norms.", minimum=0, task_defaults={"rl": 0.0})
-    beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1)
-    beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1)
-    adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0)
+    lr: float = option(
+        3e-4, "Peak learning rate.", minimum=0, task_defaults={"sft": 2.5e-5, "rl": 1e-6}, aliases=("learning_rate",),
+        common=True,
+    )  # fmt: skip
+    weight_decay: float = option(
+        0.1, "Of all but biases and norms.", minimum=0, task_defaults={"rl": 0.0}, common=True
+    )
+    beta1: float = option(0.9, "AdamW's first beta.", minimum=0, below=1, aliases=("adam_beta1",))
+    beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1, aliases=("adam_beta2",))
+    adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_epsilon",))
     muon_momentum: float = option(
         0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
     )
-    clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0)
+    clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0, aliases=("max_grad_norm",))
     ema_decay: float = option(
         0.0, "Decay of the weights' moving average, saved in each checkpoint, 0: none.", minimum=0, below=1,
         tasks=TRAINING, fixed=True,
@@ -211,13 +228,13 @@ def check_optimizer(name: str, engine: str) -> None:
 class ScheduleOptions:
     """How long a run takes, and the learning rate over its steps."""
 
-    steps: int = option(1000, "Optimizer steps.", minimum=1)
+    steps: int = option(1000, "Optimizer steps.", minimum=1, aliases=("max_steps", "train_iters"), common=True)
     name: str = option(
         "cosine", "cosine, linear, constant, wsd (constant until a last decay) or inverse-square-root.",
         "--lr-schedule", choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
-        task_defaults={"rl": "constant"},
+        task_defaults={"rl": "constant"}, aliases=("lr_scheduler_type",), common=True,
     )  # fmt: skip
-    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0, common=True)
     min_lr: float = option(0.0, "Learning rate at the last step, or the least.", minimum=0)
     lr_decay_steps: int | None = option(
         None, "The step at which the decay ends, --steps by default: keep it where a longer --steps prolongs a run.",
@@ -244,7 +261,7 @@ class ParallelOptions:
 
     sharding: str = accelerate_option(
         "none", "Over processes: none (replicated) or fsdp (FSDP2: weights, gradients and optimizer state).",
-        choices=("none", "fsdp"),
+        choices=("none", "fsdp"), common=True,
     )  # fmt: skip
     fsdp_replicas: int = accelerate_option(
         1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1,
@@ -256,15 +273,21 @@ class ParallelOptions:
     rank_timeout: float = option(
         10.0, "Minutes without a sign of life of a process after which the run ends and names it, 0: never.", minimum=0
     )
-    tp: int = megatron_option(1, "Tensor parallel size.", minimum=1)
-    pp: int = megatron_option(1, "Pipeline parallel size.", minimum=1)
+    tp: int = megatron_option(
+        1, "Tensor parallel size.", minimum=1, aliases=("tensor_model_parallel_size",), common=True
+    )
+    pp: int = megatron_option(1, "Pipeline parallel size.", minimum=1, aliases=("pipeline_model_parallel_size",))
     vp: int = megatron_option(1, "Virtual pipeline chunks per pipeline rank.", minimum=1)
     pipeline_split: str | None = megatron_option(None, "Layers of uneven stages: FIRST,LAST or one per stage.")
-    cp: int = megatron_option(1, "Context parallel size.", minimum=1, refusals={"auto": DYNAMIC_CP})
+    cp: int = megatron_option(
+        1, "Context parallel size.", minimum=1, refusals={"auto": DYNAMIC_CP}, aliases=("context_parallel_size",)
+    )
     cp_comm_type: str = megatron_option("p2p", "Context parallel communication: p2p, a2a, allgather or a2a+p2p.")
     hierarchical_cp_sizes: str | None = megatron_option(None, "Inner,outer sizes of a2a+p2p, such as 2,4.")
-    ep: int = megatron_option(1, "Expert parallel size.", minimum=1)
-    etp: int | None = megatron_option(None, "Expert tensor parallel size; tp by default.", minimum=1)
+    ep: int = megatron_option(1, "Expert parallel size.", minimum=1, aliases=("expert_model_parallel_size",))
+    etp: int | None = megatron_option(
+        None, "Expert tensor parallel size; tp by default.", minimum=1, aliases=("expert_tensor_parallel_size",)
+    )
     sequence_parallel: bool | None = megatron_option(None, "Shard activations over tp; on where tp is above 1.")
     tp_overlap: bool = megatron_option(
         False, "Overlap tensor parallel communication with matrix products; needs Transformer Engine.", tasks=TRAINING
@@ -326,7 +349,10 @@ class ParallelOptions:
 class PrecisionOptions:
     """Number formats of weights and matrix products."""
 
-    name: str = option("fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"))
+    name: str = option(
+        "fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"),
+        aliases=("mixed_precision",), common=True,
+    )  # fmt: skip
     fp8_format: str = megatron_option(
         "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("--precision", "fp8"),
         tasks=TRAINING,
@@ -344,10 +370,10 @@ class PrecisionOptions:
 class CheckpointOptions:
     """Where a run writes, and when it saves."""
 
-    output: str = option("", "The run's folder.")
-    save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0)
+    output: str = option("", "The run's folder.", aliases=("output_dir",), common=True)
+    save_interval: int = option(1000, "Steps between checkpoints, 0: only the last.", minimum=0, common=True)
     save_steps: str | None = option(None, "Further steps to save at, such as 10,50.")
-    keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0)
+    keep_last: int = option(0, "Checkpoints to keep, 0: all.", minimum=0, aliases=("save_total_limit",), common=True)
     async_save: bool = megatron_option(False, "Write checkpoints in the background.", tasks=TRAINING)
     local_folder: str | None = megatron_option(
         None, "Folder on each node's own disk, or in its memory, for local checkpoints.", tasks=TRAINING
@@ -372,7 +398,9 @@ class CheckpointOptions:
 class LoggingOptions:
     """What is measured beside the training loss."""
 
-    eval_interval: int = option(100, "Steps between validations, 0: never.", minimum=0)
+    eval_interval: int = option(
+        100, "Steps between validations, 0: never.", minimum=0, aliases=("eval_steps",), common=True
+    )
     eval_batches: int = option(8, "Global batches that a validation reads at most.", minimum=1, tasks=TRAINING)
     sample_interval: int = option(
         0, "Steps between sampled texts in DIR/samples.jsonl, 0: never.", minimum=0, tasks=TRAINING
@@ -388,7 +416,9 @@ class LoggingOptions:
         0, "Steps between norms of parameters and of each layer's gradients in metrics.jsonl, 0: never.", minimum=0,
         tasks=TRAINING,
     )  # fmt: skip
-    trackers: str | None = option(None, "tensorboard, wandb, or both with a comma.")
+    trackers: str | None = option(
+        None, "tensorboard, wandb, or both with a comma; none.", aliases=("report_to",), common=True
+    )
     straggler_interval: int = megatron_option(
         0, "Steps between reports of the slowest rank, 0: none.", minimum=0, tasks=TRAINING
     )
@@ -406,7 +436,7 @@ class LoggingOptions:
     @property
     def tracker_names(self) -> list[str]:
         """The trackers. Raises OptionError for an unknown one."""
-        names = comma_separated(self.trackers)
+        names = [name for name in comma_separated(self.trackers) if name != "none"]
         for name in names:
             if name not in TRACKERS:
                 raise OptionError("--trackers", f"{name} is unknown: known are {', '.join(TRACKERS)}")
@@ -419,18 +449,21 @@ class EngineOptions:
 
     name: str = option(
         "accelerate", "accelerate (one machine) or megatron (megatron-core).", "--engine", choices=ENGINES, fixed=True,
+        common=True,
     )  # fmt: skip
     attention_backend: str | None = option(
         None,
         "flash: FlashAttention 4. With --engine accelerate: sdpa, eager, ...; with megatron: auto, fused, unfused.",
+        aliases=("attn_implementation",),
     )  # fmt: skip
     compile: bool | None = accelerate_option(
         None, "Compile the decoder layers; on by default on a GPU.", tasks=TRAINING
     )
-    gradient_checkpointing: bool = accelerate_option(False, "Recompute activations to save memory.")
+    gradient_checkpointing: bool = accelerate_option(False, "Recompute activations to save memory.", common=True)
     recompute: str = megatron_option(
-        "none", "Activations to recompute: none, selective or full.", choices=("none", "selective", "full")
-    )
+        "none", "Activations to recompute: none, selective or full.", choices=("none", "selective", "full"),
+        aliases=("recompute_granularity",),
+    )  # fmt: skip
     recompute_modules: str | None = megatron_option(
         None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", needs=("--recompute", "selective")
     )

@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import typer
 
-from dlm_bridge.cli.train import START_OPTIONS, given_flags, quieten, taken_dry_run, with_options
+from dlm_bridge.cli.train import (
+    START_OPTIONS,
+    TrainingCommand,
+    given_flags,
+    quieten,
+    take_words,
+    taken_dry_run,
+    with_options,
+)
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
 
@@ -34,14 +41,14 @@ SEQUENCE = "Longest prompt with its completion, in tokens."
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("rl", help=HELP)(_command())
+    app.command("rl", cls=TrainingCommand, help=HELP)(_command())
 
 
 def _command() -> Callable[..., None]:
     def command(context: typer.Context, **_: Any) -> None:
         given = given_flags(context.params)
-        file, resume, planned = given.pop("config", None), given.pop("resume"), taken_dry_run(given)
-        config = load_rl_config(given, None if file is None else Path(file), resume)
+        file, resume, planned = take_words(given, RLConfig), given.pop("resume"), taken_dry_run(given)
+        config = load_rl_config(given, file, resume)
         if planned is not None:
             planned.show("rl_dry_run", config, resume)
             return
