@@ -52,8 +52,8 @@ Workers = Annotated[
     int | None, typer.Option(help="Threads; one per core, at most 8, by default.", rich_help_panel=RUNNING)
 ]
 PROCESSES_HELP = (
-    "Share the tensors out over N processes of --workers threads each: for many cores and a fast disk, which one "
-    "process cannot keep busy."
+    "Convert with N processes, each with --workers threads, if one process cannot use all cores or the disk's whole "
+    "bandwidth."
 )
 Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP, rich_help_panel=RUNNING)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]

@@ -122,11 +122,11 @@ def evaluate(
     revision: Revision = None,
     like: Like = None,
 ) -> None:
-    """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.
+    """Evaluate a model on lm-evaluation-harness's tasks, or measure the perplexity of a text.
 
-    A diffusion model's likelihoods are Monte-Carlo bounds by its family's way of reading, its texts are its sampler's;
-    an autoregressive model's are exact, by the harness's own code. Both write the likeliest tokens, unless a task or
-    --set temperature=T draws. Everything that the figures depend on is recorded.
+    Diffusion models: likelihoods are Monte-Carlo bounds, texts come from the family's sampler. Autoregressive models:
+    exact, by lm-evaluation-harness. Decoding is greedy unless a task or --set temperature=T samples. The results file
+    records every setting that affects the figures.
 
     Example:
 

@@ -51,7 +51,7 @@ def test_a_diffusion_model_is_sampled_with_the_settings_that_are_given(cli: Cli,
     assert report["seconds"] > 0
     code, _, err = cli(llada, *words, "--seed", 3)
     assert code == 0
-    assert re.search(r"^\d+ tokens in \d+ forwards \(\S+ a forward\), \S+ s$", err.strip())
+    assert re.search(r"^\d+ tokens in \S+ s \(\d+ tokens/s\), \d+ forward passes of \S+ tokens per row$", err.strip())
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
@@ -180,7 +180,7 @@ def test_spans_of_a_prompt_are_filled(cli: Cli, llada: Path, tmp_path: Path) -> 
     in_file = [json.loads(line) for line in out.splitlines()]
     assert in_file[0]["tokens"] in (6, 9, 12)
     assert in_file[1]["tokens"] in (3, 6)
-    assert "nothing to fill" in cli(llada, "--prompt", "x", *words)[2]
+    assert "nothing to fill in" in cli(llada, "--prompt", "x", *words)[2]
 
 
 def test_the_usual_settings_are_fields_of_the_configuration() -> None:
