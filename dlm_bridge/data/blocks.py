@@ -25,9 +25,7 @@ class LabelledTokens:
     """B rows of L tokens. The fields are arguments of `Objective.noise`."""
 
     input_ids: torch.Tensor  # [B, L] int64
-    labels: torch.Tensor | None = (
-        None  # [B, L] int64, -100 at tokens that are never masked or counted; None: all count
-    )
+    labels: torch.Tensor | None = None  # [B, L] int64, -100 at tokens never masked or counted; None: all count
     attention_mask: torch.Tensor | None = None  # [B, L] bool, False at padding; None: every token is real
     documents: torch.Tensor | None = None  # [B, L] int, the document of each token; None: one per row
     commit_steps: torch.Tensor | None = None  # [B, L] int, -1 outside a recorded trajectory; None: none is recorded

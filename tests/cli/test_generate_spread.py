@@ -29,7 +29,7 @@ REFUSED = {
     "whole": "2 processes would each hold the whole model: add --tp-plan auto, or start one process",
     "stdin": "--jsonl -: stdin is read by one process only: name a file",
     "adapter": "--tp-plan cuts whole models: merge",
-    "mapped": "--device-map spreads a model over all GPUs",
+    "mapped": "--device-map distributes a model over all GPUs",
 }
 REFUSED_GROUPS = {
     "odd": "--tp 3 does not divide 4 processes: give a divisor, or start a multiple of it",
