@@ -1,4 +1,4 @@
-"""`dlm-bridge adapter`: LoRA adapters between PEFT's folders and Megatron's layout, and merged."""
+"""`dlm-bridge adapter`: convert LoRA adapters between PEFT folders and Megatron's layout, or merge them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Base = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the group to the app."""
-    group = App(help="LoRA adapters between PEFT's folders and Megatron's layout.", no_args_is_help=True)
+    group = App(
+        help="Convert LoRA adapters between PEFT folders and Megatron's layout, or merge them.", no_args_is_help=True
+    )
     group.command("import")(import_)
     group.command("export")(export)
     app.add_typer(group, name="adapter")
@@ -35,8 +37,8 @@ def import_(
     style: Annotated[
         str,
         typer.Option(
-            help="canonical (q, k, v, gate and up each have their own), fused (they share A), or auto: fused where "
-            "it holds the same."
+            help="canonical (q, k, v, gate and up have separate adapters), fused (they share A), or auto: fused if "
+            "that is exact."
         ),
     ] = "auto",
     family: convert.Family = None,
@@ -44,7 +46,7 @@ def import_(
     accept_changed_tensors: convert.AcceptChanged = False,
     as_json: convert.Json = False,
 ) -> None:
-    """Turn a PEFT LoRA adapter into Megatron adapter weights, in the keys of Megatron Bridge.
+    """Convert a PEFT LoRA adapter to Megatron adapter weights, with Megatron Bridge's keys.
 
     Example: dlm-bridge adapter import my-lora lora-megatron --base Qwen/Qwen3-8B --tp 2
     """
@@ -72,12 +74,13 @@ def export(
             metavar="ADAPTER", help="PEFT folder, training run of an adapter, or Megatron adapter checkpoint."
         ),
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The PEFT folder, or the merged model, to write.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The PEFT folder or merged model to write.")],
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The adapter's base; the one that a PEFT folder names.")
+        str | None,
+        typer.Option(metavar="MODEL", help="The adapter's base. Default: the base that the PEFT folder names."),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write the base's Hub weights with the adapter in them.")
+        bool, typer.Option("--merge", help="Merge the adapter into the base and write a Hub checkpoint.")
     ] = False,
     dtype: convert.Dtype = "keep",
     family: convert.Family = None,
@@ -86,7 +89,7 @@ def export(
     accept_changed_tensors: convert.AcceptChanged = False,
     as_json: convert.Json = False,
 ) -> None:
-    """Turn Megatron adapter weights into a PEFT folder, or merge an adapter into its base.
+    """Convert Megatron adapter weights to a PEFT folder, or merge an adapter into its base.
 
     Example: dlm-bridge adapter export lora-megatron my-lora --base Qwen/Qwen3-8B
 

@@ -108,7 +108,7 @@ _PACKAGE = os.path.dirname(processes.__file__) + os.sep
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted."""
+    """Entry point. Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode

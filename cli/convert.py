@@ -36,7 +36,9 @@ Tp = Annotated[int, typer.Option(help="Tensor parallel size.", rich_help_panel=L
 Pp = Annotated[int, typer.Option(help="Pipeline parallel size.", rich_help_panel=LAYOUT)]
 Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.", rich_help_panel=LAYOUT)]
 Ep = Annotated[int, typer.Option(help="Expert parallel size.", rich_help_panel=LAYOUT)]
-Etp = Annotated[int | None, typer.Option(help="Expert tensor parallel size; --tp by default.", rich_help_panel=LAYOUT)]
+Etp = Annotated[
+    int | None, typer.Option(help="Expert tensor parallel size. Default: same as --tp.", rich_help_panel=LAYOUT)
+]
 Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP, rich_help_panel=LAYOUT)]
 Dtype = Annotated[
     str,
@@ -50,31 +52,29 @@ Vocab = Annotated[
     int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.", rich_help_panel=OUTPUT)
 ]
 Workers = Annotated[
-    int | None, typer.Option(help="Threads; one per core, at most 8, by default.", rich_help_panel=RUNNING)
+    int | None, typer.Option(help="Number of threads. Default: one per core, at most 8.", rich_help_panel=RUNNING)
 ]
 PROCESSES_HELP = (
-    "Share the tensors out over N processes of --workers threads each: for many cores and a fast disk, which one "
-    "process cannot keep busy."
+    "Convert with N processes, each with --workers threads, if one process cannot use all cores or the disk's whole "
+    "bandwidth."
 )
 Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP, rich_help_panel=RUNNING)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is whole.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from what a killed or interrupted run of the same command has done.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue a killed or interrupted run of the same command.")]
 AcceptChanged = Annotated[
     bool,
     typer.Option(
         "--accept-changed-tensors",
-        help="Take tensors that differ from the digests recorded when the source was written; the new dlm_bridge.json "
-        "names them.",
+        help="Accept tensors that differ from the digests recorded when the source was written; the new "
+        "dlm_bridge.json lists them.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Family = Annotated[
     str | None,
     typer.Option(
-        help="The model family, where config.json cannot tell.",
+        help="The model family, if config.json does not identify it.",
         rich_help_panel=SOURCE,
         autocompletion=completes(family_names),
     ),
@@ -83,7 +83,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a H
 Like = Annotated[
     str | None,
     typer.Option(
-        metavar="HF", help="Hub folder or id to take config, side files and shard map from.", rich_help_panel=SOURCE
+        metavar="HF", help="Hub folder or id to copy config, side files and shard map from.", rich_help_panel=SOURCE
     ),
 ]
 HfConfig = Annotated[
@@ -92,7 +92,7 @@ HfConfig = Annotated[
 Format = Annotated[
     str,
     typer.Option(
-        help="The Megatron format to write: torch_dist, or torch (the legacy one).",
+        help="The Megatron format to write: torch_dist or torch (legacy).",
         rich_help_panel=OUTPUT,
         autocompletion=completes(format_names),
     ),
@@ -100,18 +100,17 @@ Format = Annotated[
 KeyStyle = Annotated[
     str,
     typer.Option(
-        help="Names in --format torch: te (grouped experts), te-sequential or local (no Transformer Engine).",
+        help="Parameter names with --format torch: te (grouped experts), te-sequential or local (no Transformer "
+        "Engine).",
         rich_help_panel=OUTPUT,
         autocompletion=completes(key_styles),
     ),
 ]
-WeightsOnly = Annotated[
-    bool, typer.Option("--weights-only", help="Leave an optimizer's state out.", rich_help_panel=OUTPUT)
-]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Omit the optimizer state.", rich_help_panel=OUTPUT)]
 RunConfig = Annotated[
-    bool, typer.Option("--run-config", help="Write Megatron Bridge's run_config.yaml as well.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--run-config", help="Also write Megatron Bridge's run_config.yaml.", rich_help_panel=OUTPUT)
 ]
-SHOWN = 20  # differences and files; --json lists them all
+SHOWN = 20  # number of differences and files printed; --json lists all
 
 
 def register(app: typer.Typer) -> None:
@@ -160,7 +159,7 @@ def import_(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a Hub checkpoint into a Megatron checkpoint.
+    """Convert a Hub checkpoint to a Megatron checkpoint.
 
     Example: dlm-bridge import GSAI-ML/LLaDA-8B-Instruct ckpt --tp 4 --pp 2
     """
@@ -196,13 +195,15 @@ def export(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Split the weights anew, such as 5GB; else as the source did.",
+            help="Largest weight file, such as 5GB. Default: the source's shards.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     ema: Annotated[
         bool,
-        typer.Option("--ema", help="The averages of --ema-decay in place of the weights.", rich_help_panel=SOURCE),
+        typer.Option(
+            "--ema", help="Export the moving averages of --ema-decay, not the weights.", rich_help_panel=SOURCE
+        ),
     ] = False,
     like: Like = None,
     hf_config: HfConfig = None,
@@ -215,7 +216,7 @@ def export(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a Megatron checkpoint into a Hub checkpoint.
+    """Convert a Megatron checkpoint to a Hub checkpoint.
 
     Example: dlm-bridge export ckpt LLaDA-tuned
     """
@@ -264,7 +265,7 @@ def reshard(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Cut a Megatron checkpoint for another layout.
+    """Convert a Megatron checkpoint to another parallel layout.
 
     Example: dlm-bridge reshard ckpt ckpt-tp8 --tp 8 --pp 1
     """
@@ -273,7 +274,7 @@ def reshard(
 
     sources = [context.get_parameter_source(name) for name in ("tp", "pp", "vp", "ep", "etp", "pipeline_split")]
     if all(each is None or each.name == "DEFAULT" for each in sources):
-        raise DlmBridgeError(f"reshard {source}: give the new layout, such as --tp 2 --pp 4, or --tp 1 to merge it")
+        raise DlmBridgeError(f"reshard {source}: set the new layout, such as --tp 2 --pp 4, or --tp 1 to merge it")
     layout = parse_layout(tp, pp, vp, ep, etp, pipeline_split)
     bridge = Bridge.from_megatron(source, like, hf_config, family)
     with progress_bar("resharding") as progress:
@@ -302,7 +303,7 @@ def inspect(
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint is, from its headers alone.
+    """Show a checkpoint's family, sizes and layout without loading weights.
 
     Example: dlm-bridge inspect ckpt
     """
@@ -312,7 +313,7 @@ def inspect(
 
 
 def parse_layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
-    """The layout that the options say. Raises DlmBridgeError for a split that cannot be read."""
+    """Layout from the command-line options. Raises DlmBridgeError for a split that cannot be parsed."""
     from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
 
     split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
@@ -321,7 +322,7 @@ def parse_layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_s
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with bytes, speed and time left on stderr, where that is a terminal."""
+    """Progress bar on stderr with bytes, speed and remaining time, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -339,7 +340,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def show_report(report: dict[str, Any], as_json: bool) -> None:
-    """What a conversion wrote, or would write."""
+    """Print the report of a conversion or of a dry run."""
     if as_json:
         return print_json(report)
     rows = [
@@ -350,13 +351,13 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         ("layout", _layout_text(report["layout"])),
         ("files", _files(report["files"])),
         ("side files", ", ".join(report["side_files"]) or "none"),
-        ("left out", ", ".join(report["left_out"]) or "nothing"),
+        ("excluded files", ", ".join(report["left_out"]) or "none"),
         *(("note", note) for note in report["notes"]),
     ]
     if report["dry_run"]:
         speed = size_text(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
         rows.append(("peak memory", f"{size_text(report['peak_memory'])} with {report['workers']} workers"))
-        rows.append(("time", f"about {report['estimated_seconds']:.0f} s where the disk copies {speed}/s (assumed)"))
+        rows.append(("time", f"about {report['estimated_seconds']:.0f} s (assumes a disk that copies {speed}/s)"))
     if report["seconds"] is not None:
         rate = report["bytes"] / max(report["seconds"], 1e-9)
         rows.append(("time", f"{report['seconds']:.1f} s, {size_text(rate)}/s"))
@@ -366,7 +367,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
 
 
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:
-    """What a checkpoint is."""
+    """Print the facts about a checkpoint."""
     if as_json:
         return print_json(facts)
     sizes = facts["sizes"] or {}
@@ -374,9 +375,9 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
     revision = f" at {source['revision']}" if source.get("revision") else ""
     rows = [
         ("format", facts["format"]),
-        ("family", facts["family"] or "not known (no dlm_bridge.json)"),
-        ("architecture", facts["architecture"] or "not known"),
-        ("sizes", ", ".join(f"{name} {value}" for name, value in sizes.items()) or "not known"),
+        ("family", facts["family"] or "unknown (no dlm_bridge.json)"),
+        ("architecture", facts["architecture"] or "unknown"),
+        ("sizes", ", ".join(f"{name} {value}" for name, value in sizes.items()) or "unknown"),
         ("parameters", f"{facts['parameters']:,} in {facts['tensors']:,} tensors, {size_text(facts['bytes'])}"),
         ("dtype", ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items())),
         ("layout", _layout_text(facts["layout"])),
@@ -384,7 +385,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("training state", f"{facts['training_state']:,} items" if facts["training_state"] else "none"),
         ("files", _files(facts["files"])),
         ("side files", ", ".join(facts["side_files"]) or "none"),
-        ("left out", ", ".join(facts["left_out"]) or "nothing"),
+        ("excluded files", ", ".join(facts["left_out"]) or "none"),
         ("source", f"{source.get('name', '-')}{revision}"),
         ("written by", facts["tool"] or "-"),
         *(("note", note) for note in facts["notes"]),
@@ -394,12 +395,12 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
 
 
 def _show_derived(rows: list[dict[str, Any]]) -> None:
-    """The config of a checkpoint that names no Hub model: what it says, and what that follows from."""
+    """Print a config.json that was derived from a checkpoint without a Hub model: each value and its origin."""
     if rows:
         lines = [
             (row["key"], f"{row['value']}    {'assumed: ' if row['assumed'] else ''}{row['origin']}") for row in rows
         ]
-        _table("config.json was derived; --like or --hf-config names another", lines)
+        _table("config.json was derived; to use another one, set --like or --hf-config", lines)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> None:
@@ -416,7 +417,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """For --json: an object on stdout."""
+    """Print an object for --json to stdout."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 

@@ -27,7 +27,7 @@ PACKAGES = (
     "triton",
     "psutil",
 )
-# What changes where or how a run computes; tokens and passwords are never among them.
+# Variables that affect where or how a run computes. Never tokens or passwords.
 VARIABLES = (
     "DLM_BRIDGE_PLATFORM",
     "DLM_BRIDGE_ALLOW_UNTESTED_MCORE",
@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Platform, devices, versions, and the patches of megatron-core that are active here.
+    """Show platform, devices, versions, and the active patches of megatron-core.
 
     Example: dlm-bridge env --json
     """
@@ -77,7 +77,7 @@ def env(
 
 
 def environment() -> dict[str, Any]:
-    """What `--json` prints. Raises DlmBridgeError where DLM_BRIDGE_PLATFORM names what is not there."""
+    """Data of the command. Raises DlmBridgeError if DLM_BRIDGE_PLATFORM names an unknown platform."""
     from dlm_bridge.registration import TESTED, load, registered, untested
 
     found: dict[str, Any] = {}
@@ -132,7 +132,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _machine(found: dict[str, Any]) -> dict[str, str]:
-    """Platform and devices, in words."""
+    """Platform and devices as display strings."""
     platform, devices = found["platform"], found["devices"]
     available = [name for name, kind in platform["available"].items() if kind["available"]]
     missing = [name for name, kind in platform["available"].items() if not kind["available"]]

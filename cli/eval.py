@@ -49,56 +49,70 @@ def evaluate(
     model: Model,
     tasks: Annotated[
         list[str] | None,
-        typer.Option(metavar="T[,T]", help="Tasks: orders and sums (local), of lm-evaluation-harness, or YAML files."),
+        typer.Option(metavar="T[,T]", help="Tasks: orders, sums (built in), lm-evaluation-harness's, or YAML files."),
     ] = None,
     perplexity: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text whose perplexity is measured, or bounded.")
+        Path | None, typer.Option(metavar="FILE", help="Text file whose perplexity is measured.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write results.json and samples.jsonl.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --output has.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from what an interrupted command has left in --output.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="results.json on stdout.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted evaluation in --output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json to stdout.")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Documents of each task, windows of a text.", rich_help_panel=MEASURING)
+        int | None,
+        typer.Option(min=1, help="Maximum documents per task, and windows of a text.", rich_help_panel=MEASURING),
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(min=0, help="Examples in a prompt; the task's own by default.", rich_help_panel=MEASURING),
+        typer.Option(min=0, help="Few-shot examples per prompt. Default: the task's.", rich_help_panel=MEASURING),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask by the tokenizer's chat template.", rich_help_panel=MEASURING)
+        bool,
+        typer.Option("--chat", help="Format prompts with the tokenizer's chat template.", rich_help_panel=MEASURING),
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The system's message.", rich_help_panel=MEASURING)
+        str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=MEASURING)
     ] = None,
     fewshot_as_multiturn: Annotated[
         bool | None,
-        typer.Option(help="With --chat: examples are turns of the chat (default).", rich_help_panel=MEASURING),
+        typer.Option(
+            help="With --chat: few-shot examples are turns of the chat (default).", rich_help_panel=MEASURING
+        ),
     ] = None,
     chat_template_args: ChatTemplateArgs = None,
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(
-            "--confirm-run-unsafe-code", help="Run tasks that execute the model's code.", rich_help_panel=MEASURING
+            "--confirm-run-unsafe-code",
+            help="Allow tasks that execute code written by the model.",
+            rich_help_panel=MEASURING,
         ),
     ] = False,
     mc_samples: Annotated[
-        int, typer.Option(min=1, help="Samples of a diffusion model's likelihood bound.", rich_help_panel=MEASURING)
+        int,
+        typer.Option(
+            min=1, help="Monte-Carlo samples per likelihood of a diffusion model.", rich_help_panel=MEASURING
+        ),
     ] = 128,
     batch_size: Annotated[
         str,
-        typer.Option(metavar="N|auto", help="Rows of a pass; auto: as memory allows.", rich_help_panel=MEASURING),
+        typer.Option(
+            metavar="N|auto",
+            help="Rows per forward pass; auto: as many as fit into memory.",
+            rich_help_panel=MEASURING,
+        ),
     ] = "8",
     max_length: Annotated[
-        int, typer.Option(min=2, help="Tokens of a prompt with its answer.", rich_help_panel=MEASURING)
+        int, typer.Option(min=2, help="Maximum tokens of a prompt and its answer.", rich_help_panel=MEASURING)
     ] = 2048,
     window: Annotated[
-        int, typer.Option(min=2, help="Tokens of --perplexity that are read together.", rich_help_panel=MEASURING)
+        int, typer.Option(min=2, help="Tokens per window of --perplexity.", rich_help_panel=MEASURING)
     ] = 1024,
     seed: Annotated[
-        int, typer.Option(min=0, help="Of the noise, the examples and the sampler.", rich_help_panel=MEASURING)
+        int,
+        typer.Option(
+            min=0, help="Seed of the noise, the few-shot examples and the sampler.", rich_help_panel=MEASURING
+        ),
     ] = 0,
     set_: Annotated[
         list[str] | None,
@@ -116,7 +130,9 @@ def evaluate(
     tp: Annotated[
         int | None,
         typer.Option(
-            min=1, help="The same in groups of N processes, each with a share of the rows.", rich_help_panel=LOADING
+            min=1,
+            help="Shard the model over N processes; each group of N gets a part of the rows.",
+            rich_help_panel=LOADING,
         ),
     ] = None,
     tokenizer: Tokenizer = None,
@@ -124,11 +140,11 @@ def evaluate(
     revision: Revision = None,
     like: Like = None,
 ) -> None:
-    """Measure a model: lm-evaluation-harness's tasks, and the perplexity of a text.
+    """Evaluate a model on lm-evaluation-harness's tasks, or measure the perplexity of a text.
 
-    A diffusion model's likelihoods are Monte-Carlo bounds by its family's way of reading, its texts are its sampler's;
-    an autoregressive model's are exact, by the harness's own code. Both write the likeliest tokens, unless a task or
-    --set temperature=T draws. Everything that the figures depend on is recorded.
+    Diffusion models: likelihoods are Monte-Carlo bounds, texts come from the family's sampler. Autoregressive models:
+    exact, by lm-evaluation-harness. Decoding is greedy unless a task or --set temperature=T samples. The results file
+    records every setting that affects the figures.
 
     Example:
 
@@ -136,7 +152,7 @@ def evaluate(
 
       dlm-bridge eval MODEL --tasks gsm8k --chat --set gen_length=256 --set steps=128 --perplexity heldout.txt
 
-    On several GPUs, each with the whole model and a share of the rows (or --tp N, in groups that share a model):
+    On several GPUs, each with the whole model and a part of the rows (with --tp N, N GPUs share a model):
 
       torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
     """
@@ -159,9 +175,9 @@ def evaluate(
     )
     request.check()
     if resume and output is None:
-        raise DlmBridgeError("--resume continues what --output has: give it")
+        raise DlmBridgeError("--resume continues the evaluation in --output: set --output")
     if output is not None and not overwrite and (output / "results.json").exists():
-        raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or give --overwrite")
+        raise DlmBridgeError(f"{output / 'results.json'} exists: choose another --output or set --overwrite")
     # Imported only now: a mistyped option should answer at once.
     from transformers.utils import logging
 
@@ -206,7 +222,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is measured, and how."""
+    """Options of one evaluation."""
 
     tasks: list[str]
     perplexity: Path | None
@@ -225,28 +241,30 @@ class EvaluationRequest:
     sampler: dict[str, Any]
 
     def check(self) -> None:
-        """Raise DlmBridgeError for what no model could do."""
+        """Raise DlmBridgeError for options that are invalid for every model."""
         if not self.tasks and self.perplexity is None:
-            raise DlmBridgeError("nothing to measure: give --tasks T[,T] or --perplexity FILE")
+            raise DlmBridgeError("nothing to evaluate: set --tasks T[,T] or --perplexity FILE")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise DlmBridgeError("--tasks needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
         for flag, given in (
             ("--fewshot-as-multiturn", self.fewshot_as_multiturn), ("--chat-template-args", self.template_args)
         ):  # fmt: skip
             if given and not self.chat:
-                raise DlmBridgeError(f"{flag} is of a chat: give --chat as well")
+                raise DlmBridgeError(f"{flag} needs --chat")
         for name in NOT_OF_TASKS:
             if name in self.sampler:
-                raise DlmBridgeError(f"--set {name}: a task has one text behind each prompt: leave it out")
+                raise DlmBridgeError(f"--set {name}: tasks have one answer per prompt: remove this setting")
 
     def fit(self, name: str, opened: LoadedModel, replicas: Replicas) -> EvaluationRequest:
-        """The request with rows no longer than the model's context, and as many of them together as memory allows
-        where none are given. The model is called `name` in errors."""
+        """The request with `max_length` limited to the model's context, and a batch size computed from free memory if
+        none is set. `name`: the model's name in errors."""
         from dlm_bridge.generation.batch_size import plan_shared_batch
 
         context = getattr(opened.model.config, "max_position_embeddings", None) or self.max_length
         if context < 2:
-            raise DlmBridgeError(f"{name}: has {context} position, and a text needs two: its config.json is damaged")
+            raise DlmBridgeError(
+                f"{name}: a context of {context} position, but a text needs two: its config.json is damaged"
+            )
         max_length, rows = min(self.max_length, context), self.batch_size
         if rows is None:
             plan = plan_shared_batch(
@@ -258,13 +276,14 @@ class EvaluationRequest:
         return dataclasses.replace(self, max_length=max_length, window=min(self.window, context), batch_size=rows)
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed evaluation has in common with the interrupted one: all that its values depend on."""
+        """Fingerprint that must match before an interrupted evaluation is resumed: everything that affects its
+        values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "batch_size"}
 
     def measure_text(
         self, opened: LoadedModel, replicas: Replicas, finished: FinishedParts | None
     ) -> Perplexity | None:
-        """The perplexity of the text, if one is given."""
+        """Perplexity of the text, None without --perplexity."""
         from dlm_bridge.evaluation.perplexity import text_perplexity
 
         if self.perplexity is None:
@@ -287,7 +306,7 @@ class EvaluationRequest:
     def run_tasks(
         self, opened: LoadedModel, replicas: Replicas, finished: FinishedParts | None
     ) -> dict[str, Any] | None:
-        """The results of the tasks, if any are given, as lm-evaluation-harness gives them."""
+        """Results of the tasks in lm-evaluation-harness's format, None without --tasks."""
         if not self.tasks:
             return None
         from dlm_bridge.evaluation.harness import HarnessSettings, run_tasks
@@ -310,7 +329,7 @@ class EvaluationRequest:
         return run_tasks(opened, self.tasks, settings, replicas, finished)
 
     def record(self, opened: LoadedModel, replicas: Replicas) -> dict[str, Any]:
-        """The settings as results.json has them."""
+        """Settings for results.json."""
         return {
             "tasks": self.tasks,
             "perplexity": None if self.perplexity is None else str(self.perplexity),
@@ -330,7 +349,7 @@ class EvaluationRequest:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
-    """Print a table of the figures, and below it the settings."""
+    """Print a table of the results, followed by the settings."""
     from rich.console import Console
     from rich.table import Table
 

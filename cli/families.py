@@ -74,15 +74,15 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
             row["checked_against"],
         )
     console.print(table)
-    table = Table(title="What convert-to-dlm makes of the autoregressive families")
-    for column in ("family", "--to", "becomes, Hub architecture"):
+    table = Table(title="Forms of the autoregressive families (convert-to-dlm)")
+    for column in ("family", "--to", "result, Hub architecture"):
         table.add_column(column, no_wrap=True)
     for row in rows:
         for number, (form, name) in enumerate(row["becomes"].items()):
             architecture = registry.family_by_name(name).architectures[0]
             table.add_row("" if number else row["family"], form, f"{name}\n  {architecture}")
     console.print(table)
-    console.print("Each was checked against what its family was checked against, under a causal mask.")
+    console.print("Each form was checked against its family's reference, under a causal mask.")
     for row in rows:
         if row["why_not_megatron"] and not row["derived_from"]:
             console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)

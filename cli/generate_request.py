@@ -74,19 +74,21 @@ class Arguments:
             single = {"--prompt": self.prompt is not None, "--show": self.show, "--html": self.html, "--svg": self.svg}
             for option, given in single.items():
                 if given:
-                    raise DlmBridgeError(f"{option} is of one prompt, --jsonl of many: give one of them")
+                    raise DlmBridgeError(
+                        f"{option} needs a single prompt, --jsonl is a file of prompts: use one of them"
+                    )
             if self.as_json and self.output is None:
-                raise DlmBridgeError("--json with --jsonl sums up what --output FILE has: give one")
+                raise DlmBridgeError("--json with --jsonl prints a summary of the output file: set --output FILE")
         if self.commit_steps and (self.jsonl is None or self.settings.get("infill")):
             raise DlmBridgeError(
-                "--commit-steps records the answers of a file of prompts: give --jsonl, and no --infill"
+                "--commit-steps records the answers to a file of prompts: use it with --jsonl and without --infill"
             )
         if self.resume and (self.jsonl is None or self.output is None):
-            raise DlmBridgeError("--resume continues the rows of a file: give --jsonl and --output")
+            raise DlmBridgeError("--resume continues a file of prompts: set --jsonl and --output")
         if self.system is not None and not self.chat:
-            raise DlmBridgeError("--system is a message of a chat: give --chat as well")
+            raise DlmBridgeError("--system needs --chat")
         if self.template_args and not self.chat and self.jsonl is None:
-            raise DlmBridgeError("--chat-template-args is of a chat: give --chat as well")
+            raise DlmBridgeError("--chat-template-args needs --chat")
         if self.jsonl == "-" and world_size() > 1:
             raise DlmBridgeError("--jsonl -: stdin is read by one process only: name a file")
 

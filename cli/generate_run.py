@@ -194,8 +194,8 @@ def _sample_file(
         typer.echo(json.dumps(report, indent=2))
     else:
         typer.echo(
-            f"{report['prompts']} prompts: {report['tokens']} tokens in {report['forwards']} forwards, "
-            f"{seconds:.2f} s",
+            f"{report['prompts']} prompts: {report['tokens']} tokens in {seconds:.2f} s, "
+            f"{report['forwards']} forward passes",
             err=True,
         )
 

@@ -1,4 +1,4 @@
-"""`dlm-bridge convert-to-dlm` and `upcycle`: another model is made of a checkpoint's weights."""
+"""`dlm-bridge convert-to-dlm` and `upcycle`: create a new model from a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def convert_to_dlm(
     mask_token: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="The mask token, added where it is new; the tokenizer's own, else <|mask|>."
+            metavar="TEXT", help="The mask token, added if new. Default: the tokenizer's own, or else <|mask|>."
         ),
     ] = None,
     to: Annotated[
         str | None,
         typer.Option(
-            metavar="FORM", help="What it becomes: bidirectional, shifted or block-causal; or the family's name."
+            metavar="FORM", help="Form of the result: bidirectional, shifted, block-causal, or a family's name."
         ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(metavar="N", help="Block size of a block-causal model (default 4).")
     ] = None,
     dequantize_fp8: Annotated[
-        bool, typer.Option("--dequantize-fp8", help="Block-scaled FP8 weights become bfloat16.")
+        bool, typer.Option("--dequantize-fp8", help="Read block-scaled FP8 weights as bfloat16.")
     ] = False,
     dequantize_mxfp4: Annotated[
-        bool, typer.Option("--dequantize-mxfp4", help="Experts in MXFP4 (gpt-oss) become bfloat16.")
+        bool, typer.Option("--dequantize-mxfp4", help="Read experts in MXFP4 (gpt-oss) as bfloat16.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the noise in the mask token's rows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the mask token's random embedding.")] = 0,
     revision: convert.Revision = None,
     workers: convert.Workers = None,
     overwrite: convert.Overwrite = False,
@@ -49,7 +49,7 @@ def convert_to_dlm(
     dry_run: convert.DryRun = False,
     as_json: convert.Json = False,
 ) -> None:
-    """Turn an autoregressive checkpoint into a diffusion one with the same weights, ready for pretrain.
+    """Adapt an autoregressive checkpoint to diffusion: same weights and a mask token, ready for pretrain.
 
     Example: dlm-bridge convert-to-dlm Qwen/Qwen3-0.6B Qwen3-0.6B-dlm --mask-token '<|mask|>'
     """
@@ -78,13 +78,11 @@ def convert_to_dlm(
 def upcycle(
     source: Annotated[str, typer.Argument(metavar="DENSE_HF", help="Hub folder or Hub id of a dense model.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
-    experts: Annotated[int, typer.Option(metavar="N", help="Copies of each MLP.")],
-    top_k: Annotated[int, typer.Option(metavar="K", help="Copies that a token goes through.")] = 2,
-    granularity: Annotated[
-        int, typer.Option(metavar="G", help="Experts that each copy is cut into, a power of two.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(help="Of the routers' noise.")] = 0,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest weight file.")] = "5GB",
+    experts: Annotated[int, typer.Option(metavar="N", help="Number of copies of each MLP.")],
+    top_k: Annotated[int, typer.Option(metavar="K", help="Copies per token.")] = 2,
+    granularity: Annotated[int, typer.Option(metavar="G", help="Experts per copy, a power of two.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the routers' random weights.")] = 0,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file.")] = "5GB",
     revision: convert.Revision = None,
     workers: convert.Workers = None,
     overwrite: convert.Overwrite = False,
@@ -92,7 +90,7 @@ def upcycle(
     dry_run: convert.DryRun = False,
     as_json: convert.Json = False,
 ) -> None:
-    """Turn a dense checkpoint into one with experts that computes the same, ready for pretrain.
+    """Convert a dense checkpoint to a mixture of experts with the same logits, ready for pretrain.
 
     Example: dlm-bridge upcycle Qwen/Qwen3-0.6B Qwen3-8x0.6B --experts 8 --top-k 2
     """

@@ -1,4 +1,4 @@
-"""`dlm-bridge preprocess`: text becomes a Megatron pair of token ids, .bin and .idx."""
+"""`dlm-bridge preprocess`: tokenise text to a Megatron pair (.bin, .idx)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def preprocess(
     ] = "text",
     workers: Annotated[
         int | None,
-        typer.Option(help="Processes, each on a core; 1: the tokenizer's own threads. All cores by default."),
+        typer.Option(help="Number of processes; 1 uses the tokenizer's own threads. Default: all cores."),
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Tokenise text once, for runs that read it often: a .bin/.idx pair as Megatron-LM writes it.
+    """Tokenise text to a .bin/.idx pair in Megatron-LM's format.
 
     Example: dlm-bridge preprocess corpus.jsonl --output corpus --tokenizer GSAI-ML/LLaDA-8B-Base --append-eod
     """

@@ -18,12 +18,12 @@ def register(app: typer.Typer) -> None:
 
 def push(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hub checkpoint or PEFT adapter.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name; created where it does not exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch to commit to; created where it does not exist.")] = None,
-    message: Annotated[str | None, typer.Option(help="The commit's message.")] = None,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="owner/name; created if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to commit to; created if it does not exist.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     overwrite_card: Annotated[
-        bool, typer.Option("--overwrite-card", help="Generate a card though the folder has a README.md.")
+        bool, typer.Option("--overwrite-card", help="Replace the folder's README.md by a generated card.")
     ] = False,
     accept_changed_tensors: convert.AcceptChanged = False,
     dry_run: Annotated[
@@ -31,9 +31,9 @@ def push(
     ] = False,
     as_json: convert.Json = False,
 ) -> None:
-    """Upload a checkpoint to the Hub in one commit, with a generated model card where it has none.
+    """Upload a checkpoint to the Hub in one commit. A model card is generated if there is none.
 
-    The token is the one of `hf auth login` or HF_TOKEN.
+    The token is read from `hf auth login` or HF_TOKEN.
 
     Example: dlm-bridge push LLaDA-tuned my-name/LLaDA-tuned --private
     """
@@ -62,9 +62,9 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         note = " (generated)" if name == "README.md" and report["card"] == "generated" else ""
         typer.echo(printable(f"  {name}  {size:,}{note}"))
     for name, public in report["renamed"].items():
-        typer.echo(printable(f"{name}: names its source {public}, in the place of a local path"))
+        typer.echo(printable(f"{name}: local path replaced by {public}"))
     if report["left_out"]:
-        typer.echo(printable(f"left out: {', '.join(report['left_out'])}"))
+        typer.echo(printable(f"excluded files: {', '.join(report['left_out'])}"))
     if report["card_text"]:
         typer.echo(printable(report["card_text"]))
     if report["commit"]:

@@ -1,4 +1,4 @@
-"""`dlm-bridge verify`: two checkpoints, one and its manifest, one and the original code that it names."""
+"""`dlm-bridge verify`: compare two checkpoints, or one with its manifest or with its original code."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 ORIGINAL = "With the original code"
 ORIGINAL_HELP = (
     "Compare a Hub folder or id with the remote code that its auto_map names: config keys, tensor names, logits, a "
-    "greedy sample. That code runs in a process and a virtual environment of its own, which is made."
+    "greedy sample. The code runs in a separate process, in a virtual environment that the command creates."
 )
 CONSENT_HELP = (
-    "Agree that the checkpoint's code runs on this machine, as you. A virtual environment is no sandbox: read that "
-    "code first."
+    "Allow the checkpoint's code to run on this machine, with your rights. A virtual environment is not a sandbox: "
+    "read the code first."
 )
 
 LOGITS_HELP = (
-    "Compare both models' logits as well (fp32): what is Megatron's computed by megatron-core, where it can, and what "
-    "is the Hub's by transformers. With one Megatron checkpoint: the two with each other."
+    "Also compare both models' logits (fp32). megatron-core runs the Megatron side (transformers, if it does not "
+    "support the model), transformers the Hub side. A single Megatron checkpoint is run by both."
 )
 
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 def verify(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of any format.")],
     b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="A second one; without it, A's own manifest is compared.")
+        str | None, typer.Argument(metavar="[B]", help="A second checkpoint. Default: A's own manifest.")
     ] = None,
     logits: Annotated[bool, typer.Option("--logits", help=LOGITS_HELP)] = False,
     against_original: Annotated[
@@ -50,7 +50,7 @@ def verify(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="An interpreter that has what that code needs; no environment is made.",
+            help="Python interpreter that has the code's requirements; no environment is created.",
             rich_help_panel=ORIGINAL,
         ),
     ] = None,
@@ -58,7 +58,7 @@ def verify(
         list[str] | None,
         typer.Option(
             metavar="REQUIREMENT",
-            help="What that environment has besides, or another version, such as torch==2.5.1; repeatable.",
+            help="Add a requirement to that environment, or change a version: torch==2.5.1. Repeatable.",
             rich_help_panel=ORIGINAL,
         ),
     ] = None,
@@ -66,7 +66,7 @@ def verify(
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
-    """Compare two checkpoints tensor by tensor, or one with its manifest. Exit code 1 where they differ.
+    """Compare two checkpoints tensor by tensor, or one checkpoint with its manifest. Exit code 1 if they differ.
 
     Example: dlm-bridge verify GSAI-ML/LLaDA-8B-Instruct ckpt
     """
@@ -105,28 +105,30 @@ def _verify(a: str, b: str | None, logits: bool, workers: int | None) -> Verdict
 
 
 def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
-    """Whether two checkpoints are equal, and what differs."""
+    """Print the result of a comparison."""
     if as_json:
         return print_json(verdict)
-    found = verdict["logits"]
+    from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST
+
+    a, b, found = verdict["a"], verdict["b"], verdict["logits"]
     logits = ""
     for note in verdict["notes"]:
         typer.echo(f"note: {note}")
     if found is not None:
-        logits = (
-            f", logits by {found['a']} and {found['b']} differ by {found['difference']:.1e} at the most over "
-            f"{found['positions']} positions"
-        )
+        sides = found["a"] if found["a"] == found["b"] else f"{found['a']} and {found['b']}"
+        apart = f"differ by at most {found['difference']:.1e}" if found["difference"] else "are identical"
+        logits = f"; logits from {sides} {apart} ({found['positions']} positions)"
         for note in found["notes"]:
             typer.echo(printable(f"note: {note}"))
-    counted = f"{verdict['tensors']:,} tensors, {size_text(verdict['bytes'])}{logits}"
+    counted = f"{verdict['tensors']:,} tensors, {size_text(verdict['bytes'])}"
     if verdict["equal"]:
-        typer.echo(printable(f"equal: {verdict['a']} and {verdict['b']} ({counted})"))
+        equal = f"{a} is intact: it matches {b}" if b in (MANIFEST, FILE_DIGESTS) else f"{a} and {b} are equal"
+        typer.echo(printable(f"{equal} ({counted}){logits}"))
         return None
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=printable(f"not equal: {verdict['a']} and {verdict['b']} ({counted} compared)"))
+    table = Table(title=printable(f"{a} and {b} differ ({counted} compared){logits}"))
     for column in ("name", "what", "detail"):
         table.add_column(column, overflow="fold")
     for item in verdict["differences"][:SHOWN]:

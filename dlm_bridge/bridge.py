@@ -1,4 +1,4 @@
-"""The Bridge: one model between the Hub's layout and Megatron's, on disk or live."""
+"""`Bridge`: converts a model between the Hub's layout and Megatron's, on disk or in memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class Bridge:
-    """A model's weights under their Hub names, from whichever side they come, and the ways to the other side.
+    """Weights of one model, addressed by their Hub names, and their conversion to Megatron or to the Hub.
 
-    Opening reads configuration and headers only. Every method raises DlmBridgeError, with one line, for bad input.
+    Opening a checkpoint reads only its configuration and headers. Every method raises DlmBridgeError, with a one-line
+    message, for bad input.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -46,19 +47,29 @@ class Bridge:
         dequantize_fp8: bool = False,
         dequantize_mxfp4: bool = False,
     ) -> Bridge:
-        """A Hub folder or Hub id. `family` names the family where the config cannot tell; `dequantize_fp8` reads
-        block-scaled FP8 weights as bfloat16, `dequantize_mxfp4` those in MXFP4, which are refused without it."""
+        """Open a Hub folder or a Hub id.
+
+        Args:
+            path_or_id: Hub folder or Hub id.
+            revision: branch, tag or commit of a Hub id.
+            family: the model family, if config.json does not identify it.
+            dequantize_fp8: read block-scaled FP8 weights as bfloat16; otherwise they are refused.
+            dequantize_mxfp4: read MXFP4 weights as bfloat16; otherwise they are refused.
+        """
         return cls(open_hub(os.fspath(path_or_id), revision, family, dequantize_fp8, dequantize_mxfp4))
 
     @classmethod
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:
-        """A live model; its parameters are shared, so what is read later is what they are then."""
+        """Open a model in memory. Its parameters are shared: each read returns their current values."""
         return cls(LiveCheckpoint(hf_model, family))
 
     @classmethod
     def from_scratch(cls, folder: PathLike, seed: int, family: str | None = None) -> Bridge:
-        """A folder with a config.json, its weights not trained yet: each is made when it is read, in fp32, by its
-        family's rule from (`seed`, Hub name), so that every layout and every engine starts from the same values."""
+        """Open a folder with only a config.json, for a model with newly initialised weights.
+
+        Each weight is initialised when it is read, in fp32, by the family's rule. Its values depend only on `seed` and
+        its Hub name, so every layout and both engines start from the same values.
+        """
         return cls(InitialCheckpoint(folder, seed, family))
 
     @classmethod
@@ -70,9 +81,18 @@ class Bridge:
         family: str | None = None,
         averaged: bool = False,
     ) -> Bridge:
-        """A Megatron checkpoint of any format, or a plain distributed one. `like` (Hub folder or id) or `hf_config` (a
-        config.json) names the Hub model of one that was not written by dlm-bridge. `averaged`: with the averages of a
-        run with `--ema-decay` for weights. Raises DlmBridgeError, also for an adapter's."""
+        """Open a Megatron checkpoint of any format, or a plain torch distributed checkpoint.
+
+        Args:
+            root: folder of the checkpoint.
+            like: Hub folder or id of the same model, for a checkpoint that was not written by dlm-bridge.
+            hf_config: a config.json, instead of `like`.
+            family: the model family, if the config does not identify it.
+            averaged: read the moving averages of a run with `--ema-decay` in place of the weights.
+
+        Raises:
+            DlmBridgeError: not such a checkpoint, or an adapter without its base.
+        """
         from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 
         if (Path(root) / ADAPTER_MANIFEST).is_file():
@@ -87,7 +107,7 @@ class Bridge:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The Hub's config.json."""
+        """Contents of the Hub's config.json."""
         return self.checkpoint.config
 
     @property
@@ -99,11 +119,11 @@ class Bridge:
         return self.checkpoint.dims
 
     def hub_names(self) -> list[str]:
-        """The names of all Hub tensors."""
+        """Names of all Hub tensors."""
         return self.checkpoint.hub_names()
 
     def read(self, hub_name: str) -> torch.Tensor:
-        """One whole Hub tensor, in its stored dtype, on the CPU."""
+        """Read one whole Hub tensor, in its stored dtype, to the CPU."""
         return self.checkpoint.read(hub_name)
 
     def to_megatron(
@@ -125,12 +145,30 @@ class Bridge:
         accept_changed_tensors: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
-        """Write a Megatron checkpoint for the layout. `dtype` is keep, bf16, fp16, fp32 or a torch dtype;
-        `vocab_multiple` pads the vocabulary's rows with zeros. `format` "torch" is the legacy one, whose parameters
-        are named by `key_style` te, te-sequential or local; `run_config` adds Megatron Bridge's run_config.yaml.
-        An optimizer's state in the source goes with the weights, or is refused, unless `weights_only`. `workers` are
-        threads, of each of `processes` forked processes. Tensors that are not as dlm_bridge.json recorded them are a
-        ChangedTensorsError, unless `accept_changed_tensors`: then the new manifest names them."""
+        """Write a Megatron checkpoint.
+
+        Args:
+            output: folder to write.
+            layout: parallel layout; None: one rank.
+            dtype: "keep" (also None), "bf16", "fp16", "fp32" or a torch dtype.
+            vocab_multiple: pad the vocabulary with zero rows to a multiple of this number.
+            format: "torch_dist", or "torch" for Megatron's legacy format.
+            key_style: parameter names with `format="torch"`: "te", "te-sequential" or "local".
+            run_config: also write Megatron Bridge's run_config.yaml.
+            weights_only: omit the source's optimizer state. Otherwise it is converted with the weights, or refused
+                where it cannot be.
+            workers: number of threads per process; None: one per core, at most 8.
+            processes: number of forked processes.
+            overwrite: replace `output` once the new checkpoint is complete.
+            dry_run: check everything and return the report; write nothing.
+            resume: continue an interrupted conversion.
+            accept_changed_tensors: accept tensors that differ from the digests in the source's dlm_bridge.json, and
+                list them in the new one.
+            progress: called from any thread with (bytes just written, total bytes).
+
+        Raises:
+            ChangedTensorsError: tensors differ from their recorded digests, without `accept_changed_tensors`.
+        """
         megatron = MegatronFormat(format, key_style, run_config, weights_only)
         options = Options(
             parse_dtype(dtype),
@@ -159,8 +197,13 @@ class Bridge:
         accept_changed_tensors: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
-        """Write a Hub folder, with the source's own files and shards unless `shard_size` (bytes or "5GB") asks for
-        new ones; see `to_megatron` for the other options."""
+        """Write a Hub folder.
+
+        Args:
+            shard_size: largest weight file, in bytes or as text such as "5GB". None: the source's files and shards.
+
+        See `to_megatron` for the other arguments.
+        """
         dtype = parse_dtype(dtype)
         options = Options(
             dtype,
@@ -176,17 +219,21 @@ class Bridge:
 
     @property
     def code_place(self) -> str:
-        """The `name_or_path` of a model of these weights: the folder with the code that its config's auto_map names,
-        which `save_pretrained` copies from there; "" where there is none."""
+        """`name_or_path` for a model with these weights: the folder with the code that the config's auto_map names,
+        which `save_pretrained` copies; "" if there is none."""
         return str(self.checkpoint.hub.folder or "")
 
     def build_hf_model(
         self, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
     ) -> PreTrainedModel:
-        """The live PreTrainedModel with these weights, in eval mode, on `device` (CPU where None).
+        """Build a PreTrainedModel with these weights, in eval mode.
 
-        `dtype` None keeps the stored dtype (the one that holds all, where they are mixed). Raises DlmBridgeError
-        where any parameter does not come from the checkpoint.
+        Args:
+            dtype: dtype of the model; None: the stored dtype (if dtypes are mixed, one that represents all of them).
+            device: device of the model; None: CPU.
+
+        Raises:
+            DlmBridgeError: the checkpoint does not contain all parameters of the model.
         """
         self.checkpoint.check()
         state = dict(self._tensors())
@@ -208,19 +255,19 @@ class Bridge:
     def build_megatron_model(
         self, layout: Layout, dtype: str | torch.dtype | None = None, **overrides: Any
     ) -> list[Any]:
-        """This rank's megatron-core GPTModel chunks with the weights loaded; see `parallel.parallelize`."""
+        """Build this rank's megatron-core GPTModel chunks and load the weights; see `parallel.parallelize`."""
         return load("engines", "megatron")().build_model(self.checkpoint, layout, dtype, **overrides)
 
     def refresh_hf_model(self, hf_model: PreTrainedModel, megatron_model: Any) -> None:
-        """Copy a live Megatron model's weights into `hf_model` in place; see `parallel.handover`."""
+        """Copy the weights of a Megatron model into `hf_model` in place; see `parallel.handover`."""
         load("engines", "megatron")().refresh_hf_model(self.checkpoint, hf_model, megatron_model)
 
     def stream_hf_weights(self, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a live Megatron model's weights under their Hub names, one at a time; see `parallel.handover`."""
+        """Yield the weights of a Megatron model under their Hub names, one at a time; see `parallel.handover`."""
         return load("engines", "megatron")().stream_hf_weights(self.checkpoint, megatron_model)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every Hub tensor that the transformers model has and that is not a copy of another; each is read once."""
+        """Yield every Hub tensor of the transformers model once, without copies of other tensors."""
         for param in self.checkpoint.params:
             if param.is_mtp:
                 continue

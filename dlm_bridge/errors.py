@@ -1,4 +1,4 @@
-"""The one exception for bad input: its message is one line that names the thing and the remedy."""
+"""Exceptions for bad input. Each message is one line that names the problem and the remedy."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_HEAD, _TAIL = 1000, 400  # characters of a message that is cut: what is wrong stands first, the remedy last
+_HEAD, _TAIL = 1000, 400  # characters kept of a long message: it begins with the problem and ends with the remedy
 
 
 class DlmBridgeError(ValueError):
     """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback.
 
-    The message may quote what a file holds: it is made `printable`, and what is far too long loses its middle.
+    The message may quote the contents of a file, so it is made `printable`, and a very long one loses its middle.
     """
 
     def __init__(self, message: str) -> None:
@@ -20,7 +20,7 @@ class DlmBridgeError(ValueError):
 
 
 class WorkerKilledError(DlmBridgeError):
-    """A process was ended from outside; what the others have done is not lost."""
+    """A worker process was killed. The results of the other processes are not lost."""
 
 
 LOGITS = (
@@ -30,11 +30,11 @@ LOGITS = (
 
 
 class RowError(DlmBridgeError):
-    """An error of single rows: the others are not affected.
+    """An error that affects single rows; the others can go on.
 
     Args:
-        reason: what is wrong, and the remedy.
-        rows: the rows concerned, by number or by name; none where all are.
+        reason: the problem and the remedy.
+        rows: the affected rows, by index or name; empty if all are.
     """
 
     def __init__(self, reason: str, rows: Iterable[Any] = ()) -> None:
@@ -45,7 +45,7 @@ class RowError(DlmBridgeError):
 
 
 class NonFiniteError(RowError):
-    """Logits, or figures made of them, that are NaN or infinite; see `RowError`."""
+    """Logits, or values computed from them, are NaN or infinite; see `RowError`."""
 
     def __init__(self, reason: str = LOGITS, rows: Iterable[Any] = ()) -> None:
         super().__init__(reason, rows)
@@ -53,7 +53,7 @@ class NonFiniteError(RowError):
 
 @contextmanager
 def rows_named(name: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which the rows of a RowError get other names."""
+    """Context manager that renames the rows of a RowError."""
     try:
         yield
     except RowError as error:
@@ -61,14 +61,13 @@ def rows_named(name: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def shortened(text: str) -> str:
-    """The text, `printable`, and where it is far too long without its middle."""
+    """Make a text `printable`, and remove the middle of a very long one."""
     text = printable(text)
     return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} ... {text[-_TAIL:]}"
 
 
 def printable(text: str) -> str:
-    """The text with its control characters and lone surrogates escaped, which could drive a terminal or cannot be
-    encoded."""
+    """Escape control characters, which could control a terminal, and lone surrogates, which cannot be encoded."""
     if text.isprintable():
         return text
     return "".join(
@@ -78,12 +77,12 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message on one line."""
+    """Message of an exception on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_of(names: Iterable[str]) -> str:
-    """ "a (and 3 more)": one line whatever the number of names."""
+    """Format names as "a (and 3 more)"."""
     found = sorted(names)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"{found[0]}{more}"

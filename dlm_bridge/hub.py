@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
-    """What `place` stands for: of a training run's folder its newest whole checkpoint (a `step-NNNNNNN` folder, or
-    the root of a Megatron run's iterations), which is logged; anything else is itself.
+    """Resolve a training run's folder to its newest complete checkpoint, and log which one: a `step-NNNNNNN` folder,
+    or the root folder of a Megatron run's iterations. Any other path is returned unchanged.
 
-    Raises DlmBridgeError for a run that has no whole checkpoint.
+    Raises DlmBridgeError for a run without a complete checkpoint.
     """
     folder = Path(place).expanduser()
     root = folder / "checkpoints"
@@ -45,21 +45,22 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     if (root / TRACKER).is_file():
         with reading(f"{root / TRACKER}: cannot be read"):
             newest = (root / TRACKER).read_text("utf-8", "replace").strip()
-        _log_taken(folder, root, f"its iteration {ascii(newest[:16])[1:-1]}")
+        _log_taken(folder, root, f"iteration {ascii(newest[:16])[1:-1]}")
         return root
     steps = {int(match[1]): path for path in root.iterdir() if (match := STEP_NAME.fullmatch(path.name))}
     found = [steps[step] for step in sorted(steps, reverse=True)]
     whole = next((path for path in found if _has_weights(path)), None)
     if whole is None:
-        raise DlmBridgeError(f"{folder}: a training run without a whole checkpoint: {root} has none with weights")
+        raise DlmBridgeError(f"{folder}: a training run without a complete checkpoint: none in {root} has weights")
     skipped = found[: found.index(whole)]
-    _log_taken(folder, whole, "its newest checkpoint" + (f" with weights, not {skipped[0].name}" if skipped else ""))
+    without = f" with weights ({skipped[0].name} has none)" if skipped else ""
+    _log_taken(folder, whole, f"the newest checkpoint{without}")
     return whole
 
 
 def public_name(name: str) -> str:
-    """A checkpoint's name for other machines: the Hub id, also of a snapshot in the Hub's cache; of a local path the
-    last part."""
+    """Name of a checkpoint that is valid on other machines: its Hub id (also for a snapshot in the Hub's cache), or
+    the last component of a local path."""
     if match := _SNAPSHOT.search(name):
         return f"{match[1]}/{match[2]}"
     return name if HUB_ID.fullmatch(name) and not Path(name).exists() else Path(name).name
@@ -72,11 +73,11 @@ def _has_weights(folder: Path) -> bool:
 
 def _log_taken(run: Path, folder: Path, what: str) -> None:
     if is_main():
-        logger.warning(printable(f"{run} is a training run: {folder} is taken, {what}"))
+        logger.warning(printable(f"Using {what} of {run}: {folder.relative_to(run)}"))
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a local checkpoint (of a training run its newest) or of a Hub id's snapshot. Raises
+    """Folder of a local checkpoint (the newest one of a training run), or of a Hub id's snapshot. Raises
     DlmBridgeError with one line."""
     path = checkpoint_folder(name)
     if os.path.lexists(path):

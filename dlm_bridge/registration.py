@@ -1,12 +1,12 @@
-"""Registries: what extensions and other packages add to the core, found by name and imported when it is used.
+"""Registries of extensions: components that are found by name and imported on first use.
 
-An extension is a package that imports the core and that nothing in the core imports, such as `dlm_bridge.parallel`.
-Its `__init__`, which imports nothing heavy, declares what it adds:
+An extension is a package that imports the core and is not imported by it, such as `dlm_bridge.parallel`. Its
+`__init__`, which must be cheap to import, declares the components:
 
     EXTENSION = Extension("parallel", extra="dlm-bridge[megatron]", engines={"megatron": "package.module:Class"})
 
-It can be deleted with its folder. Another package adds one by an entry point of the group `dlm_bridge.extensions`, and
-single families, objectives, samplers and platforms by groups of their own.
+An extension can be removed by deleting its folder. Other packages add extensions with an entry point of the group
+`dlm_bridge.extensions`; single families, objectives, samplers and platforms have their own groups.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["engines", "commands", "features", "samplers", "kernels"]
 
-# Our own, each the package `dlm_bridge.NAME` where its folder is there.
+# Extensions in this repository: the packages `dlm_bridge.NAME`, if their folders exist.
 EXTENSIONS = ("parallel", "train.rl", "plan", "display", "serving", "kernels", "extra_samplers", "original")
 ENTRY_POINTS = "dlm_bridge.extensions"
-# The oldest and the newest versions that the tests pass with, by distribution; Transformer Engine's on GPUs.
+# Oldest and newest tested version of each distribution; Transformer Engine was tested on GPUs.
 TESTED = {"torch": ("2.11", "2.15"), "transformers": ("5.23", "5.24"), "transformer-engine": ("2.20", "2.20")}
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds, by name: "module:attribute", or a module, imported when it is asked for.
+    """Components of an extension by name. Values are "module:attribute" or "module", imported on first use.
 
     Args:
-        name: its package's name below `dlm_bridge`, or any other outside this repository.
-        extra: what pip installs for it, "dlm-bridge[megatron]".
+        name: name of the package below `dlm_bridge`; any other name outside this repository.
+        extra: pip requirement that installs its dependencies, such as "dlm-bridge[megatron]".
         needs: other extensions that it imports.
-        engines: values of `--engine`: classes below `train.engine.TrainingEngine`.
-        commands: functions that add the command to the Typer app.
-        features: what a command of the core offers where the extension is there.
-        samplers: classes below `Sampler`.
-        kernels: modules of kernels by subject, one of `KERNELS`, for one type of device ("attention.cuda") or any.
+        engines: values of `--engine`; subclasses of `train.engine.TrainingEngine`.
+        commands: functions that add a command to the Typer app.
+        features: optional features of the core's commands.
+        samplers: subclasses of `Sampler`.
+        kernels: modules of kernels by subject (a key of `KERNELS`), for one device type ("attention.cuda") or for all.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Extension:
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 
-# What the core calls of a module of kernels, each in the place of its own function or class of that name.
+# Functions and classes that a module of kernels must have. Each replaces the core's own of the same name.
 KERNELS = {
     "attention": ("supports_attention", "attend"),  # of generation.runtime.attention
     "tokens": ("supports_logits", "best_token", "draw_token", "probability_of", "philox_uniform"),  # of token_sampling
@@ -71,22 +71,22 @@ CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:Acceler
 
 @cache
 def extensions() -> dict[str, Extension]:
-    """The extensions of this installation by name, our own first. One of another package that fails to import, is not
-    an Extension or has a name that is taken is left out with a warning."""
+    """Installed extensions by name, those of this repository first. An extension of another package is skipped with a
+    warning if it fails to import, is not an `Extension`, or has a name in use."""
     there = [name for name in EXTENSIONS if _is_package(f"dlm_bridge.{name}")]
     found: dict[str, Extension] = {name: importlib.import_module(f"dlm_bridge.{name}").EXTENSION for name in there}
     for point, extension in load_entry_points(ENTRY_POINTS).items():
         if not isinstance(extension, Extension):
-            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} is not an Extension, left out: {extension!r}")
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} is not an Extension, skipped: {extension!r}")
         elif extension.name in (CORE.name, *EXTENSIONS, *found):
-            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} has a name that is taken, left out")
+            logger.warning(f"entry point '{point}' of {ENTRY_POINTS} has a name in use, skipped")
         else:
             found[extension.name] = extension
     return found
 
 
 def registered(kind: Kind) -> dict[str, Extension]:
-    """The names of one kind, each with the extension that adds it; the first one where several do."""
+    """Registered names of one kind, with the (first) extension that adds each."""
     found: dict[str, Extension] = {}
     for extension in (CORE, *extensions().values()):
         for name in getattr(extension, kind):
@@ -95,8 +95,8 @@ def registered(kind: Kind) -> dict[str, Extension]:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The object that an extension registers under a name. Raises DlmBridgeError where no extension of this
-    installation has it, and where the extension lacks a package, with the extra to install."""
+    """Import the object that an extension registers under a name. Raises DlmBridgeError if no installed extension has
+    the name, or if the extension lacks a package; the message names the extra to install."""
     known = registered(kind)
     if name not in known:
         raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
@@ -110,16 +110,18 @@ def load(kind: Kind, name: str) -> Any:
         raise
     except Exception as error:  # a foreign package may raise anything while it is imported
         if extension.name in EXTENSIONS and not _lacks_a_package(error):
-            raise  # our own mistake
+            raise  # a bug in this repository
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
         raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
 
 
 @cache
 def find_kernels(subject: str, device: str) -> Any:
-    """The module of kernels of a subject for a type of device, None where no extension has one. One that fails to
-    import or lacks a function is left out, with a warning unless it is ours, which only need Triton. Looked up once
-    per process."""
+    """Module of kernels for a subject and a device type, or None. Looked up once per process.
+
+    A module that fails to import or lacks a function is skipped with a warning. (There is no warning if a module of
+    this repository fails to import: these modules only need Triton.)
+    """
     known = registered("kernels")
     for name in (f"{subject}.{device}", subject):
         if name not in known:
@@ -128,17 +130,17 @@ def find_kernels(subject: str, device: str) -> Any:
             module = load("kernels", name)
         except (DlmBridgeError, ImportError) as error:
             if known[name].name not in EXTENSIONS:
-                logger.warning(f"kernels left out: {one_line(error)}")
+                logger.warning(f"kernels skipped: {one_line(error)}")
             continue
         lacking = [function for function in KERNELS[subject] if not hasattr(module, function)]
         if not lacking:
             return module
-        logger.warning(f"kernels {name} of {known[name].name} left out: they lack {', '.join(lacking)}")
+        logger.warning(f"kernels {name} of {known[name].name} skipped: they lack {', '.join(lacking)}")
     return None
 
 
 def deferred(place: str) -> Any:
-    """A method that calls the function "module:attribute", imported at the call."""
+    """Create a method that calls the function "module:attribute", imported at the call."""
 
     def method(_: Any, *arguments: Any, **options: Any) -> Any:
         return _imported(place)(*arguments, **options)
@@ -153,7 +155,7 @@ def _imported(place: str) -> Any:
 
 
 def absent() -> str:
-    """The end of a sentence that names our own extensions whose folders are not there, empty where all are."""
+    """Suffix for error messages that lists missing extensions of this repository; empty if none is missing."""
     names = [f"dlm_bridge.{name}" for name in EXTENSIONS if name not in extensions()]
     return f"; this installation lacks {', '.join(names)}" if names else ""
 
@@ -171,7 +173,7 @@ def _lacks_a_package(error: Exception) -> bool:
 def load_entry_points(group: str) -> dict[str, Any]:
     """Objects that installed packages register under an entry point group, by entry point name.
 
-    A group is loaded once per process. An entry point that fails to import is left out with a one-line warning that
+    A group is loaded once per process. An entry point that fails to import is skipped with a one-line warning that
     names its package.
     """
     loaded: dict[str, Any] = {}
@@ -181,12 +183,13 @@ def load_entry_points(group: str) -> dict[str, Any]:
         except Exception as error:  # a foreign package may raise anything while it is imported
             package = point.dist.name if point.dist is not None else point.value
             cause = one_line(error)[:300]
-            logger.warning(f"{package}: entry point '{point.name}' of {group} fails to import, left out: {cause}")
+            logger.warning(f"{package}: entry point '{point.name}' of {group} fails to import, skipped: {cause}")
     return loaded
 
 
 def untested(distribution: str) -> str | None:
-    """A sentence about an installed distribution of `TESTED` that is older or newer than what was tested."""
+    """Warning text if the installed version of a distribution of `TESTED` is older or newer than the tested ones, else
+    None."""
     oldest, newest = TESTED[distribution]
     try:
         found = version(distribution)
@@ -200,12 +203,12 @@ def untested(distribution: str) -> str | None:
 
 @cache
 def warn_if_untested(distribution: str) -> None:
-    """Log `untested` once a process, on the first of a launcher's processes."""
+    """Log `untested` once per process, on the main process only."""
     sentence = untested(distribution)
     if sentence is not None and is_main():
         logger.warning(sentence)
 
 
 def _minor(found: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """First two numbers of a version."""
     return tuple(int(number) for number in re.findall(r"\d+", found)[:2])

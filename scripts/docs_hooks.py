@@ -67,7 +67,7 @@ def command_line() -> str:
     root: Any = typer.main.get_command(app)
     parts = [
         "# Command line",
-        "Exit codes: 0 done, 1 the check says no, 2 bad usage or bad input, 130 interrupted. "
+        "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
         "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
     ]
     for path, command in commands(root, "dlm-bridge"):

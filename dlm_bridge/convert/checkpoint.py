@@ -1,7 +1,7 @@
-"""The `Checkpoint` interface: a model's tensors by their Hub names, and what is known of the files that hold them.
+"""`Checkpoint` interface: tensors of a model by their Hub names, and metadata of its files.
 
-Every kind of checkpoint (checkpoints/) implements it, so that planning, transfer, verify and inspect never ask which
-kind they have.
+Every kind of checkpoint (checkpoints/) implements this interface, so that planning, transfer, verify and inspect do
+not depend on the kind.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from dlm_bridge.convert.optimizer_state import OptimizerState
 
-_LARGEST = 10**6  # layers times experts; a hostile config must not ask for more names than memory holds
-_MAX_NAMED = 5  # missing tensors are looked for no further: a wrong config can ask for millions
+_LARGEST = 10**6  # limit of layers times experts, so that a malicious config cannot exhaust memory with names
+_MAX_NAMED = 5  # missing tensors to look for at most: a wrong config can list millions
 TensorSpec = tuple["torch.dtype", tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Derived:
-    """One key of a derived config: its value, and the setting (or the assumption) that it follows from."""
+    """One key of a derived config: its value, and the setting (or assumption) that it was derived from."""
 
     key: str
     value: Any
@@ -47,25 +47,25 @@ class Derived:
 
 @dataclass
 class HubMetadata:
-    """What a checkpoint knows of its Hub side besides the tensors."""
+    """Metadata of a checkpoint's Hub side, without the tensors."""
 
     family: FamilySpec
     config: dict[str, Any]
-    source: dict[str, Any]  # name and revision, as the manifest records them
-    folder: Path | None = None  # where the side files lie
+    source: dict[str, Any]  # name and revision, as recorded in the manifest
+    folder: Path | None = None  # folder of the side files
     files: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()  # files that are left out, as reported
-    texts: dict[str, bytes] = field(default_factory=dict)  # side files that lie nowhere: name -> content
-    shards: list[ShardRecord] = field(default_factory=list)  # the Hub's own shard map, where known
+    excluded: tuple[str, ...] = ()  # files that are not converted, as reported
+    texts: dict[str, bytes] = field(default_factory=dict)  # side files that exist in memory only: name -> content
+    shards: list[ShardRecord] = field(default_factory=list)  # the Hub's shard map, if known
     passthrough: tuple[str, ...] = ()  # passthrough tensors of a checkpoint that does not store them by name
-    shared: dict[str, str] = field(default_factory=dict)  # of them those that became copies: name -> of which tensor
+    shared: dict[str, str] = field(default_factory=dict)  # passthrough tensors that are copies: name -> original
     dtypes: MappingType[str, torch.dtype] = field(
         default_factory=dict
-    )  # of the Hub tensors when imported, where known
-    derived: tuple[Derived, ...] = ()  # how `config` was made, where the checkpoint names no Hub model
+    )  # dtypes of the Hub tensors at import, if known
+    derived: tuple[Derived, ...] = ()  # derivation of `config`, if the checkpoint does not name a Hub model
 
     def config_bytes(self, dtype: torch.dtype | None = None) -> bytes:
-        """config.json in the Hub's spelling, with its dtype field set where the weights are cast to `dtype`."""
+        """Contents of config.json with the Hub's keys, and with its dtype field set to `dtype` if not None."""
         data = self.texts.get(CONFIG_FILE)
         if data is None:
             assert self.folder is not None
@@ -76,7 +76,7 @@ class HubMetadata:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A stored tensor as it is, whatever it belongs to."""
+    """Description of a stored tensor of any kind."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,20 +84,20 @@ class RawTensor:
 
 
 class Checkpoint(ABC):
-    """One checkpoint of any kind. Opening it reads configuration and headers, no tensor.
+    """A checkpoint of any kind. Opening it reads configuration and headers, but no tensors.
 
-    Family, mapping and sizes are looked up when they are first asked for (`bind` does so at once), so that files can
-    be listed and compared also where nothing names a supported model.
+    Family, mapping and sizes are determined at first use (or by `bind`), so that the files of a checkpoint without a
+    supported model can be listed and compared too.
     """
 
     format: ClassVar[str]
-    writable: ClassVar[bool] = False  # whether `plan_output` can write it as a Megatron checkpoint
-    root: Path | None = None  # the folder that dlm_bridge.json describes
-    folder: Path | None = None  # the folder of the weights
-    iteration: str | None = None  # a Megatron checkpoint's, by its folder: "iter_0000000" or "release"
-    step: int | str | None = None  # the iteration as the checkpoint itself counts it
-    layout: dict[str, Any] | None = None  # parallel sizes, where files or saved arguments show them
-    names_model: bool = True  # False: nothing beside the tensors says for sure which model it is
+    writable: ClassVar[bool] = False  # True if `plan_output` can write this format
+    root: Path | None = None  # folder that dlm_bridge.json describes
+    folder: Path | None = None  # folder of the weights
+    iteration: str | None = None  # folder name of a Megatron checkpoint's iteration: "iter_0000000" or "release"
+    step: int | str | None = None  # iteration as stored in the checkpoint
+    layout: dict[str, Any] | None = None  # parallel sizes, if files or saved arguments contain them
+    names_model: bool = True  # False: the model cannot be identified without its tensors
 
     def __init__(self, where: str, hub: HubMetadata | None = None) -> None:
         self.where = where  # for messages
@@ -107,36 +107,39 @@ class Checkpoint(ABC):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether a folder is a checkpoint of this kind."""
+        """True if the folder is a checkpoint of this kind."""
         return False
 
     @classmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> Checkpoint:
-        """The checkpoint `path`; `folder` is its newest iteration's, if it has any. Raises DlmBridgeError."""
+        """Open the checkpoint `path`. `folder`: its newest iteration, if it has iterations. Raises DlmBridgeError."""
         raise NotImplementedError
 
     @classmethod
     def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], CheckpointWriter]]:
-        """Lay out a checkpoint of this kind before any tensor is read: the bytes of its files below the iteration's
-        folder, and what writes it there. Raises DlmBridgeError."""
+        """Plan a checkpoint of this kind before any tensor is read. Raises DlmBridgeError.
+
+        Returns:
+            Sizes of its files in bytes, by name below the iteration's folder; a function that creates the writer.
+        """
         raise NotImplementedError
 
     # The model.
 
     @cached_property
     def hub(self) -> HubMetadata:
-        """Its Hub side. Raises DlmBridgeError where nothing names the model."""
+        """Metadata of the Hub side. Raises DlmBridgeError if the model cannot be identified."""
         return self._hub_metadata()
 
     def _hub_metadata(self) -> HubMetadata:
         raise NotImplementedError
 
     def adopt(self, other: Checkpoint) -> None:
-        """Take the Hub side of `other` in place of its own, before anything else is asked for."""
+        """Use the Hub metadata of `other` in place of its own. Call it before any other method."""
         self.hub = replace(other.hub, dtypes={}, passthrough=tuple(other.passthrough))
 
     def bind(self) -> Self:
-        """Look the model up now. Raises DlmBridgeError where nothing names it, or its config is not supported."""
+        """Determine the model now. Raises DlmBridgeError if it cannot be identified or its config is not supported."""
         _ = self.dims
         return self
 
@@ -146,7 +149,7 @@ class Checkpoint(ABC):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The Hub's config.json."""
+        """Contents of the Hub's config.json."""
         return self.hub.config
 
     @property
@@ -155,32 +158,32 @@ class Checkpoint(ABC):
 
     @cached_property
     def dims(self) -> Dims:
-        """The model's sizes. A checkpoint without any multi-token prediction layer is whole too: transformers drops
-        them."""
+        """Sizes of the model. A checkpoint without multi-token prediction layers is complete too, because transformers
+        drops these layers."""
         dims = self.config_dims
         if dims.mtp and not any(self.has(param) for param in self.mapping.params(dims) if param.is_mtp):
-            self.notes.append(f"no multi-token prediction layer is there, though the config says {dims.mtp}")
+            self.notes.append(f"the checkpoint has no multi-token prediction layers, its config has {dims.mtp}")
             return replace(dims, mtp=0)
         return dims
 
     @cached_property
     def config_dims(self) -> Dims:
-        """The sizes that config.json says."""
+        """Sizes of the model according to config.json."""
         return checked_dims(self.mapping, self.config, self.where)
 
     @cached_property
     def params(self) -> list[ParamMapping]:
-        """Every parameter of the model."""
+        """All parameters of the model."""
         return list(self.mapping.params(self.dims))
 
     @cached_property
     def param_of(self) -> dict[str, ParamMapping]:
-        """Hub name -> the parameter that it belongs to."""
+        """Map each Hub name to its parameter."""
         return {name: param for param in self.params for name in param.hub_names}
 
     @cached_property
     def passthrough(self) -> dict[str, Passthrough]:
-        """The passthrough tensors that this model has."""
+        """Passthrough tensors of the model by Hub name."""
         known = self.mapping.passthrough_names(self.dims)
         found = {name: known[name] for name in self.hub.passthrough if name in known}
         copies = {name: other for name, other in self.hub.shared.items() if name in found}
@@ -188,42 +191,42 @@ class Checkpoint(ABC):
 
     @property
     def derived(self) -> dict[str, str]:
-        """Passthrough tensors that are not stored, since each is a copy: name -> the tensor that it copies."""
+        """Passthrough tensors that are not stored because they are copies: name -> original."""
         return {}
 
     @property
     def shared(self) -> dict[str, str]:
-        """Passthrough tensors of multi-token prediction layers, and those that a live Megatron model has in their
+        """Map passthrough tensors of multi-token prediction layers to the tensors that a Megatron model uses in their
         place."""
         passthrough = self.passthrough
         named = {name: entry.shared_with for name, entry in passthrough.items() if entry.shared_with}
         return {name: getattr(passthrough.get(other), "copy_of", other) for name, other in named.items()}
 
     def hub_names(self) -> list[str]:
-        """Every Hub tensor of the model."""
+        """Names of all Hub tensors of the model."""
         return [*self.param_of, *self.passthrough]
 
     def check(self) -> list[str]:
-        """Raise DlmBridgeError unless tensors and mapping cover each other exactly. Returns notes for the report."""
+        """Raise DlmBridgeError unless stored tensors and mapping match exactly. Returns notes for the report."""
         raise NotImplementedError
 
     # Tensors.
 
     @abstractmethod
     def has(self, param: ParamMapping) -> bool:
-        """Whether any tensor of a parameter is stored."""
+        """True if any tensor of the parameter is stored."""
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
-        """dtype and shape of a Hub tensor."""
+        """Dtype and shape of a Hub tensor."""
 
     def described(self, name: str) -> RawTensor:
-        """A Hub tensor in plain values."""
+        """Description of a Hub tensor."""
         dtype, shape = self.spec(name)
         return RawTensor(dtype_name(dtype), shape, spec_bytes((dtype, shape)))
 
     def read(self, name: str) -> torch.Tensor:
-        """One Hub tensor, in the dtype and shape that `spec` says."""
+        """Read one Hub tensor, with the dtype and shape of `spec`."""
         if name in self.passthrough:
             return self.read_passthrough(name)
         param = self.param_of[name]
@@ -231,27 +234,29 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
-        """The Hub tensors of a parameter. Raises DlmBridgeError."""
+        """Read the Hub tensors of a parameter. Raises DlmBridgeError."""
 
     def read_each(self, param: ParamMapping) -> Iterator[torch.Tensor]:
-        """The same one by one, so that not all need to be held where they lie apart."""
+        """Read the Hub tensors of a parameter one at a time, to save memory if they are stored separately."""
         yield from self.read_param(param)
 
     @abstractmethod
     def read_passthrough(self, name: str) -> torch.Tensor:
-        """A tensor that Megatron has no place for."""
+        """Read a passthrough tensor, which Megatron does not have."""
 
     def streams(self, param: ParamMapping) -> bool:
-        """Whether `regions` can tell where the bytes of a parameter's Megatron slice lie. Nothing is read."""
+        """True if `regions` supports this parameter. Reads no tensors."""
         return False
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
-        """Where they lie, in the one dtype that all of the parameter's tensors then have. Raises DlmBridgeError."""
+        """File regions that contain the bytes of a parameter's Megatron slice. All tensors of such a parameter have
+        the same dtype. Raises DlmBridgeError."""
         raise NotImplementedError
 
     def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of a Hub tensor in row-major order, in one dimension and the dtype that `spec`
-        says. Where `regions` can tell where they lie, only the rows that hold them are read. Raises DlmBridgeError."""
+        """Read elements `start` to `stop` of a Hub tensor in row-major order, as one dimension, in the dtype of
+        `spec`. If `regions` supports the parameter, only the rows that contain them are read. Raises
+        DlmBridgeError."""
         param = self.param_of.get(name)
         if param is None or param.hub_rows is None or not self.streams(param):
             return self.read(name).reshape(-1)[start:stop]
@@ -265,96 +270,95 @@ class Checkpoint(ABC):
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Its dlm_bridge.json. Raises DlmBridgeError for a broken one."""
+        """Contents of dlm_bridge.json, or None. Raises DlmBridgeError for a damaged file."""
         return None if self.root is None else read_manifest(self.root)
 
     @property
     def record(self) -> Manifest | None:
-        """The manifest that recorded these weights when they were written."""
+        """The manifest if it describes these weights (this iteration), else None."""
         manifest = self.manifest
         return manifest if manifest is not None and manifest.iteration == self.iteration else None
 
     def stored_record(self, name: str) -> TensorRecord | None:
-        """What was read of a tensor that this checkpoint changes before it gives it out; None: it gives what it
-        reads."""
+        """Digest record of the stored bytes if `read` converts them, else None."""
         return None
 
     def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
-        """The weight files of a training run's checkpoint that are not as the digests beside them say; reads them.
-        Raises DlmBridgeError where the digests cannot be read."""
+        """Weight files of a training run's checkpoint that differ from their recorded digests. Reads these files.
+        Raises DlmBridgeError if the digests cannot be read."""
         if self.folder is None or not (self.folder / FILE_DIGESTS).is_file():
             return []
         return check_files(self.folder, workers, only=self.files())
 
     @abstractmethod
     def folders(self) -> list[Path]:
-        """The folders that are read, which no output may touch."""
+        """Folders of the checkpoint, which must not be overwritten by an output."""
 
     def files(self) -> dict[str, int]:
-        """The files that hold tensors, below `folder`, and their bytes."""
+        """Weight files below `folder`, with their sizes in bytes."""
         return {}
 
     def stored_tensors(self) -> dict[str, RawTensor]:
-        """Every stored tensor, the training state's too, by the names that the format gives."""
+        """All stored tensors, including training state, by their names in the format."""
         return {name: self.described(name) for name in self.hub_names()}
 
     def use_averages(self) -> None:
-        """Read a run's averaged weights in place of its weights. Raises DlmBridgeError where it has none."""
-        raise DlmBridgeError(f"{self.where}: has no averaged weights (--ema-decay of a Megatron run): leave --ema out")
+        """Read the moving averages of a run in place of its weights. Raises DlmBridgeError if there are none."""
+        raise DlmBridgeError(f"{self.where}: has no averaged weights (--ema-decay of a Megatron run): remove --ema")
 
     def training_state(self) -> list[str]:
-        """The keys of a training run's state: optimizer, random generators."""
+        """Keys of the training state: optimizer and random generators."""
         return []
 
     def optimizer_state(self, padded: Sequence[ParamMapping], format_: str) -> OptimizerState | None:
-        """The optimizer's state that goes into a checkpoint of `padded` parameters, None where there is none.
+        """Optimizer state for a checkpoint of `padded` parameters, or None.
 
-        Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
+        Raises DlmBridgeError for a state that cannot be resharded; --weights-only omits it.
         """
         from dlm_bridge.convert.optimizer_state import is_optimizer_key
 
         if any(map(is_optimizer_key, self.training_state())):
             raise DlmBridgeError(
-                f"{self.where}: an optimizer's state goes from torch_dist to torch_dist only: give --weights-only to "
-                "leave the optimizer's state out"
+                f"{self.where}: optimizer state can only be converted from torch_dist to torch_dist: omit it with "
+                "--weights-only"
             )
         return None
 
-    # For comparisons: what is there, whole or not.
+    # For comparisons: the stored tensors, complete or not.
 
     def stored_specs(self) -> dict[str, TensorSpec]:
-        """The Hub tensors that are there, whether or not they are all of the model's."""
+        """Stored Hub tensors, which may be incomplete."""
         return {name: self.spec(name) for name in self.hub_names()}
 
     def read_group(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Stored Hub tensors of one `group_of`. Raises DlmBridgeError for those that are not whole."""
+        """Read stored Hub tensors of one `group_of`. Raises DlmBridgeError for incomplete tensors."""
         return {name: self.read(name) for name in names}
 
     def group_of(self, name: str) -> str:
-        """Names with the same value lie in one stored tensor and are best read together."""
+        """Key of the stored tensor that contains this Hub tensor. Tensors with the same key are read together."""
         return name
 
     def unmapped(self) -> list[str]:
-        """Stored tensors that belong to no Hub tensor and to no training state."""
+        """Stored tensors that are neither part of a Hub tensor nor of the training state."""
         return []
 
     def differing_copies(self) -> list[tuple[str, str]]:
-        """(tensor, what is wrong) of every parameter that several ranks hold and that is not the same in all."""
+        """(tensor, problem) for every parameter whose copies on several ranks differ."""
         return []
 
     def changed_files(self, manifest: Manifest) -> list[str]:
-        """Weight files whose bytes around the tensors are not what the manifest says."""
+        """Weight files whose bytes outside the tensors differ from the manifest."""
         return []
 
 
 class ByNameCheckpoint(Checkpoint):
-    """A checkpoint whose tensors lie under their Hub names, listed in `_stored`."""
+    """Checkpoint that stores tensors under their Hub names, listed in `_stored`."""
 
     _stored: MappingType[str, TensorSpec]
 
     @abstractmethod
     def _tensor(self, name: str) -> torch.Tensor:
-        """One of `_stored`."""
+        """Read a tensor of `_stored`."""
 
     def has(self, param: ParamMapping) -> bool:
         return any(name in self._stored for name in param.hub_names)
@@ -363,7 +367,7 @@ class ByNameCheckpoint(Checkpoint):
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of a stored tensor."""
+        """Shape of a stored tensor."""
         return self._stored[name][1]
 
     @cached_property
@@ -421,24 +425,24 @@ class ByNameCheckpoint(Checkpoint):
 
 
 class CheckpointWriter(Protocol):
-    """Writes slices in any order and from any thread or process."""
+    """Writer of slices, in any order and from any thread or process."""
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a parameter's whole slice in its places; returns digests for `has` and `note`."""
+        """Write a parameter's whole slice. Returns digests for `has` and `note`."""
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
-        """Whether an earlier run put it there."""
+        """True if an earlier run has written the parameter with these digests."""
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
-        """The slice is there; every one must be noted in the process that finishes."""
+        """Record that a slice is written. Must be called for every slice in the process that calls `finish`."""
 
     def finish(self, iteration: int) -> dict[str, str]:
-        """Complete the checkpoint; digests of its files."""
+        """Complete the checkpoint. Returns the digests of its files."""
 
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """A Megatron checkpoint to lay out: `params` have their vocabulary padded, `dtypes` go by their keys."""
+    """Arguments of `plan_output`. `params` have the padded vocabulary; `dtypes` maps Megatron keys to dtypes."""
 
     source: Checkpoint
     params: Sequence[ParamMapping]
@@ -450,7 +454,7 @@ class OutputRequest:
 
 
 def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
-    """The sizes of a config, every one a positive whole number. Raises DlmBridgeError naming the config."""
+    """Sizes of a config, each checked to be a positive integer. Raises DlmBridgeError, which names the config."""
     try:
         dims = mapping.dims(config)
     except DlmBridgeError as error:
@@ -467,11 +471,11 @@ def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
         if type(value) is not int or value < 0:
             raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a whole number")
     if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
-        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts cannot be")
+        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts are too many")
     return dims
 
 
 def spec_bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor of this dtype and shape."""
+    """Size in bytes of a tensor of this dtype and shape."""
     dtype, shape = spec
     return prod(shape) * dtype.itemsize

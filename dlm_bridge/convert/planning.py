@@ -1,4 +1,4 @@
-"""Plan of a conversion from headers alone: every tensor, its dtype and its place, cost and report."""
+"""Conversion planning from headers only: tensors, dtypes, output files, cost and report."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from dlm_bridge.mapping.rules import ParamMapping
 
 _KINDS = [load_kind(place) for place, _ in KINDS]
 FORMATS = tuple(sorted((kind.format for kind in _KINDS if kind.writable), reverse=True))
-SHARD_SIZE = 5_000_000_000  # bytes; where neither a shard map nor --shard-size says more
+SHARD_SIZE = 5_000_000_000  # bytes; default without a shard map and --shard-size
 FIRST_ITERATION = "iter_0000000"
-ASSUMED_SPEED = 1e9  # bytes a second, for the time that a dry run tells: a copy on a local solid-state disk
+ASSUMED_SPEED = 1e9  # bytes/s, for the time estimate of a dry run: a copy on a local solid-state disk
 _INTERPRETER = 400 << 20  # bytes of a process that has imported torch
 
 
 @dataclass
 class ConversionReport:
-    """`files` maps every weight file below the output to its bytes; `seconds` is None for a plan that was not run."""
+    """Report of a conversion. `files` maps the weight files of the output to their sizes in bytes; `seconds` is None
+    for a dry run."""
 
     action: str  # "import", "export" or "reshard"
     source: str
@@ -52,21 +53,21 @@ class ConversionReport:
     files: dict[str, int]
     layout: dict[str, Any] | None = None
     vocab_multiple: int | None = None
-    key_style: str | None = None  # of the legacy format
+    key_style: str | None = None  # legacy format only
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
+    derived: list[dict[str, Any]] = field(default_factory=list)  # of a derived config: key, value, origin, assumed
     largest_tensor: int = 0  # bytes
-    workers: int = 1  # threads, of each process
+    workers: int = 1  # threads per process
     processes: int = 1
-    peak_memory: int = 0  # bytes of the process, at the most
+    peak_memory: int = 0  # bytes per process, upper bound
     estimated_seconds: float = 0.0  # at planning.ASSUMED_SPEED
     dry_run: bool = False
     seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert to a dict of plain values."""
         return asdict(self)
 
 
@@ -75,9 +76,9 @@ class MegatronFormat:
     """Options of the written Megatron checkpoint: `--format`, `--key-style`, `--run-config`, `--weights-only`."""
 
     name: str = "torch_dist"
-    key_style: str = "te"  # the legacy format's
-    run_config: bool = False  # write Megatron Bridge's run_config.yaml as well
-    weights_only: bool = False  # leave an optimizer's state out
+    key_style: str = "te"  # legacy format only
+    run_config: bool = False  # also write Megatron Bridge's run_config.yaml
+    weights_only: bool = False  # omit the optimizer state
 
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
@@ -85,17 +86,17 @@ class MegatronFormat:
         if self.key_style not in KEY_STYLES:
             raise DlmBridgeError(f"--key-style {self.key_style}: choose one of {', '.join(KEY_STYLES)}")
         if self.key_style != "te" and self.name != "torch":
-            raise DlmBridgeError(f"--key-style {self.key_style} is the legacy format's: add --format torch")
+            raise DlmBridgeError(f"--key-style {self.key_style} needs the legacy format: add --format torch")
 
     def vocab_multiple(self, given: int | None, layout: Layout) -> int | None:
-        """What the vocabulary's rows are rounded up to: in the legacy format as Megatron-LM pads them, so that every
-        rank has as many. Raises DlmBridgeError."""
+        """Multiple to which the vocabulary is padded. In the legacy format as in Megatron-LM, so that every rank has
+        the same number of rows. Raises DlmBridgeError."""
         if self.name != "torch":
             return given
         if given is not None and given % layout.tp:
             raise DlmBridgeError(
-                f"--vocab-multiple {given}: --format torch needs one that --tp {layout.tp} divides, since every rank "
-                "has as many rows"
+                f"--vocab-multiple {given}: with --format torch it must be a multiple of --tp {layout.tp}, because "
+                "every rank has the same number of rows"
             )
         return VOCAB_DIVISIBLE_BY * layout.tp if given is None else given
 
@@ -109,10 +110,10 @@ class Options:
     overwrite: bool = False
     dry_run: bool = False
     progress: Progress | None = None
-    resume: bool = False  # go on from what an earlier, killed run to the same output has done
-    megatron: MegatronFormat = field(default_factory=MegatronFormat)  # what `write_megatron` writes
+    resume: bool = False  # continue an interrupted conversion to the same output
+    megatron: MegatronFormat = field(default_factory=MegatronFormat)  # for `write_megatron`
     processes: int = 1  # each with `workers` threads
-    accept_changed_tensors: bool = False  # convert a source that is not as recorded when it was written
+    accept_changed_tensors: bool = False  # accept a source that differs from its recorded digests
 
     def __post_init__(self) -> None:
         check_processes(self.processes)
@@ -120,7 +121,8 @@ class Options:
 
 @dataclass(frozen=True)
 class MegatronOutput:
-    """A Megatron checkpoint before any tensor is read. `params` have the vocabulary padded; `dtypes` go by key."""
+    """Planned Megatron checkpoint, before any tensor is read. `params` have the padded vocabulary; `dtypes` maps
+    Megatron keys to dtypes."""
 
     report: ConversionReport
     specs: dict[str, TensorSpec]
@@ -134,7 +136,7 @@ class MegatronOutput:
 
 @dataclass(frozen=True)
 class HubOutput:
-    """A Hub folder before any tensor is read."""
+    """Planned Hub folder, before any tensor is read."""
 
     report: ConversionReport
     specs: dict[str, TensorSpec]
@@ -145,8 +147,8 @@ class HubOutput:
 def plan_megatron(
     source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None
 ) -> MegatronOutput:
-    """Raises DlmBridgeError for a source that is not whole or not of its family, a layout that does not fit the model,
-    and a refused output."""
+    """Plan a Megatron checkpoint. Raises DlmBridgeError for a source that is incomplete or does not match its family,
+    a layout that does not fit the model, or a refused output."""
     if source.mapping.hub_only:
         raise DlmBridgeError(f"{source.where}: {source.mapping.hub_only}")
     _check_output(source, output, options)
@@ -163,7 +165,7 @@ def plan_megatron(
     dtypes = _key_dtypes(source.params, specs)
     iteration = source.iteration or FIRST_ITERATION
     if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
-        iteration = FIRST_ITERATION  # the folder of an iteration that was saved under a name of its own
+        iteration = FIRST_ITERATION  # the source's folder has another name
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
     state = None if options.megatron.weights_only else source.optimizer_state(params, options.megatron.name)
     kind = next(kind for kind in _KINDS if kind.format == options.megatron.name)
@@ -188,7 +190,8 @@ def plan_megatron(
 
 @gc_paused()
 def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubOutput:
-    """Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the model."""
+    """Plan a Hub folder. Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the
+    model."""
     _check_output(source, output, options)
     notes = source.check()
     specs = _target_specs(source, options.dtype)
@@ -203,7 +206,8 @@ def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int
 
 
 def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
-    """Raise DlmBridgeError for a refused output. One that a resume finds may be its own, as the plan will show."""
+    """Raise DlmBridgeError for a refused output. With `resume`, an existing output may be the conversion's own, which
+    is checked after planning."""
     if not (options.resume and (output / MANIFEST).is_file()):
         check_output(output, source.folders(), options.overwrite)
 
@@ -211,26 +215,26 @@ def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
 def _spelling_note(source: Checkpoint) -> list[str]:
     if source.family.hub_spelling(source.hub.config) == source.hub.config:
         return []
-    return ["config.json has the Hub's keys, which every reader knows, in the place of those that transformers saves"]
+    return ["config.json has the Hub's original keys in place of the keys that transformers saves"]
 
 
 def _dropped_note(source: Checkpoint) -> list[str]:
-    """What a report says of a training state that does not go with the weights."""
+    """Report note about training state that is not converted."""
     state = source.training_state()
     if not any(map(is_optimizer_key, state)):
         return []
-    return [f"weights only: {len(state)} tensors and objects of training state are not carried over"]
+    return [f"weights only: {len(state)} tensors and objects of training state are not converted"]
 
 
 def _tell_cost(report: ConversionReport, sizes: Sequence[int], options: Options) -> None:
-    """Peak memory of a process and time; `sizes` are the bytes that each task holds."""
+    """Estimate peak memory per process and time. `sizes`: bytes that each task holds in memory."""
     together = sum(heapq.nlargest(worker_count(options.workers), sizes))
     report.peak_memory = _INTERPRETER + min(together, in_flight(sizes))
     report.estimated_seconds = report.bytes / ASSUMED_SPEED
 
 
 def _padded_params(source: Checkpoint, vocab_multiple: int | None) -> list[ParamMapping]:
-    """The source's params, with the vocabulary's rows rounded up to a multiple. Raises DlmBridgeError."""
+    """Parameters of the source with the vocabulary padded to a multiple. Raises DlmBridgeError."""
     if vocab_multiple is None:
         return source.params
     if vocab_multiple < 1:
@@ -240,7 +244,7 @@ def _padded_params(source: Checkpoint, vocab_multiple: int | None) -> list[Param
 
 
 def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """dtype and shape of every Hub tensor after the cast."""
+    """Dtype and shape of every Hub tensor after the cast."""
     specs = {name: source.spec(name) for name in source.hub_names()}
     own = {name for param in source.params if param.rule.own_dtype for name in param.hub_names}
 
@@ -253,7 +257,8 @@ def _target_specs(source: Checkpoint, dtype: torch.dtype | None) -> dict[str, Te
 
 
 def _key_dtypes(params: Sequence[ParamMapping], specs: dict[str, TensorSpec]) -> dict[str, torch.dtype]:
-    """Megatron key -> the dtype that holds all of its Hub tensors: layers stacked in one tensor share one dtype."""
+    """Map each Megatron key to a dtype that represents all of its Hub tensors: layers stacked in one tensor share one
+    dtype."""
     groups: dict[str, dict[torch.dtype, None]] = {}
     for param in params:
         groups.setdefault(param.megatron_key, {}).update({specs[name][0]: None for name in param.hub_names})
@@ -269,7 +274,7 @@ def _widened(
         if any(specs[name][0] != dtypes[param.megatron_key] for name in param.hub_names)
     }
     return [
-        f"{key}: tensors of mixed dtypes share it, stored as {dtype_name(dtype)} without loss (export narrows back)"
+        f"{key}: combines tensors of mixed dtypes, stored as {dtype_name(dtype)} without loss (export restores them)"
         for key, dtype in mixed.items()
     ]
 
@@ -300,8 +305,8 @@ def _report(
 
 
 def task_bytes(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> int:
-    """Upper bound of the bytes that a parameter's task holds: a few bands; or its slice, and one Hub tensor or one
-    rank's part beside it."""
+    """Upper bound of the memory of a parameter's task in bytes: a few bands if it is streamed, otherwise its slice and
+    one Hub tensor or one rank's part."""
     widest = max(dtype.itemsize, *(source.spec(name)[0].itemsize for name in param.hub_names))
     whole = prod(param.megatron_shape) * widest * 3 // 2
     if not can_stream(param, source, specs, dtype):
@@ -311,16 +316,16 @@ def task_bytes(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
 
 
 def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorSpec], dtype: torch.dtype) -> bool:
-    """Whether a parameter's rows go straight from file to file: all its tensors are read and written in this dtype,
-    and its slice lies in whole rows or columns."""
+    """True if a parameter can be streamed from file to file: all its tensors are read and written in this dtype, and
+    they are whole rows or columns of its slice."""
     same = all(source.spec(name)[0] == specs[name][0] == dtype for name in param.hub_names)
     return same and source.streams(param)
 
 
 def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardFile]:
-    """The safetensors files to write: by size where asked, else the Hub's own map, else by the Hub's default size.
+    """Plan the safetensors files: by `shard_size` if given, else by the Hub's shard map, else by the default size.
 
-    Raises DlmBridgeError for a shard map that does not name the model's tensors, each once, in plain files.
+    Raises DlmBridgeError for a shard map that does not list each tensor of the model once, in plain files.
     """
     names = source.hub_names()
     if shard_size is not None and shard_size < 1:
@@ -332,11 +337,11 @@ def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: i
 
 
 def _check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
-    """Raise DlmBridgeError unless the map names exactly `names` and stays inside the folder."""
+    """Raise DlmBridgeError unless the map lists exactly `names` and all files are inside the folder."""
     listed = [name for shard in shards for name in shard.tensors]
     if sorted(listed) != sorted(names):
         odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
-        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: give --shard-size")
+        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: set --shard-size")
     for shard in shards:
         path = PurePosixPath(shard.file)
         if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":

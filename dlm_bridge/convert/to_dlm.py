@@ -82,9 +82,9 @@ def convert_to_dlm(
     rows = checkpoint.dims.vocab - opened.dims.vocab
     attention_pattern = target.attention_pattern.replace("_", "-")
     report.notes += [
-        f"mask token {token.text} is id {token.id}, {'added to' if token.added else 'already in'} the tokenizer; its "
-        "rows are noise",
-        f"the vocabulary has {checkpoint.dims.vocab} rows" + (f", {rows} of them new" if rows else ""),
+        f"{'added the' if token.added else 'the tokenizer has the'} mask token {token.text} (id {token.id}); its "
+        "embedding is random until you train",
+        f"vocabulary size {checkpoint.dims.vocab}" + (f", {rows} of them new" if rows else ""),
         f"{target.title}: {attention_pattern} attention, "
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]

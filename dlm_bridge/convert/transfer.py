@@ -1,7 +1,7 @@
-"""Streaming conversions: any checkpoint to Megatron's layout or to the Hub's, one parameter at a time.
+"""Streaming conversion of any checkpoint to Megatron's layout or to the Hub's, one parameter at a time.
 
-Each task reads a parameter's Hub tensors once, digests them on the way, and writes them once. Import is a Hub source
-to Megatron, reshard a Megatron source to Megatron, export a Megatron source to the Hub.
+Each task reads the Hub tensors of one parameter once, computes their digests on the way, and writes them once.
+`import` converts from the Hub to Megatron, `reshard` from Megatron to Megatron, `export` from Megatron to the Hub.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-# Beside the side files; a run that was killed at its end has left the last two to the one that resumes it.
+# Files of the output that are not side files. The last two may be left by a conversion that was killed at its end.
 _NO_SIDE_FILES = (JOURNAL, MANIFEST, TRACKER)
 
 
 def write_megatron(
     source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None = None
 ) -> ConversionReport:
-    """Write a Megatron checkpoint of `source` cut by `layout`; with `dry_run` only say what would be written.
+    """Write `source` as a Megatron checkpoint in the parallel `layout`; with `dry_run`, only return the report.
 
-    Raises DlmBridgeError for a source that is not whole or not of its family, a layout that does not fit the model,
-    and a refused output; then nothing is left under the output's name.
+    Raises DlmBridgeError for a source that is incomplete or does not match its family, a layout that does not fit the
+    model, or a refused output. Then no file or folder with the name of the output remains.
     """
     started = time.monotonic()
     plan = plan_megatron(source, output, layout, options, vocab_multiple)
@@ -112,7 +112,7 @@ def write_megatron(
 
 
 def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None = None) -> ConversionReport:
-    """Write a Hub folder of `source`: its own shard map where one is known, or files of at most `shard_size` bytes.
+    """Write `source` as a Hub folder, with its own shard map if known, or in files of at most `shard_size` bytes.
 
     Raises DlmBridgeError as `write_megatron` does.
     """
@@ -136,18 +136,19 @@ def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: in
                 for shard in plan.shards
             ]
         manifest.write(folder)
-        if not (folder / CARD).exists():  # not in the manifest: it is there to be edited
+        if not (folder / CARD).exists():  # not in the manifest, because users may edit it
             (folder / CARD).write_text(folder_card(source.family, manifest), "utf-8")
-            report.notes.append(f"a model card was written, {CARD}: the source has none")
+            report.notes.append(f"the source has no model card: {CARD} was generated")
     report.notes += manifest.notes()
     report.seconds = time.monotonic() - started
     return report
 
 
 class Transfer(ABC):
-    """The tasks of one conversion, one for each parameter of the source, in any thread or process.
+    """Tasks of one conversion, one per parameter of the source, run in threads or processes.
 
-    What a task read and wrote is noted in this process, and in the journal, from which a later run goes on.
+    The main process records what each task read and wrote, also in the journal from which an interrupted conversion is
+    resumed.
     """
 
     def __init__(
@@ -159,20 +160,22 @@ class Transfer(ABC):
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self.source, self.plan, self.specs, self.journal, self.options = source, plan, plan.specs, journal, options
-        self.dtypes = dtypes  # what each parameter is written in
+        self.dtypes = dtypes  # output dtype of each parameter
         self.records = Records(plan.specs)
         self._sizes = [
             task_bytes(param, source, self.specs, dtype) for param, dtype in zip(source.params, dtypes, strict=True)
         ]
         self._memory = TaskMemory(in_flight(self._sizes))
         self._total = sum(map(spec_bytes, self.specs.values()))
-        self.changed: dict[str, dict[str, Any]] = {}  # tensors and files that are not as recorded
+        self.changed: dict[str, dict[str, Any]] = {}  # tensors and files that differ from their recorded digests
 
     def run(self) -> None:
-        """Write every parameter and take every passthrough tensor that is not derived from another.
+        """Convert every parameter, and every passthrough tensor that is not derived from another.
 
-        Raises DlmBridgeError where one is not the copy that it must be, and ChangedTensorsError where the source is
-        not as recorded when it was written, unless the options accept that.
+        Raises:
+            DlmBridgeError: a tensor differs from the one that it must be a copy of.
+            ChangedTensorsError: the source differs from the digests recorded when it was written, and the options do
+                not accept this.
         """
         source, workers = self.source, worker_count(self.options.workers)
         damaged = source.damaged_files(self.options.workers)
@@ -198,21 +201,21 @@ class Transfer(ABC):
             self._note_changed(changed, changed)
 
     def check_files(self) -> None:
-        """Compare the source's files with its manifest, for an optimizer's state, whose tensors have no digests; all
-        that the files hold is read once more. Raises ChangedTensorsError as `run` does."""
+        """Compare the digests of the source's files with its manifest. Used for optimizer state, whose tensors have no
+        digests of their own; the files are read a second time. Raises ChangedTensorsError as `run` does."""
         record = self.source.record
         if record is not None and record.files:
             files = self.source.changed_files(record)
             self._note_changed({file: {"recorded": record.files[file], "found": None} for file in files}, files)
 
     def _note_changed(self, changed: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
-        """Note what is not as recorded. Raises ChangedTensorsError, with `names`, unless the options accept it."""
+        """Record changed tensors or files. Raises ChangedTensorsError with `names`, unless the options accept them."""
         if changed and not self.options.accept_changed_tensors:
             raise ChangedTensorsError(self.source.where, names)
         self.changed |= changed
 
     def manifest(self, format_: str, folder: Path) -> Manifest:
-        """The manifest of what was written into `folder`, but for layout and weight files."""
+        """Manifest of the output in `folder`, without its layout and weight files."""
         source, hub = self.source, self.source.hub
         origin: dict[str, Any] = {key: hub.source.get(key) for key in ("name", "revision")}
         origin["digest"] = hub.source.get("digest") or combined_digest(self.records.read)
@@ -235,26 +238,26 @@ class Transfer(ABC):
 
     @abstractmethod
     def _write(self, number: int) -> JournalEntry:
-        """Read and write a parameter's bytes."""
+        """Read and write one parameter."""
 
     @abstractmethod
     def _is_written(self, number: int, entry: JournalEntry) -> bool:
-        """Whether what an earlier run has noted of a parameter lies there."""
+        """True if the parameter is in the output as an earlier run recorded it."""
 
     @abstractmethod
     def _note_written(self, number: int, entry: JournalEntry) -> None:
-        """Tell the writer that a parameter is there."""
+        """Notify the writer that a parameter is written."""
 
     @abstractmethod
     def _take_passthrough(self, name: str) -> None:
-        """Read a passthrough tensor and keep or write it."""
+        """Read a passthrough tensor, and store or write it."""
 
     def _names(self, param: ParamMapping) -> tuple[str, ...]:
-        """The Hub tensors that are noted with a parameter."""
+        """Hub tensors that are recorded with a parameter."""
         return param.hub_names
 
     def _work(self, number: int) -> tuple[JournalEntry, bool]:
-        """What was read and written of a parameter, and whether an earlier run had done it."""
+        """Convert one parameter. Returns its journal entry, and True if an earlier run had written it."""
         entry = self.journal.done.get(self.source.params[number].megatron_name)
         if entry is not None and self._is_written(number, entry):
             return entry, True
@@ -282,21 +285,21 @@ class Transfer(ABC):
         return can_stream(self.source.params[number], self.source, self.specs, self.dtypes[number])
 
     def _bands(self, number: int) -> Bands:
-        """A parameter's Megatron slice, straight from the source's files."""
+        """Megatron slice of a parameter, streamed from the source's files."""
         param = self.source.params[number]
         row_bytes = prod(param.megatron_shape[1:]) * self.dtypes[number].itemsize
         return read_bands(self.source.regions(param), param.megatron_shape[0], row_bytes)
 
     def _record_digests(self, names: Sequence[str], sinks: Sequence[Sink]) -> None:
-        """Note the digests of tensors that went through unchanged."""
+        """Record the digests of tensors that were streamed unchanged."""
         for name, sink in zip(names, sinks, strict=False):
             self.records.note(name, sink.digest.hexdigest(), sink.non_finite)
 
 
 class MegatronTransfer(Transfer):
-    """Every Hub tensor into the slices of a planned Megatron checkpoint.
+    """Conversion of all Hub tensors to the slices of a planned Megatron checkpoint.
 
-    `passthrough` are afterwards the passthrough tensors that are copies of nothing.
+    After `run`, `passthrough` contains the passthrough tensors that are not copies.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class MegatronTransfer(Transfer):
         return JournalEntry(tuple(self.records.entry(param.hub_names)), tuple(items))
 
     def _slice(self, param: ParamMapping, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter's Megatron slice of its tensors after their cast."""
+        """Megatron slice of a parameter, built from its Hub tensors after their cast."""
         slice_ = new_tensor(param.megatron_shape, dtype)
         views = param.hub_views(slice_)
         parts = []
@@ -355,7 +358,7 @@ class MegatronTransfer(Transfer):
 
 
 class HubTransfer(Transfer):
-    """Every Hub tensor into the planned safetensors files."""
+    """Conversion of all Hub tensors to the planned safetensors files."""
 
     def __init__(
         self, source: Checkpoint, plan: HubOutput, journal: Journal, options: Options, writer: HubWriter
@@ -371,7 +374,7 @@ class HubTransfer(Transfer):
         return self._with_copies(param.hub_names)
 
     def _with_copies(self, names: Sequence[str]) -> tuple[str, ...]:
-        """With those that are derived from one of them and written again."""
+        """`names`, followed by the tensors that are written as copies of them."""
         return (*names, *(copy for name in names for copy in self._copies.get(name, ())))
 
     def _is_written(self, number: int, entry: JournalEntry) -> bool:
@@ -413,16 +416,16 @@ class HubTransfer(Transfer):
 
 
 def _is_finished(source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options) -> bool:
-    """Whether an earlier run of a conversion that resumes has written all of its output, which the report then says.
+    """With `resume`, True if an earlier run has written the complete output; adds a note to the report.
 
-    Raises DlmBridgeError where anything else is there.
+    Raises DlmBridgeError if the output exists and is something else.
     """
     if not options.resume:
         return False
     manifest = read_manifest(output) if (output / MANIFEST).is_file() else None
     is_whole = all((output / file).is_file() for file in plan.report.files)
     if manifest is not None and is_whole and manifest.fingerprint == _fingerprint(source, plan, options):
-        plan.report.notes += [*manifest.notes(), "an earlier run has finished it: nothing was written"]
+        plan.report.notes += [*manifest.notes(), "the conversion was already complete: nothing was written"]
         return True
     check_output(output, source.folders(), options.overwrite)
     return False
@@ -432,11 +435,12 @@ def _is_finished(source: Checkpoint, output: Path, plan: MegatronOutput | HubOut
 def _unfinished_output(
     source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options
 ) -> Iterator[tuple[Path, Journal]]:
-    """The folder that becomes the output, and its journal, from where an earlier run was stopped."""
+    """Context manager: the temporary folder that becomes the output, and its journal, including the progress of an
+    interrupted run."""
     sources, report = source.folders(), plan.report
     mark = _fingerprint(source, plan, options)
     resume = partial(matches, fingerprint=mark) if options.resume and sources else None
-    keep = has_progress if sources else None  # a live model is not there any more when its process is gone
+    keep = has_progress if sources else None  # a model in memory cannot be resumed by another process
     with atomic_output(output, sources, options.overwrite, report.bytes, resume, keep) as folder:
         journal = Journal(folder, mark, report.files)
         try:
@@ -448,7 +452,7 @@ def _unfinished_output(
 
 
 def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, options: Options) -> str:
-    """What must not have changed for an unfinished output to be gone on from."""
+    """Fingerprint that must match before an interrupted conversion is resumed."""
     report = plan.report.as_dict()
     chosen = ("action", "family", "format", "key_style", "layout", "vocab_multiple", "files", "side_files")
     facts = {
@@ -462,6 +466,6 @@ def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, options: 
 
 
 def _slice_ranges(param: ParamMapping) -> list[SliceRange]:
-    """What the Hub tensors are of a parameter's slice."""
+    """Row ranges of the Hub tensors within a parameter's slice."""
     assert param.hub_rows is not None
     return [SliceRange(rows) for rows in param.hub_rows]

@@ -1,4 +1,4 @@
-"""Blocks of `seq_length` tokens: the protocol of every source, splits, epochs, and blends by weight."""
+"""Blocks of `seq_length` tokens: protocols, splits, epochs and weighted blends."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
 @dataclass(frozen=True)
 class LabelledTokens:
-    """B rows of L tokens, named as `Objective.noise` takes them."""
+    """B rows of L tokens. The fields are arguments of `Objective.noise`."""
 
     input_ids: torch.Tensor  # [B, L] int64
-    labels: torch.Tensor | None = None  # [B, L] int64, -100 where a token is never masked nor counted; None: all count
-    attention_mask: torch.Tensor | None = None  # [B, L] bool, false at padding; None where every token is real
+    labels: torch.Tensor | None = None  # [B, L] int64, -100 at tokens never masked or counted; None: all count
+    attention_mask: torch.Tensor | None = None  # [B, L] bool, False at padding; None: every token is real
     documents: torch.Tensor | None = None  # [B, L] int, the document of each token; None: one per row
     commit_steps: torch.Tensor | None = None  # [B, L] int, -1 outside a recorded trajectory; None: none is recorded
 
@@ -35,25 +35,25 @@ MOCK = "mock"
 
 
 class Blocks(Protocol):
-    """A source of equally long token sequences."""
+    """Source of token sequences of equal length."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """The blocks `indices`, B = len(indices) rows of seq_length tokens."""
+        """Return the blocks `indices` as B = len(indices) rows of seq_length tokens."""
         ...
 
 
 class Samples(Protocol):
-    """The endless samples of a run: rows by their sample index, which counts from 0 over all steps and processes."""
+    """Infinite sequence of a run's samples. The sample index counts from 0 over all steps and processes."""
 
     def __len__(self) -> int:
-        """The number of different blocks."""
+        """Number of distinct blocks."""
         ...
 
     def rows(self, samples: Sequence[int]) -> LabelledTokens:
-        """The samples of these numbers: a pure function of them and of the seed. Raises DlmBridgeError for data that
-        do not fit the model."""
+        """Return the samples with these indices, which depend only on the indices and the seed. Raises DlmBridgeError
+        for data that do not fit the model."""
         ...
 
 
@@ -62,7 +62,7 @@ class MockBlocks:
     """Synthetic blocks that a model can learn: each repeats a random motif of 8 tokens."""
 
     seq_length: int
-    tokens: int  # ids below this number are used
+    tokens: int  # upper bound (exclusive) of the token ids
     seed: int
     length: int = 100_000
 
@@ -79,7 +79,7 @@ class MockBlocks:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """A contiguous part of some blocks: the training, the validation or the test split."""
+    """Contiguous range of blocks: the training, validation or test split."""
 
     blocks: Blocks
     start: int
@@ -94,7 +94,7 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class Concatenated:
-    """The blocks of several sources, one source after the other."""
+    """Concatenation of the blocks of several sources."""
 
     parts: tuple[Blocks, ...]
 
@@ -102,7 +102,7 @@ class Concatenated:
         return sum(len(part) for part in self.parts)
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """The blocks `indices`, B = len(indices) rows."""
+        """Return the blocks `indices` as B = len(indices) rows."""
         starts = list(accumulate(map(len, self.parts), initial=0))
         parts = [bisect_right(starts, index) - 1 for index in indices]
         return rows_of(self.parts, [(part, index - starts[part]) for part, index in zip(parts, indices, strict=True)])
@@ -117,18 +117,18 @@ class Epochs:
 
     blocks: Blocks
     seed: int | None = None
-    source: int = 0  # its number in a blend
+    source: int = 0  # index of the source in a blend
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def rows(self, samples: Sequence[int]) -> LabelledTokens:
-        """The samples of these numbers, B = len(samples) rows."""
+        """Return the samples with these indices as B = len(samples) rows."""
         return self.blocks.rows([self.block(sample) for sample in samples])
 
     def block(self, sample: int) -> int:
-        """The block that a sample index means."""
+        """Index of the block that belongs to a sample index."""
         epoch, position = divmod(sample, len(self.blocks))
         return position if self.seed is None else int(self._order(epoch)[position])
 
@@ -143,7 +143,7 @@ class Epochs:
 
 
 def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int]]) -> LabelledTokens:
-    """The rows at `places`, each a source's number and the row's index in it; every source is asked once."""
+    """Gather rows, given as (source index, row index) pairs, with one call per source."""
     parts, order = [], []
     for number, source in enumerate(sources):
         chosen = [row for row, (own, _) in enumerate(places) if own == number]
@@ -154,8 +154,8 @@ def rows_of(sources: Sequence[Blocks | Samples], places: Sequence[tuple[int, int
 
 
 def join_rows(parts: Sequence[LabelledTokens], places: Sequence[int]) -> LabelledTokens:
-    """The rows of all parts in one batch: row i of them, counted over the parts, at `places[i]`. A field that only
-    some parts have gets its default in the others."""
+    """Join parts into one batch, with row i (counted over all parts) at `places[i]`. A field that only some parts have
+    gets its default value in the others."""
     order = torch.argsort(torch.tensor(places))
     fields: dict[str, torch.Tensor | None] = {}
     for name in vars(parts[0]):
@@ -177,7 +177,7 @@ _ABSENT: dict[str, Callable[[LabelledTokens], torch.Tensor]] = {
 
 
 def split(blocks: Blocks, shares: tuple[float, float, float]) -> tuple[BlockRange, BlockRange, BlockRange]:
-    """Contiguous training, validation and test sections of some blocks, as `section_sizes` cuts them."""
+    """Split blocks into contiguous training, validation and test ranges; see `section_sizes`."""
     sizes = section_sizes(len(blocks), shares)
     starts = accumulate(sizes[:-1], initial=0)
     train, valid, test = (BlockRange(blocks, start, size) for start, size in zip(starts, sizes, strict=True))
@@ -185,8 +185,8 @@ def split(blocks: Blocks, shares: tuple[float, float, float]) -> tuple[BlockRang
 
 
 def section_sizes(total: int, shares: tuple[float, float, float]) -> tuple[int, int, int]:
-    """How many of `total` blocks are for training, validation and test. A positive share gets at least one where there
-    are enough of them."""
+    """Number of training, validation and test blocks out of `total`. A positive share gets at least one block, if
+    there are enough blocks."""
     valid, test = (max(1, int(share * total)) if share > 0 else 0 for share in shares[1:])
     while valid + test >= total and valid + test > 0:
         valid, test = (valid, test - 1) if test else (valid - 1, test)
@@ -198,22 +198,22 @@ LONGEST_PERIOD = 1 << 20
 
 @dataclass(frozen=True)
 class BlendSchedule:
-    """Sample g of the run is sample `at(g)[1]` of source `at(g)[0]`: a pure function of g and the weights.
+    """Order of the sources in a blend: sample g of the run is sample `at(g)[1]` of source `at(g)[0]`, which depends
+    only on g and the weights.
 
-    Weights as a person writes them are ratios of small whole numbers, so that the order of the sources repeats after a
-    period; others are rounded to a millionth of their sum. A source with weight w has had floor(w n) or ceil(w n) of
-    the first n samples, for every n.
+    Typical weights are ratios of small integers, so the order repeats after a period; other weights are rounded to a
+    millionth of their sum. For every n, a source with weight w has floor(w n) or ceil(w n) of the first n samples.
     """
 
-    shares: tuple[int, ...]  # samples of each source in a period
+    shares: tuple[int, ...]  # samples of each source per period
 
     @property
     def period(self) -> int:
-        """Samples after which the order of the sources repeats."""
+        """Number of samples after which the order of the sources repeats."""
         return sum(self.shares)
 
     def at(self, sample: int) -> tuple[int, int]:
-        """(source, its own sample index) of a sample of the run."""
+        """(source, sample index within the source) of a sample of the run."""
         periods, place = divmod(sample, self.period)
         sources, before = _period(self.shares)
         source = int(sources[place])
@@ -221,7 +221,7 @@ class BlendSchedule:
 
 
 def blend_schedule(weights: Sequence[float]) -> BlendSchedule:
-    """The schedule of some positive weights. Raises DlmBridgeError where one is less than a millionth of the sum."""
+    """Create the schedule for positive weights. Raises DlmBridgeError if one is less than a millionth of the sum."""
     exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.3 is three tenths
     whole = [int(weight * math.lcm(*(weight.denominator for weight in exact))) for weight in exact]
     shares = [share // math.gcd(*whole) for share in whole]
@@ -229,30 +229,28 @@ def blend_schedule(weights: Sequence[float]) -> BlendSchedule:
         shares = _rounded(shares)
     for weight, share in zip(weights, shares, strict=True):
         if share == 0:
-            raise DlmBridgeError(
-                f"--data: weight {weight:g} is less than a millionth of the sum: leave its source out"
-            )
+            raise DlmBridgeError(f"--data: weight {weight:g} is less than a millionth of the sum: remove its source")
     return BlendSchedule(tuple(shares))
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Samples of several sources, mixed by their weights, without end."""
+    """Infinite sequence of samples from several sources, mixed by weight."""
 
     sources: tuple[Epochs, ...]
     schedule: BlendSchedule
 
     def __len__(self) -> int:
-        """The blocks of all sources together."""
+        """Number of blocks of all sources."""
         return sum(len(source) for source in self.sources)
 
     def rows(self, samples: Sequence[int]) -> LabelledTokens:
-        """The samples of these numbers, which count from 0 over the whole run."""
+        """Return the samples with these indices, which count from 0 over the whole run."""
         return rows_of(self.sources, [self.schedule.at(sample) for sample in samples])
 
 
 def _rounded(shares: list[int]) -> list[int]:
-    """`shares` scaled to LONGEST_PERIOD in all, by largest remainder."""
+    """Scale `shares` to a sum of LONGEST_PERIOD, by largest remainder."""
     total = sum(shares)
     scaled = [share * LONGEST_PERIOD // total for share in shares]
     rest = sorted(range(len(shares)), key=lambda i: (-(shares[i] * LONGEST_PERIOD % total), i))
@@ -263,17 +261,17 @@ def _rounded(shares: list[int]) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _period(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each sample of a period, and how many that source has had before.
+    """Source of each sample of a period, and the number of earlier samples from that source.
 
-    Sample j of a source with a of D samples may come from place floor(j D / a) on and must have come before place
-    ceil((j + 1) D / a): the earliest deadline first meets all of them (https://en.wikipedia.org/wiki/Pfair_scheduling),
-    which keeps every count within one of its share.
+    Sample j of a source with a of D samples has its earliest position at floor(j D / a), and its deadline at
+    ceil((j + 1) D / a). Earliest-deadline-first scheduling meets all deadlines
+    (https://en.wikipedia.org/wiki/Pfair_scheduling), so every count stays within one of its share.
     """
     period = sum(shares)
     sources = np.empty(period, dtype=np.int32)
     before = np.empty(period, dtype=np.int32)
-    waiting = [(0, source, 0) for source in range(len(shares))]  # (from which place on, source, its sample)
-    ready: list[tuple[int, int, int]] = []  # (before which place, source, its sample)
+    waiting = [(0, source, 0) for source in range(len(shares))]  # (earliest position, source, sample)
+    ready: list[tuple[int, int, int]] = []  # (deadline, source, sample)
     for place in range(period):
         while waiting and waiting[0][0] <= place:
             _, source, own = heapq.heappop(waiting)

@@ -1,14 +1,15 @@
-"""Chat templates: rendering of conversations, and which characters of them are answers.
+"""Chat templates: rendering of conversations, and the character spans of their answers.
 
-A template that marks answers with {% generation %} says itself which they are. With any other, what it writes of the
-whole conversation is compared with what it writes of its beginning:
+A template with {% generation %} marks answers itself. For other templates, the rendering of the whole conversation is
+compared with the rendering of its beginning:
 
     all messages                              ... <user> hi <end> <assistant> yes <end> <user> ...
     messages[:i] with the generation prompt   ... <user> hi <end> <assistant>
 
-Answer i begins where this prompt ends. It ends with what the template writes behind its text before the next header.
-Where a message's own text ends shows a rendering in which it is replaced by a character that occurs nowhere else: from
-there on both are equal. No text is searched for in the conversation.
+Answer i starts at the end of this prompt. It includes everything that the template writes after the message's text and
+before the next header. To find the end of the text, the conversation is rendered again with the text replaced by a
+character that does not occur elsewhere: both renderings are equal from the end of the text on. The conversation is
+never searched for a text.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as text, and from where to where its answers reach."""
+    """Rendered conversation with the spans (start, end) of its answers."""
 
     text: str
     answers: list[tuple[int, int]]
     where: str
-    templated: bool = True  # False: a text as it is in the row
+    templated: bool = True  # False: plain text from the row, without a template
 
 
 def set_chat_template(tokenizer: Any, name: str) -> None:
-    """Give a tokenizer the chat template in a file, or that of a name: one of its own, or one that the installed TRL
-    ships. Raises DlmBridgeError."""
+    """Set a tokenizer's chat template: a file, or the name of one of its own templates or of one that the installed
+    TRL ships. Raises DlmBridgeError."""
     own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     shipped = importlib.util.find_spec("trl")
     folder = Path(shipped.origin).parent / "chat_templates" if shipped and shipped.origin else None
@@ -75,17 +76,17 @@ def check_template(tokenizer: Any, where: str) -> None:
 
 
 def render_prompt(conversation: Conversation, tokenizer: Any) -> str:
-    """The messages as text, with the generation prompt. Raises DlmBridgeError where the template refuses them."""
+    """Render messages with the generation prompt. Raises DlmBridgeError if the template refuses them."""
     check_template(tokenizer, conversation.where)
     return _Renderings(conversation, tokenizer, prompt=True).whole
 
 
 def render_answers(conversation: Conversation, tokenizer: Any) -> RenderedConversation:
-    """The messages as text, with the spans of those that are trained.
+    """Render messages, with the spans of trained answers.
 
     Raises:
-        DlmBridgeError: a template that refuses the messages, does not write one of them, or writes them so that an
-            answer cannot be told from what surrounds it.
+        DlmBridgeError: the template refuses the messages, omits one of them, or renders them so that an answer cannot
+            be distinguished from the text around it.
     """
     check_template(tokenizer, conversation.where)
     renderings = _Renderings(conversation, tokenizer)
@@ -96,7 +97,7 @@ def render_answers(conversation: Conversation, tokenizer: Any) -> RenderedConver
 
 
 class _Renderings:
-    """What the template writes of a conversation, whole and of its parts. Messages are numbered from 0."""
+    """Renderings of a conversation and of parts of it. Messages are numbered from 0."""
 
     def __init__(self, conversation: Conversation, tokenizer: Any, prompt: bool = False) -> None:
         self._conversation, self._tokenizer, self._where = conversation, tokenizer, conversation.where
@@ -118,7 +119,7 @@ class _Renderings:
             self.whole = self.whole.removesuffix(self._appended)
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
-        """The spans that {% generation %} marks in trained messages; None where the template marks none."""
+        """Spans that {% generation %} marks in trained messages; None if the template marks none."""
         if not MARKED.search(self._template):
             return None
         text, spans = self._apply(self._messages, marks=True)
@@ -131,7 +132,7 @@ class _Renderings:
         return [span for span in spans if self._message_of(span, ends) in answers]
 
     def span(self, number: int) -> tuple[int, int]:
-        """From where to where an answer reaches: from behind the header to behind what ends its turn."""
+        """Span of an answer: from the end of its header to the end of its turn."""
         start, here = self._start(number), self._behind(self._count, number)
         if here is None:
             raise self._refused(f"does not write message {number + 1}")
@@ -171,8 +172,8 @@ class _Renderings:
         raise self._refused(f"writes another header before message {number + 1} than before an answer")
 
     def _tails(self, number: int) -> Iterator[str]:
-        """What the template writes behind a message's own text, before the next header: where the generation prompt
-        follows, and where another answer does."""
+        """Yield the text that the template writes after a message's own text and before the next header, if the
+        generation prompt follows and if another answer follows."""
         if (asked := self._behind(number + 1, number, prompt=True)) is not None:
             for header in filter(None, (self._header(number), self._header(number + 1))):
                 if asked.endswith(header):
@@ -188,8 +189,8 @@ class _Renderings:
                     return
 
     def _header(self, count: int) -> str:
-        """What the generation prompt adds to the first `count` messages; where a template writes it whatever it is
-        asked for, what it writes of no messages."""
+        """Text that the generation prompt adds to the first `count` messages. For a template that always writes the
+        generation prompt: its rendering of no messages."""
         asked, plain = self._text(count, prompt=True), self._text(count)
         if asked is None or plain is None:
             return ""
@@ -204,18 +205,18 @@ class _Renderings:
         return asked[self._shared(asked, plain) :]
 
     def _header_behind_user(self, count: int) -> str:
-        """The generation prompt behind the last user's message of the first `count`."""
+        """Generation prompt after the last user message among the first `count` messages."""
         users = (number for number in reversed(range(count)) if self._messages[number]["role"] == "user")
         return self._header(next(users, -1) + 1)
 
     def _end_of_own(self, number: int) -> int | None:
-        """Where the own text of a message ends; None where the template does not write it."""
+        """End of a message's own text; None if the template does not write it."""
         here = self._behind(self._count, number)
         return None if here is None else len(self.whole) - len(here)
 
     def _message_of(self, span: tuple[int, int], ends: Sequence[tuple[int | None, int]]) -> int | None:
-        """The assistant's message that a marked span belongs to: the first whose own text does not end before it, or
-        the one before a message of another role."""
+        """Assistant message that a marked span belongs to: the first message whose own text does not end before the
+        span or, if that has another role, the last assistant message before it."""
         for end, number in ends:
             if end is not None and end >= span[0]:
                 earlier = range(number, -1, -1)
@@ -223,7 +224,8 @@ class _Renderings:
         return next((number for _, number in reversed(ends) if self._messages[number]["role"] == "assistant"), None)
 
     def _behind(self, count: int, number: int, prompt: bool = False, followed: bool = False) -> str | None:
-        """What stands behind the own text of a message among the first `count`; None where it is not written."""
+        """Text after a message's own text in the rendering of the first `count` messages; None if it is not
+        written."""
         text, other = (self._text(count, each, prompt, followed) for each in (None, number))
         if text is None or other is None or text == other:
             return None
@@ -232,7 +234,7 @@ class _Renderings:
         return text.removesuffix(self._appended) if count == self._count and not (prompt or followed) else text
 
     def _shared(self, text: str, other: str) -> int:
-        """The number of characters in the whole tokens of `text` with which both begin."""
+        """Length in characters of the longest common prefix that consists of whole tokens of `text`."""
         length = _common(text, other)
         return (
             length
@@ -241,15 +243,15 @@ class _Renderings:
         )
 
     def _edges(self, text: str) -> list[int]:
-        """Where the tokens of a text begin and end."""
+        """Start and end positions of the tokens of a text."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [0, len(text), *(edge for offset in encoded["offset_mapping"] for edge in offset)]
 
     # -- rendering
 
     def _accepted(self, messages: list[dict[str, Any]], prompt: bool) -> tuple[list[dict[str, Any]], str]:
-        """The messages in the form that the template takes, and their text. Most take the arguments of a tool call as
-        a mapping, DeepSeek's as JSON text."""
+        """Messages in the form that the template supports, and their rendering. Most templates take the arguments of a
+        tool call as a mapping, DeepSeek's as JSON text."""
         has_calls = any("tool_calls" in message for message in messages)
         refusals = []
         for form in (messages, [_with_json_text(message) for message in messages]) if has_calls else (messages,):
@@ -260,7 +262,7 @@ class _Renderings:
         raise DlmBridgeError(f"{self._where}: the chat template refuses it: {refusals[0]}")
 
     def _check_tool_calls(self) -> None:
-        """Raise DlmBridgeError for a tool call that the template does not write."""
+        """Raise DlmBridgeError for a tool call that the template omits."""
         for number, message in enumerate(self._messages):
             for place, call in enumerate(calls := message.get("tool_calls", [])):
                 renamed = {**call, "function": {**call["function"], "name": self._other}}
@@ -272,8 +274,8 @@ class _Renderings:
     def _text_of(
         self, count: int, other: int | None = None, prompt: bool = False, followed: bool = False
     ) -> str | None:
-        """The first `count` messages as text, of which number `other` has another text and behind which another answer
-        may follow; None where the template refuses them."""
+        """Render the first `count` messages, with the text of message `other` replaced and, if `followed`, with
+        another answer appended. None if the template refuses them."""
         messages = self._messages[:count]
         if other is not None:
             messages[other] = self._with_other_text(messages[other])
@@ -282,7 +284,7 @@ class _Renderings:
         return self._try(messages, prompt)
 
     def _try(self, messages: list[dict[str, Any]], prompt: bool = False) -> str | None:
-        """The messages as text; None where the template, which takes the whole conversation, refuses these."""
+        """Render messages. None if the template refuses them (although it accepts the whole conversation)."""
         try:
             return self._apply(messages, prompt)[0]
         except Exception:  # whatever a template raises
@@ -303,7 +305,7 @@ class _Renderings:
     def _apply(
         self, messages: list[dict[str, Any]], prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The messages as text, and the spans that the template marks."""
+        """Render messages. Returns the text and the spans that the template marks."""
         texts, spans = cast(Any, render_jinja_template)(
             [messages],
             tools=self._conversation.tools,
@@ -321,7 +323,7 @@ class _Renderings:
 
 
 def _with_json_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls as JSON text."""
+    """Convert the arguments of a message's tool calls to JSON text."""
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -330,7 +332,7 @@ def _with_json_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(text: str, other: str) -> int:
-    """The length of the longest text with which both begin."""
+    """Length of the longest common prefix."""
     low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2

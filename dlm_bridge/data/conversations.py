@@ -1,4 +1,4 @@
-"""Conversations for fine-tuning: prompt and answer tokens, and rows of one or several conversations."""
+"""Conversations for fine-tuning: tokenisation into prompt and answer, and packing into rows."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # of a row of `gen
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation as tokens."""
+    """Tokenised conversation."""
 
     input_ids: list[int]
-    answer: list[bool]  # what is trained on
+    answer: list[bool]  # True at tokens that are trained
     where: str
-    steps: list[int] | None = None  # the commit step of each token, -1 of the prompt's; None: not recorded
+    steps: list[int] | None = None  # commit step of each token, -1 in the prompt; None: not recorded
 
 
 def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Iterator[Example]:
-    """The conversations of some rows, in order, in any format that `read_conversation` takes. What the template, or a
-    completion, does not end with a stop token gets an EOS token, which is trained. A row with `commit_steps` is tokens
-    already: see `RECORDED`.
+    """Tokenise conversations, in order, in any format that `read_conversation` supports.
+
+    An answer that does not end with a stop token gets an EOS token, which is trained. A row with `commit_steps`
+    already contains tokens; see `RECORDED`.
 
     Raises:
-        DlmBridgeError: a row that is none, one that the template refuses, or one without an answer, each with its file
-            and line; a tokenizer that has no chat template, or is not one of the `tokenizers` library.
+        DlmBridgeError: an invalid row, a row that the template refuses, or a row without an answer, each with its file
+            and line; a tokenizer without a chat template, or one that is not from the `tokenizers` library.
     """
     if not tokenizer.is_fast:
-        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} does not say where its tokens stand: use a fast one")
+        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no token offsets: use a fast tokenizer")
     found = [_read(record, tokenizer) for record in records]
     texts = [item for item in found if isinstance(item, RenderedConversation)]
     encoded: Any = {"input_ids": [], "offset_mapping": []}
@@ -57,7 +58,7 @@ def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Itera
     for item in found:
         example = item if isinstance(item, Example) else _labelled(item, *next(tokens), tokenizer, special)
         if not any(example.answer):
-            raise DlmBridgeError(f"{example.where}: nothing in this row is an answer")
+            raise DlmBridgeError(f"{example.where}: this row has no answer")
         yield example
 
 
@@ -72,11 +73,11 @@ def _read(record: DataRecord, tokenizer: Any) -> RenderedConversation | Example:
 
 
 def _recorded(fields: Mapping[str, Any], where: str) -> Example:
-    """A sampled answer as the tokens that it was sampled as."""
+    """Read a sampled answer with its recorded tokens."""
     for name in RECORDED:
         values = fields.get(name)
         if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**31 for value in values):
-            has = f"'{name}' is not a list of whole numbers" if name in fields else f"no '{name}'"
+            has = f"'{name}' is not a list of non-negative integers" if name in fields else f"no '{name}'"
             raise DlmBridgeError(f"{where}: {has}, which a row with 'commit_steps' has")
     prompt, answer, steps = (fields[name] for name in RECORDED)
     if len(answer) != len(steps):
@@ -92,7 +93,8 @@ def _recorded(fields: Mapping[str, Any], where: str) -> Example:
 def _labelled(
     item: RenderedConversation, ids: list[int], offsets: list[tuple[int, int]], tokenizer: Any, special: set[int]
 ) -> Example:
-    """A token belongs to an answer if any of its characters does, so that a prompt never contains a part of it."""
+    """Label tokens. A token belongs to an answer if any of its characters does, so that no part of an answer is
+    labelled as prompt."""
     starts, stops = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     answer = np.zeros(len(ids), dtype=bool)
     for begin, end in item.answers:
@@ -108,32 +110,32 @@ def _labelled(
 
 EosPadding = Literal["none", "block", "row"]
 CONVERSATIONS_AT_ONCE = 1024  # conversations tokenised at once
-OPEN_ROWS = 256  # rows that packing keeps open
-ROWS_VERSION = 2  # part of the cache's key: raise it when rows below are made differently
+OPEN_ROWS = 256  # maximum number of open rows while packing
+ROWS_VERSION = 2  # part of the cache key: increment it when the construction of rows below changes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ConversationSettings:
-    """Settings of rows of `seq_length` tokens."""
+    """Settings for rows of `seq_length` tokens."""
 
     seq_length: int
-    mask_token_id: int | None  # which no row may hold
-    packing: bool = False  # several in a row, which stand alone
-    truncate: bool = False  # cut what is too long
-    eos_padding: EosPadding = "none"  # EOS tokens after a conversation that are answer, up to a block's or row's end
-    block_size: int = 1  # of eos_padding "block"
+    mask_token_id: int | None  # token that no row may contain
+    packing: bool = False  # several conversations per row, which do not attend to each other
+    truncate: bool = False  # truncate conversations that are too long
+    eos_padding: EosPadding = "none"  # EOS padding that counts as answer: none, to the end of a block, or of the row
+    block_size: int = 1  # for eos_padding "block"
     train_on_prompt: bool = False
-    answer_blocks: bool = False  # blocks count from a row's one answer; of several the last is trained
-    trajectories: bool = False  # rows have commit steps, which are read
-    vocabulary_size: int | None = None  # of the model, which no token may be beyond
-    image_token_ids: tuple[int, ...] = ()  # which no row may hold either
+    answer_blocks: bool = False  # blocks are counted from the start of a row's last answer, the only one trained
+    trajectories: bool = False  # read the commit steps of rows
+    vocabulary_size: int | None = None  # vocabulary size of the model, for a check of the token ids
+    image_token_ids: tuple[int, ...] = ()  # further tokens that no row may contain
 
 
 @dataclass(frozen=True)
 class ConversationBlocks:
-    """Rows from an Arrow table on disk. Right of a row's tokens is EOS: answer, or padding."""
+    """Rows from a memory-mapped Arrow table, filled with EOS tokens on the right (answer or padding)."""
 
     table: Any  # datasets.Dataset with the columns input_ids, answer, lengths (of the conversations)
     settings: ConversationSettings
@@ -143,7 +145,7 @@ class ConversationBlocks:
         return len(self.table)
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """The rows `indices`, B = len(indices): labels are -100 outside answers."""
+        """Return the rows `indices`, B = len(indices). Labels are -100 outside answers."""
         shape = (len(indices), self.settings.seq_length)
         tokens = np.full(shape, self.eos_token_id, dtype=np.int64)
         counts_end = self.settings.eos_padding == "row"
@@ -174,12 +176,14 @@ class ConversationBlocks:
 def load_conversation_blocks(
     sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings
 ) -> ConversationBlocks:
-    """The conversations of `sources` as rows, in order, or packed where each fits best. Cached under the `datasets`
-    cache folder, keyed by the sources, the tokenizer and its template, and the settings.
+    """Load the conversations of `sources` as rows, in order or with best-fit packing.
+
+    The result is cached in the `datasets` cache folder, keyed by the sources, the tokenizer and its template, and the
+    settings.
 
     Raises:
-        DlmBridgeError: what `encode_conversations` refuses; a row that is too long, or that holds the mask token, with
-            its file and line; no rows at all; a tokenizer without EOS.
+        DlmBridgeError: as in `encode_conversations`; a row that is too long or contains the mask token, with its file
+            and line; no rows; a tokenizer without an EOS token.
     """
     check_eos(tokenizer, "fills rows")
     table = cached(
@@ -194,8 +198,7 @@ def load_conversation_blocks(
 def first_conversation_blocks(
     sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings, count: int
 ) -> ConversationBlocks:
-    """The first `count` rows of `load_conversation_blocks`, without the others and the cache. Raises DlmBridgeError as
-    that does."""
+    """Load the first `count` rows of `load_conversation_blocks` without the cache. Raises the same errors."""
     check_eos(tokenizer, "fills rows")
     rows = list(itertools.islice(_conversation_rows(sources, tokenizer, settings), count))
     table = datasets.Dataset.from_list(rows, features=_columns(settings)).with_format("numpy")
@@ -228,7 +231,7 @@ def _conversation_rows(
 
 
 def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> Iterator[Example]:
-    """The conversations, each short enough for a row, with the EOS tokens that fill its last block."""
+    """Yield the conversations that fit into a row, with EOS tokens up to the end of their last block."""
     limit, dropped, several = settings.seq_length, 0, 0
     records = itertools.chain.from_iterable(map(read_data_rows, sources))
     while chunk := list(itertools.islice(records, CONVERSATIONS_AT_ONCE)):
@@ -264,7 +267,7 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
                 filled = min((begins - len(ids)) % settings.block_size, limit - len(ids))
             ids = ids[:limit] + [tokenizer.eos_token_id] * filled
             answer = [True] * len(ids) if settings.train_on_prompt else answer[:limit] + [True] * filled
-            if steps is not None:  # what fills a block is part of the last step
+            if steps is not None:  # the EOS tokens that fill a block are part of the last step
                 steps = steps[:limit] + steps[-1:] * filled
             yield Example(ids, answer, example.where, steps)
     if several:
@@ -283,15 +286,15 @@ def _check_recorded(records: Sequence[DataRecord]) -> None:
 
 
 def _last_answer(answer: Sequence[bool]) -> int:
-    """Where the last run of answer tokens begins."""
+    """Start of the last run of answer tokens."""
     end = max(place for place, counts in enumerate(answer) if counts)
     return max((place + 1 for place in range(end) if not answer[place]), default=0)
 
 
 def _pack_best_fit(examples: Iterator[Example], length: int) -> Iterator[list[Example]]:
-    """Best-fit packing: each conversation goes into the fullest open row with room for it. When too many rows are
+    """Best-fit packing: each conversation goes into the fullest open row that has enough space. If too many rows are
     open, the fullest is closed."""
-    rooms: list[int] = []  # left in the open rows, ascending
+    rooms: list[int] = []  # free space of the open rows, ascending
     rows: list[list[Example]] = []
     for example in examples:
         size = len(example.input_ids)

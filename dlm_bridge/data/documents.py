@@ -1,4 +1,4 @@
-"""Text documents: reading text, JSONL, parquet and datasets in chunks, and packing their tokens into blocks."""
+"""Text documents: reading of text, JSONL, parquet and datasets in chunks, and packing of tokens into blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Source = Path | NamedDataset
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A chunk of documents that are read."""
+    """Chunk of documents that are already parsed."""
 
     pieces: list[DocumentPart]
     nbytes: int  # of the source, for progress
@@ -64,7 +64,7 @@ class DocumentChunk:
 
 @dataclass(frozen=True)
 class JsonlChunk:
-    """A chunk of a JSONL file that is yet to be parsed: the slow half of reading it."""
+    """Chunk of a JSONL file that is not parsed yet (parsing is the slow part of reading)."""
 
     path: Path
     first: int  # number of the first line
@@ -72,7 +72,7 @@ class JsonlChunk:
     nbytes: int
 
     def parsed(self, key: str) -> list[DocumentPart]:
-        """Raises DlmBridgeError for a line that is no JSON object with text under `key`."""
+        """Parse the chunk. Raises DlmBridgeError for a line that is not a JSON object with text under `key`."""
         found = []
         for number, line in enumerate(self.lines, self.first):
             if not line.strip():
@@ -91,8 +91,8 @@ Chunk = DocumentChunk | JsonlChunk
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The files that some paths name: files, folders (everything in them but hidden files) and globs, in the order
-    given, sorted within each. Raises DlmBridgeError for a path that names nothing."""
+    """Files of the given paths, which may be files, folders (all files except hidden ones) and globs, in the given
+    order and sorted within each path. Raises DlmBridgeError for a path that does not exist."""
     found: list[Path] = []
     for path in paths:
         if Path(path).is_file():
@@ -110,8 +110,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chunk]:
-    """The documents of some sources, in order, in chunks of about `size` bytes of text; those of a table are under
-    `key`. Raises DlmBridgeError for a source of another format than its suffix."""
+    """Read the documents of `sources` in order, in chunks of about `size` bytes of text. `key` is the text column of
+    tables. Raises DlmBridgeError for a source whose format does not match its suffix."""
     for lines, group in itertools.groupby(sources, has_json_lines):
         if lines:
             yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
@@ -120,22 +120,22 @@ def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chun
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The object in a line of JSONL. Raises DlmBridgeError for anything else."""
+    """Parse the object in a line of JSONL. Raises DlmBridgeError for anything else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
     if not isinstance(row, dict):
         raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
-    if b"\\ud" in line.lower():  # an escape of half of a character, which may stand beside the other half
+    if b"\\ud" in line.lower():  # an escaped surrogate, which may be half of a valid pair
         check_characters(row, where)
     return row
 
 
 @contextmanager
 def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
-    """As `path.open`; a compressed file of JSON lines is decompressed. Raises DlmBridgeError where the file cannot be
-    read, also in its middle."""
+    """Open a file like `path.open`, and decompress compressed JSON lines. Raises DlmBridgeError if the file cannot be
+    read, at any point."""
     try:
         if path.suffix in COMPRESSIONS and has_json_lines(path):
             source: IO[Any] = io.BufferedReader(pyarrow.input_stream(str(path), COMPRESSIONS[path.suffix]))
@@ -148,7 +148,7 @@ def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
 
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
-    """An open parquet file. Raises DlmBridgeError where it is none."""
+    """Open a parquet file. Raises DlmBridgeError if it is not one."""
     check_readable(path)
     with reading(f"{path}: not a parquet file"):
         return pyarrow.parquet.ParquetFile(path)
@@ -157,14 +157,14 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
 def read_parquet(
     file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of an open parquet file. Raises DlmBridgeError where a part of it is damaged."""
+    """Read the rows of an open parquet file. Raises DlmBridgeError if a part of it is damaged."""
     with reading(f"{path}: not a whole parquet file"):
         for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
             yield from batch.to_pylist()
 
 
 def source_bytes(source: Source) -> int:
-    """The size of a source in bytes, the sum over its chunks, for progress."""
+    """Size of a source in bytes, for progress; the sum over its chunks."""
     return source.rows.data.nbytes if isinstance(source, NamedDataset) else source.stat().st_size
 
 
@@ -176,7 +176,7 @@ def has_json_lines(source: Source) -> bool:
 
 
 def _documents(source: Source, key: str) -> Iterator[tuple[DocumentPart, float]]:
-    """The pieces of a source that needs no parsing, each with its part of the source's bytes."""
+    """Pieces of a source that needs no parsing, each with its number of bytes in the source."""
     if isinstance(source, NamedDataset):
         return _dataset_parts(source, key)
     return _parquet_parts(source, key) if source.suffix == ".parquet" else _text_parts(source)
@@ -187,7 +187,7 @@ def _hidden(file: Path, root: Path) -> bool:
 
 
 def _chunked(documents: Iterable[tuple[DocumentPart, float]], size: int) -> Iterator[DocumentChunk]:
-    """Pieces, each with its part of the source's bytes, gathered."""
+    """Gather pieces, each with its number of bytes in the source, into chunks."""
     pieces: list[DocumentPart] = []
     length, nbytes = 0, 0.0
     for piece, cost in documents:
@@ -203,7 +203,7 @@ def _chunked(documents: Iterable[tuple[DocumentPart, float]], size: int) -> Iter
 
 
 def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
-    """A text file is one document."""
+    """Read a text file as one document."""
     try:
         with open_data(path, "r", encoding="utf-8-sig", newline="") as file:
             text, first = "".join(file.readlines(PART_CHARACTERS)), True
@@ -213,7 +213,7 @@ def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
                 text, first = following, False
     except UnicodeDecodeError as error:
         raise DlmBridgeError(
-            f"{path}: not UTF-8 text (byte {error.start}): convert it, or leave it out by naming files with a glob"
+            f"{path}: not UTF-8 text (byte {error.start}): convert it, or exclude it by selecting files with a glob"
         ) from None
 
 
@@ -250,22 +250,22 @@ def _column(texts: Iterable[Any], key: str, name: str, cost: float) -> Iterator[
         yield DocumentPart(text, True, True, where), cost
 
 
-TOKENIZER_BATCH = 1 << 23  # bytes of text handed to the tokenizer at once, which spreads them over threads
-PACKING_VERSION = 1  # part of the cache's key: raise it when the packing below changes
+TOKENIZER_BATCH = 1 << 23  # bytes of text per tokenizer call, which distributes them over threads
+PACKING_VERSION = 1  # part of the cache key: increment it when the packing below changes
 
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Blocks from an Arrow table on disk, read through the page cache."""
+    """Blocks from a memory-mapped Arrow table."""
 
     table: Any  # datasets.Dataset with the column input_ids
-    separator: int | None = None  # the token that ends a document, where rows shall say which are of one
+    separator: int | None = None  # token that ends a document; None: rows do not contain documents
 
     def __len__(self) -> int:
         return len(self.table)
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """The blocks `indices`, B = len(indices) rows."""
+        """Return the blocks `indices` as B = len(indices) rows."""
         tokens = torch.from_numpy(np.stack(self.table[list(indices)]["input_ids"]).astype(np.int64))
         if self.separator is None:
             return LabelledTokens(tokens)
@@ -280,19 +280,19 @@ def pack(
     mask_token_id: int | None = None,
     with_documents: bool = False,
 ) -> PackedBlocks:
-    """Tokenise the documents of `sources`, put EOS after each, and cut the stream of tokens into blocks.
+    """Tokenise the documents of `sources`, append EOS to each, and split the stream of tokens into blocks.
 
-    The last, incomplete block is dropped. The result is cached under the `datasets` cache folder, keyed by the sources
-    (path, size, time), the tokenizer and the length; processes that ask for the same key wait for one another. Rows
-    tell documents apart, by the EOS between them, where they are to be `with_documents`.
+    The last, incomplete block is dropped. The result is cached in the `datasets` cache folder, keyed by the sources
+    (path, size, time), the tokenizer and the length; processes that need the same key wait for each other. With
+    `with_documents`, rows contain the document of each token, determined by the EOS tokens.
 
     Raises:
-        DlmBridgeError: a file of another format than its suffix, a missing `text` field (with file and line), a
-            tokenizer without EOS, text that holds the mask token, fewer tokens than one block.
+        DlmBridgeError: a file does not match its suffix, a `text` field is missing (with file and line), the tokenizer
+            has no EOS token, a text contains the mask token, or there are fewer tokens than one block.
     """
     check_eos(tokenizer, "separates documents")
     arguments = {
-        "sources": tuple(sources),  # a list would be packed source by source
+        "sources": tuple(sources),  # with a list, each source would be packed separately
         "tokenizer": tokenizer,
         "seq_length": seq_length,
         "mask_token_id": mask_token_id,
@@ -307,7 +307,7 @@ def pack(
 
 
 def check_eos(tokenizer: Any, use: str) -> None:
-    """Raise DlmBridgeError for a tokenizer without an EOS token, which has a `use`."""
+    """Raise DlmBridgeError for a tokenizer without an EOS token. `use`: purpose of the token, for the message."""
     if tokenizer.eos_token_id is None:
         raise DlmBridgeError(
             f"tokenizer {tokenizer.name_or_path} has no EOS token, which {use}: "
@@ -321,8 +321,8 @@ def cached(
     arguments: dict[str, Any],
     fingerprint: str,
 ) -> Any:
-    """The table, as numpy arrays, of the rows that `generate` gives, or the one that was made of the same
-    `fingerprint` before. Raises the DlmBridgeError of `generate`."""
+    """Table, as numpy arrays, of the rows that `generate` yields. A table with the same `fingerprint` is read from the
+    cache. Raises the DlmBridgeErrors of `generate`."""
     try:
         table = datasets.Dataset.from_generator(
             generate, features=features, gen_kwargs=arguments, fingerprint=fingerprint
@@ -335,7 +335,7 @@ def cached(
 
 
 def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> str:
-    """Digest of a cached table's inputs: the sources' paths, sizes and times, the vocabulary, and settings."""
+    """Digest of the inputs of a cached table: paths, sizes and times of the sources, vocabulary, and settings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     states = [
@@ -349,7 +349,7 @@ def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> st
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) -> None:
-    """Raise DlmBridgeError where a tokenizer does not fit a model with `vocab_size` embedding rows."""
+    """Raise DlmBridgeError if a tokenizer does not fit a model with `vocab_size` embedding rows."""
     if len(tokenizer) > vocab_size:
         raise DlmBridgeError(
             f"tokenizer {tokenizer.name_or_path} has {len(tokenizer)} tokens, more than the model's vocabulary of "

@@ -49,18 +49,18 @@ TOKENIZER_SUFFIX = ".tokenizer.json"
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and the `.idx` of a prefix."""
+    """Paths of the `.bin` and the `.idx` of a prefix."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The dtype in which Megatron stores token ids of a vocabulary size."""
+    """Dtype in which Megatron stores token ids for a vocabulary size."""
     return DTYPES[8] if vocabulary < UINT16_VOCABULARY else DTYPES[4]
 
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """An open pair, memory-mapped."""
+    """Memory-mapped pair."""
 
     prefix: str
     tokens: np.ndarray  # every token id, in file order
@@ -70,11 +70,11 @@ class IndexedTokens:
 
     @property
     def documents(self) -> int:
-        """The number of documents."""
+        """Number of documents."""
         return len(self.document_indices) - 1
 
     def starts(self) -> np.ndarray:
-        """int64 [documents + 1]: the first token of each document, and the number of tokens."""
+        """int64 [documents + 1]: index of the first token of each document, followed by the number of tokens."""
         firsts = self.document_indices[:-1]
         starts = np.full(self.documents + 1, len(self.tokens), dtype=np.int64)
         inside = firsts < len(self.pointers)  # documents without sequences may close the file
@@ -86,13 +86,13 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
     """Open `PREFIX.bin` and `PREFIX.idx`, checking that every number in the index fits the other and the `.bin`.
 
     Raises:
-        DlmBridgeError: half of the pair is missing; the index is no Megatron index, is cut short, describes images or
-            numbers that are no token ids, or does not describe this `.bin`.
+        DlmBridgeError: one file of the pair is missing; the index is not a Megatron index, is truncated, describes
+            images or numbers that are not token ids, or does not match the `.bin`.
     """
     bin_path, idx_path = pair(prefix)
     for path, other in ((bin_path, idx_path), (idx_path, bin_path)):
         if not path.is_file():
-            raise DlmBridgeError(f"{path}: missing, it belongs with {other.name}: give both, or preprocess anew")
+            raise DlmBridgeError(f"{path}: missing, it belongs to {other.name}: provide both, or run preprocess again")
     index = _map(idx_path, np.dtype("u1"))
     dtype, sequences, indices = _header(idx_path, index)
     offset = HEADER.size
@@ -112,7 +112,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
 
 
 class IndexedWriter:
-    """Writes a pair, whole or not at all: both files get their names, the `.idx` last, when the block ends well.
+    """Atomic writer of a pair: both files get their names, the `.idx` last, when the `with` block ends without error.
 
     with IndexedWriter("corpus", token_dtype(len(tokenizer))) as writer:
         writer.add(token_ids, lengths)
@@ -124,7 +124,7 @@ class IndexedWriter:
     def __init__(
         self, prefix: str | Path, dtype: np.dtype, overwrite: bool = False, call: str = "", resume: bool = False
     ) -> None:
-        """Raises DlmBridgeError where a file of the pair exists and is not to be overwritten, or cannot be written."""
+        """Raises DlmBridgeError if a file of the pair exists (without `overwrite`) or cannot be written."""
         self.prefix = str(prefix)
         self.parts = 0
         self._call, self._resume, self._saved = call, resume, 0
@@ -156,8 +156,8 @@ class IndexedWriter:
         return self
 
     def checkpoint(self) -> None:
-        """Let a writer that is interrupted from now on leave what is written. Raises DlmBridgeError where the disk
-        refuses."""
+        """Save a checkpoint of the tokens written so far, for a resume after an interruption. Raises DlmBridgeError
+        for disk errors."""
         with disk_errors(Path(self.prefix)), _temporary(pair(self.prefix)[1]).open("ab") as lengths:
             lengths.truncate(self._saved * self._lengths.itemsize)
             lengths.write(self._lengths[self._saved :].tobytes())
@@ -174,8 +174,8 @@ class IndexedWriter:
         return _temporary(Path(f"{self.prefix}.progress"))
 
     def _restore(self) -> int:
-        """The size of the `.bin` at an interrupted writer's last checkpoint, which this one continues from; 0 where
-        there is none. Raises DlmBridgeError for one of another call."""
+        """Size of the `.bin` at the last checkpoint of an interrupted writer, from which this one continues; 0 without
+        a checkpoint. Raises DlmBridgeError for a checkpoint of another call."""
         try:
             call, parts, size, documents, goes_on = json.loads(self._state.read_text())
             lengths = _temporary(pair(self.prefix)[1]).read_bytes()[: documents * self._lengths.itemsize]
@@ -195,18 +195,18 @@ class IndexedWriter:
 
     @property
     def documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added so far."""
         return len(self._lengths)
 
     @property
     def tokens(self) -> int:
-        """Tokens added so far."""
+        """Number of tokens added so far."""
         return int(np.frombuffer(self._lengths, np.int32).sum(dtype=np.int64)) + self._open
 
     def add(self, tokens: Any, lengths: Sequence[int], unfinished: bool = False) -> None:
-        """Append the token ids of `lengths` documents, one sequence each. The last document goes on with the next
-        call where it is `unfinished`. Raises DlmBridgeError for an id that the dtype cannot hold and too long a
-        document."""
+        """Append the token ids of len(`lengths`) documents, one sequence each. If `unfinished`, the last document is
+        continued by the next call. Raises DlmBridgeError for an id that the dtype cannot represent, or a document that
+        is too long."""
         ids = np.asarray(tokens)
         if len(ids) and not (ids.min() >= 0 and ids.max() <= np.iinfo(self.dtype).max):
             raise DlmBridgeError(
@@ -269,7 +269,8 @@ class IndexedWriter:
 
 
 def _locks(file: BinaryIO) -> bool:
-    """Whether this process has the file now. The workers of a writer that was killed have it for a moment longer."""
+    """True if this process got the lock on the file. The workers of a killed writer may hold it for a moment
+    longer."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -292,7 +293,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _header(path: Path, index: np.ndarray) -> tuple[np.dtype, int, int]:
-    """The tokens' dtype, the number of sequences and that of document indices."""
+    """Dtype of the tokens, number of sequences and number of document indices."""
     start = index[: HEADER.size].tobytes()
     if start[: len(MAGIC)] != MAGIC:
         raise DlmBridgeError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
@@ -326,7 +327,7 @@ def _check_documents(path: Path, indices: np.ndarray, sequences: int) -> None:
 
 
 def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The total size in bytes of the sequences, which must be contiguous. Reads a part at a time."""
+    """Total size of the sequences in bytes; they must be contiguous. Reads the index in parts."""
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = lengths[start : start + CHECKED_AT_ONCE].astype(np.int64)
@@ -350,20 +351,22 @@ CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # of a pair that are checked when it
 class TokenLimits:
     """Limits on the token ids of a model's data."""
 
-    vocabulary: int  # ids are below it
-    mask_token_id: int | None  # which the data must not contain
+    vocabulary: int  # upper bound (exclusive) of the ids
+    mask_token_id: int | None  # token that the data must not contain
 
     def is_exceeded(self, tokens: np.ndarray) -> bool:
-        """True for tokens that the model does not have, or the mask token."""
+        """True if `tokens` contain ids outside the vocabulary or the mask token."""
         outside = tokens.size > 0 and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary)
         return outside or (self.mask_token_id is not None and bool((tokens == self.mask_token_id).any()))
 
 
 @dataclass(frozen=True)
 class StreamBlocks:
-    """Blocks of `seq_length` tokens from the documents between two tokens of a pair. The documents are shuffled by the
-    seed, concatenated and cut; a document at a bound is a document on either side. Two numbers per document are held
-    in memory."""
+    """Blocks of `seq_length` tokens from a token range of a pair.
+
+    The documents are shuffled with the seed, concatenated and split into blocks. A document that crosses a bound of
+    the range is treated as a separate document on either side. Two numbers per document are held in memory.
+    """
 
     source: IndexedTokens
     seq_length: int
@@ -389,7 +392,7 @@ class StreamBlocks:
         return (self.stop - self.start) // self.seq_length
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """The blocks `indices`. Raises DlmBridgeError for tokens that the model does not have."""
+        """Return the blocks `indices`. Raises DlmBridgeError for tokens outside the model's vocabulary."""
         tokens = np.empty((len(indices), self.seq_length), dtype=np.int64)
         documents = np.empty((len(indices), self.seq_length), dtype=np.int32)
         for row, index in enumerate(indices):
@@ -406,8 +409,7 @@ class StreamBlocks:
         return LabelledTokens(torch.from_numpy(tokens), documents=numbers)
 
     def _pieces(self, place: int) -> Iterator[tuple[int, int]]:
-        """The parts of documents that the block from `place` of the stream on consists of: where each begins in the
-        file, and its length."""
+        """Parts of documents that form the block starting at `place` of the stream: (start in the file, length)."""
         document, end = int(np.searchsorted(self._ends, place, side="right")), place + self.seq_length
         while place < end:
             left = int(self._ends[document]) - place
@@ -427,9 +429,9 @@ def split_stream(
     shares: tuple[float, float, float],
     documents: bool,
 ) -> tuple[StreamBlocks, StreamBlocks, StreamBlocks]:
-    """Training, validation and test blocks of a pair: each a contiguous part of the file, shuffled on its own, so that
-    only a document that a bound cuts is in two of them. Raises DlmBridgeError for less than one block of tokens, and
-    for tokens that are not the model's, see `check_fit`."""
+    """Training, validation and test blocks of a pair. Each is a contiguous range of the file and is shuffled
+    separately, so only a document that crosses a bound is in two of them. Raises DlmBridgeError for less than one
+    block of tokens, or for tokens that do not fit the model (see `check_token_limits`)."""
     check_length(source, seq_length)
     check_token_limits(source, fit)
     parts, start = [], 0
@@ -451,14 +453,14 @@ def check_length(source: IndexedTokens, seq_length: int) -> None:
 
 
 def check_token_limits(source: IndexedTokens, fit: TokenLimits) -> None:
-    """Raise DlmBridgeError where a token id exceeds the model's vocabulary, as with another tokenizer. A sample of the
-    file is checked here, the rest when it is read."""
+    """Raise DlmBridgeError if a token id exceeds the model's vocabulary, for example because of another tokenizer.
+    Only a sample of the file is checked here, the rest when it is read."""
     for start in np.linspace(0, max(len(source.tokens) - CHECKED_WIDTH, 0), CHECKED_PLACES).astype(np.int64):
         _check_ids(source, int(start), int(start) + CHECKED_WIDTH, fit)
 
 
 def _check_ids(source: IndexedTokens, start: int, stop: int, fit: TokenLimits) -> None:
-    """Raise DlmBridgeError where tokens `start` to `stop` of a pair exceed the limits."""
+    """Raise DlmBridgeError if tokens `start` to `stop` of a pair exceed the limits."""
     tokens = source.tokens[start:stop]
     if not fit.is_exceeded(tokens):
         return
@@ -477,12 +479,12 @@ def _check_ids(source: IndexedTokens, start: int, stop: int, fit: TokenLimits) -
 
 
 def fingerprint_file(prefix: str | Path) -> Path:
-    """Where the tokenizer of a pair is recorded."""
+    """Path of the tokenizer fingerprint of a pair."""
     return Path(f"{prefix}{TOKENIZER_SUFFIX}")
 
 
 def without_fingerprints(files: Iterable[Path]) -> list[Path]:
-    """The files that are not the records of pairs."""
+    """Files without the tokenizer fingerprints of pairs."""
     return [
         file
         for file in files
@@ -491,7 +493,7 @@ def without_fingerprints(files: Iterable[Path]) -> list[Path]:
 
 
 def write_fingerprint(prefix: str | Path, tokenizer: Any) -> None:
-    """Record the tokenizer of a pair that was written just now."""
+    """Write the tokenizer fingerprint of a new pair."""
     count = _count(tokenizer)
     record = {"tokenizer": str(tokenizer.name_or_path), "tokens": count, "digest": _digest(tokenizer, count)}
     with atomic_file(fingerprint_file(prefix), overwrite=True) as file:
@@ -499,8 +501,9 @@ def write_fingerprint(prefix: str | Path, tokenizer: Any) -> None:
 
 
 def check_fingerprint(source: IndexedTokens, tokenizer: Any) -> None:
-    """Raise DlmBridgeError where a pair was made with another tokenizer than the run's: the same ids do not mean the
-    same tokens. A run's may have tokens behind all of the recorded one's. Pairs without a record pass."""
+    """Raise DlmBridgeError if a pair was created with a tokenizer other than the run's, whose ids stand for other
+    tokens. The run's tokenizer may have additional tokens after the recorded ones. Pairs without a fingerprint
+    pass."""
     file = fingerprint_file(source.prefix)
     if not file.is_file():
         return
@@ -520,6 +523,6 @@ def _count(tokenizer: Any) -> int:
 
 
 def _digest(tokenizer: Any, count: int) -> str:
-    """Of the tokens with an id below `count`."""
+    """Digest of the tokens with ids below `count`."""
     tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number < count)
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Which samples a step reads, and batches made ahead of time in a background thread.
+"""Sample indices of each step, and a background thread that prepares batches ahead of time.
 
-Sample g of a run counts from zero over all steps and processes; what it holds is a pure function of g and the seed.
-Nothing is stored, so a resumed run repeats nothing and skips nothing, on any number of processes.
+The sample index g counts from zero over all steps and processes. A sample depends only on g and the seed. There is no
+state to store, so a resumed run neither repeats nor skips samples, on any number of processes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """The global sample indices of each step, which counts from 1.
+    """Global sample indices of each step. Steps count from 1.
 
     Args:
-        sizes: the global batch sizes that a run begins with, the final one last; each but the last until it has read
-            `samples_per_size` samples more than the sizes before it were to read, as megatron-core's ramp-up does.
+        sizes: global batch sizes of the ramp-up, ending with the final size.
+        samples_per_size: number of samples of each stage of the ramp-up, as in megatron-core: stage i ends with the
+            first step after which the run has read at least i * `samples_per_size` samples.
     """
 
     sizes: tuple[int, ...]
     samples_per_size: float = 0.0
 
     def batch_size(self, step: int) -> int:
-        """The global batch size of a step."""
+        """Global batch size of a step."""
         return self._stage(step)[2]
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before `step` read together."""
+        """Number of samples read by all steps before `step`."""
         first_step, first_sample, size = self._stage(step)
         return first_sample + (step - first_step) * size
 
     def samples(self, step: int, process: int, processes: int, micro_batch_size: int) -> list[list[int]]:
-        """The global sample indices of one process's micro-batches at a step."""
+        """Global sample indices of one process's micro-batches at a step."""
         share = self.batch_size(step) // processes
         first = self.samples_before(step) + process * share
         return [
@@ -65,14 +66,14 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """`produce(step)` for step = first, first + 1, ..., made in a background thread and handed out in order.
+    """Background thread that computes `produce(step)` for step = first, first + 1, ..., and returns results in order.
 
         with Prefetcher(make_batches, first=step + 1) as batches:
             for step in range(step + 1, config.steps + 1):
                 train(batches.get())
 
-    At most `depth` results wait, so that memory is bounded. What `produce` raises is raised by the `get` of its step.
-    `produce` runs in one thread only, one step at a time, and must depend on nothing but the step.
+    At most `depth` results are buffered. An exception in `produce` is raised by the `get` of the same step. `produce`
+    runs in a single thread, one step at a time, and must depend only on the step.
     """
 
     def __init__(self, produce: Callable[[int], T], first: int, depth: int = 2) -> None:
@@ -80,13 +81,13 @@ class Prefetcher(Generic[T]):
         self._ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._failure: BaseException | None = None
-        # A daemon: an exception that passes by close() does not keep the process alive.
+        # A daemon thread, so that the process can exit if close() is not called.
         self._thread = threading.Thread(target=self._run, args=(first,), name="prefetch", daemon=True)
         self._thread.start()
 
     def get(self) -> T:
-        """The result of the step after the last one taken. Waits for it; raises what `produce` raised, again at every
-        further call, and RuntimeError after close()."""
+        """Wait for the next result and return it. Raises the exception of `produce`, also at every further call, and
+        RuntimeError after `close`."""
         if self._closed.is_set():
             raise RuntimeError("the prefetcher is closed")
         if self._failure is None:
@@ -96,10 +97,10 @@ class Prefetcher(Generic[T]):
         return result  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Stop and wait for the thread, which finishes the step that it is making."""
+        """Stop the thread and wait until it has finished its current step."""
         self._closed.set()
         while self._thread.is_alive():
-            self._drain()  # makes room for a result that the thread is waiting to put
+            self._drain()  # unblocks the thread if the buffer is full
             self._thread.join(timeout=0.1)
         self._drain()
 

@@ -1,4 +1,4 @@
-"""Rows of conversations: reading them from files and datasets, and their one canonical form."""
+"""Rows of conversations: reading from files and datasets, and conversion to a canonical form."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TABLE_SUFFIXES = (".parquet", ".csv")
 
 @dataclass(frozen=True)
 class DataRecord:
-    """A row of a data set."""
+    """Row of a data set."""
 
     fields: Mapping[str, Any]
     where: str  # file and line, for errors
@@ -45,16 +45,16 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in canonical form: a text as content, arguments of tool calls as mappings, nothing that is null."""
+    """Messages in canonical form: content is text, arguments of tool calls are mappings, nulls are removed."""
 
     messages: list[dict[str, Any]]
-    answers: tuple[int, ...]  # numbers of the messages that are trained, from 0
+    answers: tuple[int, ...]  # indices of the messages that are trained
     tools: list[Any] | None
     where: str
 
 
 def check_sources(sources: Sequence[Any]) -> None:
-    """Raise DlmBridgeError for a source that cannot hold conversations."""
+    """Raise DlmBridgeError for a source that cannot contain conversations."""
     for source in sources:
         known = isinstance(source, Path) and (has_json_lines(source) or source.suffix in TABLE_SUFFIXES)
         if not (known or isinstance(source, NamedDataset)):
@@ -63,7 +63,7 @@ def check_sources(sources: Sequence[Any]) -> None:
 
 
 def read_data_rows(source: Source) -> Iterator[DataRecord]:
-    """The rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for what is not a row."""
+    """Read the rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for an invalid row."""
     if isinstance(source, NamedDataset):
         with reading(f"{source.name}: not a whole dataset"):
             for number, row in enumerate(source.rows.with_format(None), 1):
@@ -104,11 +104,12 @@ def _csv_rows(path: Path) -> Iterator[DataRecord]:
 
 
 def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
-    """The conversation of a row in any of the formats `FIELDS`, or its prompt and completion where these are texts.
-    The assistant's messages are answers, apart from those with `weight: 0` or `train: false`; of a prompt none is.
+    """Parse the conversation of a row in any of the formats of `FIELDS`; or (prompt, completion), if both are texts.
+
+    The assistant's messages are answers, except messages with `weight: 0` or `train: false` and messages of a prompt.
 
     Raises:
-        DlmBridgeError: a row without these fields or with others than they can hold, with its file and line.
+        DlmBridgeError: a row without these fields or with invalid values, with its file and line.
     """
     fields, where = _columns(record), record.where
     if "messages" not in fields and {"prompt", "completion"} <= fields.keys():
@@ -129,7 +130,7 @@ def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
 
 
 def read_prompt(record: DataRecord) -> Conversation | str:
-    """What is to be answered: a row's `prompt`, a text or messages, or its conversation without an answer at its end.
+    """Parse the prompt of a row: its `prompt` (a text or messages), or its conversation without the last answer.
     Raises DlmBridgeError as `read_conversation` does."""
     fields, where = _columns(record), record.where
     if isinstance(prompt := fields.get("prompt"), str):
@@ -146,7 +147,7 @@ def read_prompt(record: DataRecord) -> Conversation | str:
 
 
 def _listed(fields: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The messages of a row of messages, of ShareGPT's format, or of Alpaca's; None of any other."""
+    """Messages of a row in messages, ShareGPT or Alpaca format; None for other formats."""
     if "messages" in fields:
         return _messages(fields["messages"], "messages", where)
     if "conversations" in fields:
@@ -214,7 +215,7 @@ def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, here: str) -> dict[str, Any]:
-    """OpenAI's form of a tool call, with its arguments as a mapping."""
+    """Convert a tool call to OpenAI's format, with its arguments as a mapping."""
     call = _parsed(call, here)
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -238,7 +239,7 @@ def _tools(found: Any, where: str) -> list[Any] | None:
 
 
 def _parsed(value: Any, here: str) -> Any:
-    """The value that a JSON text is; any other value as it is."""
+    """Parse a JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -252,7 +253,7 @@ def _columns(record: DataRecord) -> dict[str, Any]:
 
 
 def _sound(value: Any, here: str) -> Any:
-    """A value without nulls in its mappings. Raises DlmBridgeError for what is nested without end, or no text."""
+    """Remove nulls from mappings. Raises DlmBridgeError for a value that is nested too deeply, or invalid text."""
     try:
         value = _present(value)
         check_characters(value, here)
@@ -262,7 +263,7 @@ def _sound(value: Any, here: str) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """A value without nulls in its mappings: Arrow gives each the keys of all rows, with null where it had none."""
+    """Remove nulls from mappings. Arrow gives every mapping the keys of all rows, with null for missing keys."""
     if isinstance(value, Mapping):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list | tuple) else value

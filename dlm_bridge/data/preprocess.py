@@ -1,4 +1,4 @@
-"""Tokenise text into a Megatron pair: batches of documents go to processes, their token ids come back in order."""
+"""Tokenisation of text to a Megatron pair: processes tokenise batches of documents, whose ids are written in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AHEAD = 3  # chunks under way for each process
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What a run of `preprocess` has written."""
+    """Output of `preprocess`."""
 
     prefix: str
     documents: int
@@ -57,18 +57,21 @@ def preprocess(
     progress: Progress | None = None,
     resume: bool = False,
 ) -> PreprocessReport:
-    """Write `PREFIX.bin` and `PREFIX.idx` with the tokens of every document of `inputs`, in order, and the tokenizer's
-    fingerprint to `PREFIX.tokenizer.json`; empty documents are left out, special tokens are not added. With
-    `append_eod` the tokenizer's EOS closes each document. `key` is the field of JSON objects and the column of tables
-    that holds the text. Each of `workers` processes tokenises on one core; with one, this process does, on as many as
-    the Rust tokenizer takes. An interrupted call leaves what it has done, and one with `resume` continues there.
+    """Tokenise the documents of `inputs`, in order, to `PREFIX.bin` and `PREFIX.idx`, and write the tokenizer's
+    fingerprint to `PREFIX.tokenizer.json`. Empty documents are skipped; no special tokens are added.
+
+    Args:
+        append_eod: end each document with the tokenizer's EOS token.
+        key: field of JSON objects, or column of tables, that contains the text.
+        workers: number of processes, each on one core; 1: this process, with the Rust tokenizer's own threads.
+        resume: continue an interrupted call.
 
     Raises:
-        DlmBridgeError: an input that names nothing or is already tokenised, text that cannot be read (with file and
-            line), no documents at all, a tokenizer without EOS, an output that exists or cannot be written.
+        DlmBridgeError: an input does not exist or is already tokenised, text cannot be read (with file and line),
+            there are no documents, the tokenizer has no EOS token, or the output exists or cannot be written.
     """
     if append_eod and tokenizer.eos_token_id is None:
-        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token: leave --append-eod out")
+        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token: remove --append-eod")
     if workers < 1:
         raise DlmBridgeError(f"--workers must be at least 1, not {workers}")
     sources = [_text_source(source, item) for item in inputs for source in find_sources(item)]
@@ -99,7 +102,7 @@ def preprocess(
 
 
 def _call_digest(sources: Sequence[Source], tokenizer: Any, work: _TokenizerWork) -> str:
-    """Digest of all that determines the tokens."""
+    """Digest of everything that determines the tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     whole = tokenizer.get_vocab() if backend is None else backend.to_str()
     facts: list[Any] = [CHUNK, work.key, work.eod, str(work.dtype), tokenizer.name_or_path, whole]
@@ -118,7 +121,7 @@ TokenizedChunk = tuple[
 
 @dataclass(frozen=True)
 class _TokenizerWork:
-    """The work of one process: tokenise a chunk."""
+    """Task of one process: tokenise a chunk."""
 
     tokenizer: Any
     key: str
@@ -156,7 +159,7 @@ class _TokenizerWork:
 
 
 def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> Iterator[TokenizedChunk]:
-    """The tokens of all chunks, in order; a bounded number is under way at a time."""
+    """Yield the tokens of all chunks, in order; a bounded number of chunks is processed at a time."""
     _no_limits(work.tokenizer)
     if workers == 1:
         yield from map(work, chunks)
@@ -182,7 +185,7 @@ _of_this_process: list[_TokenizerWork] = []
 
 
 def _begin(work: _TokenizerWork, parent: int) -> None:
-    """Runs first in each process."""
+    """Initialise a worker process."""
     leave_inherited()
     end_with_parent(parent)
     _of_this_process.append(work)

@@ -1,4 +1,4 @@
-"""Resolution of `--data`: files, folders, datasets, Megatron pairs and blends of them become the blocks of a run."""
+"""Resolution of `--data` (files, folders, datasets, Megatron pairs and blends) to the blocks of a run."""
 
 from __future__ import annotations
 
@@ -50,45 +50,45 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """Settings of a run's data that all sources share."""
+    """Data settings of a run, common to all sources."""
 
     seq_length: int
     seed: int
     shares: Shares  # of training, validation and test
     fit: TokenLimits
-    with_documents: bool  # rows say which of their tokens are of one document
+    with_documents: bool  # rows contain the document of each token
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """The parts of `--data`, found but not yet tokenised: one, or the weighted parts of a blend."""
+    """Sources of `--data` before tokenisation: one part, or the weighted parts of a blend."""
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...]  # empty for one part
-    valid: DataSources | None = None  # --valid-data; None: a part of each source
+    valid: DataSources | None = None  # --valid-data; None: a part of each source is held out
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
-        """The parts for training and for validation."""
+        """Parts for training and validation."""
         return self.parts if self.valid is None else (*self.parts, *self.valid.parts)
 
     @property
     def has_text(self) -> bool:
-        """Whether a tokenizer is needed."""
+        """True if a tokenizer is needed."""
         return any(isinstance(source, Path | NamedDataset) for part in self.all_parts for source in part)
 
     def check(self, seq_length: int) -> None:
-        """Raise DlmBridgeError where a pair holds less than one block."""
+        """Raise DlmBridgeError if a pair has less than one block."""
         for source in self._pairs():
             check_length(source, seq_length)
 
     @property
     def has_fingerprints(self) -> bool:
-        """Whether the tokenizer of a pair is recorded beside it."""
+        """True if some pair has a tokenizer fingerprint."""
         return any(fingerprint_file(source.prefix).is_file() for source in self._pairs())
 
     def check_fingerprints(self, tokenizer: Any) -> None:
-        """Raise DlmBridgeError where a pair was made with another tokenizer. None is not compared."""
+        """Raise DlmBridgeError if a pair was created with another tokenizer. A `tokenizer` of None is not compared."""
         for source in self._pairs() if tokenizer is not None else ():
             check_fingerprint(source, tokenizer)
 
@@ -96,16 +96,16 @@ class DataSources:
         return (source for part in self.all_parts for source in part if isinstance(source, IndexedTokens))
 
     def sections(self, reader: ReaderSettings, tokenizer: Any) -> tuple[Samples, Samples]:
-        """The training and the validation samples: the first shuffled, the second in the data's order, each source of
-        a blend split on its own. `tokenizer` is not used without text. Raises DlmBridgeError for data that cannot
-        be read, do not fit the model or are too short."""
+        """Training samples, shuffled, and validation samples, in the order of the data. Each source of a blend is
+        split separately. `tokenizer` is only used for text. Raises DlmBridgeError for data that cannot be read, do not
+        fit the model or are too short."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
         self.check_fingerprints(tokenizer)
         return self.mixed(lambda part, shares: _part(part, shares, reader, tokenizer), reader.shares, reader.seed)
 
     def mixed(self, cut: Cut, shares: Shares, seed: int) -> tuple[Samples, Samples]:
-        """The training and the validation samples: `cut` gives the blocks of a part for both, by their shares."""
+        """Training and validation samples. `cut` splits a part into blocks for both, according to `shares`."""
         if self.valid is not None:
             train, valid = ([cut(part, (1, 0, 0))[0] for part in each.parts] for each in (self, self.valid))
             return self._shuffled(train, seed), self.valid._ordered(valid)
@@ -119,7 +119,7 @@ class DataSources:
         return Blend(shuffled, blend_schedule(self.weights))
 
     def _ordered(self, parts: Sequence[Blocks]) -> Samples:
-        # A source without validation blocks leaves the others' proportions as they are.
+        # A source without validation blocks does not change the proportions of the others.
         kept = [number for number, blocks in enumerate(parts) if len(blocks)]
         if not self.weights or not kept:
             return Epochs(parts[0])
@@ -128,15 +128,21 @@ class DataSources:
 
 
 def find_run_data(items: Sequence[str], valid_items: Sequence[str], load: bool = True) -> DataSources:
-    """The sources of a run's `--data` and, where there are any, of its `--valid-data`, as `find_data`."""
+    """Find the sources of a run's `--data` and, if given, `--valid-data`; see `find_data`."""
     found = find_data(items, load)
     return replace(found, valid=find_data(valid_items, load, "--valid-data")) if valid_items else found
 
 
 def find_data(items: Sequence[str], load: bool = True, flag: str = "--data") -> DataSources:
-    """The sources of `--data`: PATH... (one after the other), or W PATH W PATH ... (a blend). Raises DlmBridgeError
-    for a path that names nothing, a weight without a path, a path without a weight and a weight that is not positive.
-    Without `load` datasets that would be fetched and prepared are `NamedDataset`s without rows."""
+    """Find the sources of `--data`: PATH... (concatenated), or W PATH W PATH ... (a blend).
+
+    Args:
+        load: False: datasets that would have to be downloaded and prepared become `NamedDataset`s without rows.
+        flag: name of the option in errors.
+
+    Raises:
+        DlmBridgeError: a path does not exist, a weight has no path, a path has no weight, or a weight is not positive.
+    """
     if _weight(items[0]) is None:
         return DataSources((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []
@@ -155,8 +161,8 @@ def find_data(items: Sequence[str], load: bool = True, flag: str = "--data") -> 
 
 
 def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | str]:
-    """The sources that one path means: `mock`, a Megatron pair by its prefix or either file, a saved dataset, the
-    files of a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError where it means nothing."""
+    """Sources of one path: `mock`, a Megatron pair (given by its prefix or either file), a saved dataset, the files of
+    a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError if the path is none of these."""
     path = Path(item)
     if item == MOCK:
         return [MOCK]
@@ -180,17 +186,17 @@ def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | 
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote a folder."""
+    """True if `save_to_disk` wrote the folder."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _in_a_folder(name: str) -> bool:
-    """Whether a name that is not there begins with a folder that is: rather a mistyped path than a Hub id."""
+    """True if a name that does not exist begins with an existing folder: probably a mistyped path, not a Hub id."""
     return "/" in name and Path(name).parent.is_dir()
 
 
 def _weight(item: str) -> float | None:
-    """The number that an item is, unless a file has that name."""
+    """Parse an item as a weight; None if it is not a number, or if a file has this name."""
     if Path(item).exists():
         return None
     with contextlib.suppress(ValueError):
@@ -199,7 +205,7 @@ def _weight(item: str) -> float | None:
 
 
 def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any) -> tuple[Blocks, Blocks]:
-    """Training and validation blocks: each source split on its own, all text together."""
+    """Training and validation blocks of one part. Each pair is split separately, all text together."""
     text = [source for source in sources if isinstance(source, Path | NamedDataset)]
     fit = reader.fit
     cut: list[tuple[Blocks, Blocks, Blocks]] = []
@@ -211,7 +217,7 @@ def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any)
             cut.append(split_stream(source, reader.seq_length, reader.seed, fit, shares, reader.with_documents))
         elif source == MOCK:
             if fit.mask_token_id is not None and fit.mask_token_id < 1:
-                raise DlmBridgeError("--data mock needs a mask_token_id above 0: the ids below it are its tokens")
+                raise DlmBridgeError("--data mock needs a mask_token_id above 0, because it uses the ids below it")
             tokens = fit.vocabulary if fit.mask_token_id is None else min(fit.vocabulary, fit.mask_token_id)
             cut.append(split(MockBlocks(reader.seq_length, tokens=tokens, seed=reader.seed), shares))
     train, valid = (tuple(sections[which] for sections in cut) for which in (0, 1))
@@ -219,18 +225,18 @@ def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any)
 
 
 def _saved(folder: str, part: str) -> NamedDataset:
-    """FOLDER[:SPLIT], which `save_to_disk` wrote."""
+    """Load FOLDER[:SPLIT], written by `save_to_disk`."""
     name = f"{folder}:{part}".rstrip(":")
     return _one_split(name, _load_or_refuse(name, lambda: datasets.load_from_disk(folder)), part)
 
 
 def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
-    """NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or of a folder laid out like one."""
+    """Load NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or a folder with the same layout."""
     shown = f"{name}:{config}:{part}".rstrip(":")
 
     def load() -> Any:
         if not Path(name).is_dir() and not constants.HF_HUB_OFFLINE:
-            HfApi().dataset_info(name, timeout=10)  # answers at once, where load_dataset tries again and again
+            HfApi().dataset_info(name, timeout=10)  # fails immediately, while load_dataset retries many times
         _check_card(Path(name))
         return datasets.load_dataset(name, config or None) if wanted else None
 
@@ -239,8 +245,8 @@ def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
 
 
 def _check_card(folder: Path) -> None:
-    """Raise ValueError for the YAML of a folder laid out like a dataset of the Hub whose aliases datasets would repeat
-    without end."""
+    """Raise ValueError for YAML, in a folder with the layout of a Hub dataset, whose aliases would expand without
+    limit."""
     card, settings = folder / datasets.config.REPOCARD_FILENAME, folder / datasets.config.REPOYAML_FILENAME
     if card.is_file() and (found := REGEX_YAML_BLOCK.search(card.read_text("utf-8"))):
         parse_yaml(found[2])
@@ -251,7 +257,7 @@ def _check_card(folder: Path) -> None:
 def _one_split(name: str, found: Any, part: str) -> NamedDataset:
     if not isinstance(found, dict):
         if part:
-            raise DlmBridgeError(f"{name}: the dataset has no splits: leave :{part} out")
+            raise DlmBridgeError(f"{name}: the dataset has no splits: remove :{part}")
         return NamedDataset(name, found)
     if (part or "train") not in found:
         raise DlmBridgeError(f"{name}: no split '{part or 'train'}' (it has {', '.join(found)}): name one")
@@ -261,5 +267,7 @@ def _one_split(name: str, found: Any, part: str) -> NamedDataset:
 def _load_or_refuse(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except Exception as error:  # whatever a dataset's files can be wrong with
-        raise DlmBridgeError(f"{name}: no such file or folder, nor a dataset that loads: {one_line(error)}") from error
+    except Exception as error:  # datasets may raise anything for damaged files
+        raise DlmBridgeError(
+            f"{name}: not a file or folder, and not a dataset that can be loaded: {one_line(error)}"
+        ) from error

@@ -1,4 +1,4 @@
-"""`generate`: prompts become requests of the sampling engine, and its events become a tensor."""
+"""`generate`: samples a batch of prompts with the sampling engine and returns a tensor."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class DiffusionGenerateOutput(ModelOutput):
 
     Args:
         sequences: [B, prompt + new] token ids.
-        row_ends: [B], the column of `sequences` behind each row's last token, which may be the one that ended it.
-        forwards: forward passes of the model (guidance counts as one, of twice the rows), those that chose among
-            `span_lengths` included.
-        tokens_per_forward: new tokens of a row, as far as its end, per forward pass that it took part in; the mean
-            over all of them.
-        time: seconds that the call took.
-        history: with `output_history=True` a `DenoisingStep` for every forward pass.
+        row_ends: [B], the column of `sequences` after each row's last token (which may be an EOS token).
+        forwards: number of forward passes of the model, including those that choose among `span_lengths`. A pass with
+            guidance, which has twice the rows, counts as one.
+        tokens_per_forward: new tokens of all rows, up to their ends, divided by the sum over rows of the forward
+            passes that the row took part in.
+        time: duration of the call in seconds.
+        history: with `output_history=True`, a `DenoisingStep` for every forward pass.
     """
 
     sequences: torch.Tensor | None = None
@@ -73,49 +73,49 @@ def generate(
 ) -> torch.Tensor | DiffusionGenerateOutput:
     """Sample from a diffusion language model, by default with its family's published sampler.
 
-    New tokens start as mask tokens right behind the prompt and are denoised block by block; each step runs the model
-    once and commits some tokens of the block. The samplers in `dlm_bridge.generation.SAMPLERS` differ in which tokens
-    and in the order of blocks. The mask token itself is never emitted, unless it is an ordinary one
-    (`FamilySpec.ordinary_mask`): masks are known by their positions.
+    New tokens start as mask tokens after the prompt and are denoised block by block. Each step runs the model once and
+    commits some tokens of the block. The samplers in `dlm_bridge.generation.SAMPLERS` differ in which tokens a step
+    commits and in the order of blocks. The mask token itself is never emitted, unless it is an ordinary token
+    (`FamilySpec.ordinary_mask`), because masks are identified by their positions.
 
-    A setting is taken from the first of: a keyword argument, `generation_config`, the model's own
-    `generation_config`, the model's block size, the family's defaults, the sampler's defaults. The keywords are the
-    fields of `DiffusionGenerationConfig`. `max_length` (prompt included) works as in transformers. The temperature
-    decides between greedy decoding and sampling; `do_sample=False` means temperature 0, `do_sample=True` without a
-    temperature 1.0. `use_cache` has no effect: the setting `cache` chooses the KV cache.
+    Settings are looked up in this order: keyword arguments, `generation_config`, the model's own `generation_config`,
+    the model's block size, the family's defaults, the sampler's defaults. The keywords are the fields of
+    `DiffusionGenerationConfig`. `max_length` (including the prompt) works as in transformers. The temperature selects
+    greedy decoding (0) or sampling; `do_sample=False` means temperature 0, and `do_sample=True` without a temperature
+    means 1.0. `use_cache` has no effect: the setting `cache` selects the KV cache.
 
     Args:
-        model: one of this package's diffusion models, plain or wrapped by PEFT; its train or eval mode is not changed.
-        inputs, input_ids: [B, P] prompt token ids, two names for one argument. P may be 0. With `infill`, a position
-            to fill holds -1 or, unless that is an ordinary token, the mask token.
-        generation_config: a `DiffusionGenerationConfig`, or transformers' own with such fields.
-        attention_mask: [B, P], zero at padding, on the left or on the right; without it every token is real. Each row
-            is computed as if it were alone: the model sees neither the padding nor the positions it takes.
-        generator: a torch.Generator that the rows' seeds are drawn from, or one per row, which makes rows independent
-            of the batch. Without it and without `seed`, torch's global random state is used, of a tensor-parallel
-            model the first process's.
-        streamer: one object or a list of them: a transformers streamer, which gets the prompts and then each run of
-            new tokens as soon as they are final, or a step callback with `on_step(step)`, which gets a `DenoisingStep`
-            after every forward pass; see `dlm_bridge.generation.callbacks`.
-        commit_rule: chooses the proposals that a step commits, instead of the sampler's own rule; an object serves one
-            call at a time. `register_sampler` adds a sampler of one's own.
-        **kwargs: any setting, for this call. `eos_token_id=None` turns stopping off.
+        model: one of this package's diffusion models, plain or wrapped by PEFT. Its train or eval mode is not changed.
+        inputs, input_ids: [B, P] prompt token ids, two names of the same argument. P may be 0. With `infill`,
+            positions to fill in have the id -1 or, unless the mask token is an ordinary token, the mask token's id.
+        generation_config: a `DiffusionGenerationConfig`, or a transformers `GenerationConfig` with such fields.
+        attention_mask: [B, P], zero at padding, on the left or on the right. Without it, every token is real. Each row
+            is computed as if it were alone: padding is not attended to and does not shift positions.
+        generator: a torch.Generator from which the rows' seeds are drawn, or one per row, which makes rows independent
+            of the batch. Without `generator` and `seed`, torch's global random state is used (of the first process,
+            for a tensor-parallel model).
+        streamer: one object or a list. A transformers streamer gets the prompts, and then new tokens as soon as they
+            are final. A step callback with a method `on_step(step)` gets a `DenoisingStep` after every forward pass;
+            see `dlm_bridge.generation.callbacks`.
+        commit_rule: selects the proposals that a step commits, instead of the sampler's own rule. An object can be
+            used in one call at a time. To add a complete sampler, use `register_sampler`.
+        **kwargs: any setting, for this call. `eos_token_id=None` disables stopping.
 
     Returns:
-        [B, P + new] token ids, with `num_return_sequences` n [B * n, P + new], on the device of the model's
-        embedding. Prompts that were padded on the right come back padded on the left, so that the new tokens always
-        are `output[:, P:]`. Behind its first end-of-sequence token a row is filled with `pad_token_id`, and the
-        longest row ends the output; without stopping, new is `gen_length`. A sampler that inserts and deletes tokens
-        ends a row where its text ends; of prompts to fill, a row's text begins where its prompt does and is followed
-        by padding. With `return_dict_in_generate=True` a `DiffusionGenerateOutput`.
+        [B, P + new] token ids, or [B * n, P + new] with `num_return_sequences` n, on the device of the model's
+        embedding. Prompts that are padded on the right are returned padded on the left, so that the new tokens are
+        always `output[:, P:]`. After its first end-of-sequence token, a row is filled with `pad_token_id`; the output
+        is as long as its longest row. Without stopping, `new` is `gen_length`. A sampler that inserts and deletes
+        tokens ends a row where its text ends; with `infill`, the row then starts with its prompt and is padded at the
+        end. With `return_dict_in_generate=True`, a `DiffusionGenerateOutput`.
 
     Raises:
-        DlmBridgeError: a setting or an input that the sampler cannot run, with the remedy.
-        NonFiniteError: logits are NaN or infinite, in the rows that it names or in all.
+        DlmBridgeError: a setting or an input is invalid for the sampler; the message has the remedy.
+        NonFiniteError: logits are NaN or infinite, in the rows that the error names or in all rows.
     """
     began = time.perf_counter()
     if inputs is not None and input_ids is not None:
-        raise DlmBridgeError("inputs and input_ids are the same argument: give one of them")
+        raise DlmBridgeError("inputs and input_ids are the same argument: pass only one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     longest = None if attention_mask is None else int(attention_mask.sum(dim=1).max())
     settings = resolve_settings(model, generation_config, kwargs, tokens_BP.shape[1], longest)
@@ -199,7 +199,7 @@ def generate(
 
 
 def _failure(failed: Sequence[Failed], copies: int, rows: int) -> Exception:
-    """The error of a call of which these rows have failed; the rows that it names are those of the input."""
+    """Error of a call with failed rows, named by their index in the input."""
     named = [event.error for event in failed if isinstance(event.error, NonFiniteError) and event.error.rows]
     if len(named) < len(failed):
         return failed[0].error
@@ -208,7 +208,7 @@ def _failure(failed: Sequence[Failed], copies: int, rows: int) -> Exception:
 
 
 def _as_given(prompt: Sequence[int], limits: PromptLimits) -> list[int]:
-    """The prompt with mask tokens at masks, from which its random numbers are derived."""
+    """Prompt with the mask token's id at masks. The row's seed is derived from it."""
     return [limits.mask_token_id or 0 if token == MASK else token for token in prompt]
 
 
@@ -217,17 +217,17 @@ def _fit_spans(
 ) -> tuple[list[list[int]], int, int]:
     """Choose the length of each span of masks among `span_lengths`.
 
-    A masked diffusion model is most confident in its first step where a span of masks has about the right length; CAL
-    (arXiv 2602.00476) chooses lengths by that. Here the score is the first-step confidence, the mean over the span of
-    the best token's probability, over the lengths that the caller names; CAL's search and its correction for the
-    confidence's bias towards some lengths are not part of it.
+    In the first step, a masked diffusion model is most confident if a span of masks has about the right length; CAL
+    (arXiv 2602.00476) chooses lengths by this observation. The score used here is the first-step confidence: the mean
+    over the span of the highest token probability, for each length in `span_lengths`. CAL's search, and its correction
+    for the confidence's bias towards some lengths, are not implemented.
 
-    Spans are decided from left to right, those to the right at their given length; of equal scores the shortest length
-    wins. Each length costs a forward pass for the first span of all rows, one for the second, and so on.
+    Spans are decided from left to right, with the spans to the right at their given length. Among equal scores, the
+    shortest length is chosen. Each length costs one forward pass for the first span of all rows, one for the second,
+    and so on.
 
     Returns:
-        The rows with spans of the chosen lengths; the number of forward passes; the sum over them of the rows that
-        took part.
+        The rows with spans of the chosen lengths; the number of forward passes; the number of rows in these passes.
     """
     settings = plan.settings
     fitted = [list(row) for row in rows]
@@ -259,7 +259,7 @@ def _fit_spans(
 def _first_logits(
     model: Any, rows: Sequence[list[int]], columns: slice, plan: SamplingPlan, device: torch.device
 ) -> torch.Tensor:
-    """[A, N, V] logits of these columns of the rows before any step."""
+    """[A, N, V] logits at these columns of the rows, before the first step."""
     limits, cache = plan.settings.limits, KVCache()
     canvas = Canvas(
         plan.spec.layout,
@@ -284,7 +284,7 @@ def _first_logits(
 
 
 def _span_confidence(logits_ANV: torch.Tensor, begins: list[int], length: int, excluded_token_id: int) -> torch.Tensor:
-    """[A], the mean over a row's span of the best token's probability."""
+    """[A], mean over each row's span of the highest token probability."""
     rows = torch.arange(len(begins))[:, None]
     columns = torch.tensor(begins)[:, None] + torch.arange(length)
     probabilities = without_token(logits_ANV[rows, columns], excluded_token_id, torch.float32).softmax(dim=-1)

@@ -1,16 +1,17 @@
-"""Canvas: the tokens of the rows that are sampled together, their masks by position, blocks, and the end of each row.
+"""Canvas: the token buffer of the rows that are sampled together, with their masks, blocks and ends.
 
-Rows enter and leave while others run. A row's prompt and its committed tokens stand before the block that it denoises:
+Rows enter and leave while others run. Each row has its prompt and committed tokens to the left of the current block:
 
                         block
     row 0     [ prompt ][ new : tokens ...... ]
     row 1        [ prompt  new: tokens : . ]       entered earlier
     row 2           [ prompt ]: [ ........... ]    enters
 
-Without a KV cache, or with one whose columns are counted from a row's first token, each row goes on to its next block
-as soon as it has completed one, and rows enter before any step: the canvas moves each row so that all blocks begin in
-one column. Where keys and values are cached block by block in shared columns (`shares_blocks`), the block moves to the
-right when all rows have completed it, and rows enter then. Where all rows enter together, no row is ever moved.
+Without a KV cache, or with one whose columns are counted from each row's first token, a row moves on to its next block
+as soon as it has completed one, and rows may enter before any step. The canvas then moves each row so that all blocks
+start in the same column. If keys and values are cached block by block in shared columns (`shares_blocks`), the block
+moves to the right when all rows have completed it, and only then may rows enter. If all rows enter together, no row is
+ever moved.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dlm_bridge.errors import RowError
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.stopping import Read, StopCondition
 
-Columns = slice | torch.Tensor  # the same columns of every row, or a [rows, N] tensor of each row's own
+Columns = slice | torch.Tensor  # the same columns for every row, or [rows, N] columns of each row
 
 
 def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -37,7 +38,7 @@ def to_device(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> to
 
 
 def read_flags(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[Any]:
-    """The tensor's values on the host. On a GPU `overlap_with` launches work before the host waits for them."""
+    """Copy the tensor's values to the host. On a GPU, `overlap_with` is called before the host waits for them."""
     copy = HostCopy(flags)
     if flags.is_cuda:
         overlap_with()
@@ -45,7 +46,7 @@ def read_flags(flags: torch.Tensor, overlap_with: Callable[[], None]) -> list[An
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host."""
+    """Asynchronous copy of a tensor to the host."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._copy, self._event = values, None
@@ -58,7 +59,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def values(self) -> np.ndarray[Any, Any]:
-        """The values; waits until they have arrived."""
+        """Wait for the copy and return the values."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy.numpy()
@@ -69,14 +70,14 @@ class BlockLayout:
     """Division of the new tokens into blocks.
 
     Args:
-        block_length: tokens of a block; None: one block of any length, also of a prompt to fill.
-        aligned: blocks are counted from each row's first token, so that a prompt's ragged end shares the first block
-            with new tokens, and the last block may go on behind the last new token. False: they start where the prompt
-            ends, and the last one may be shorter.
-        spare: mask columns behind the last new token, part of the last block.
-        closing: a token that stands in the last new column from the start.
-        first_masks: number of new tokens that rows begin with, of at most `gen_length`; they then grow and shrink
-            (`Canvas.resize`). None: rows keep their length.
+        block_length: tokens per block; None: a single block of any length, including the masks of a prompt to fill in.
+        aligned: True: blocks are counted from each row's first token. The end of a prompt may then share the first
+            block with new tokens, and the last block may extend past the last new token. False: blocks start at the
+            end of the prompt, and the last one may be shorter.
+        spare: number of mask columns after the last new token, as part of the last block.
+        closing: token that is placed in the last new column from the start.
+        first_masks: number of new tokens at the start, at most `gen_length`; rows then grow and shrink
+            (`Canvas.resize`). None: rows have a fixed length.
     """
 
     block_length: int | None
@@ -87,15 +88,15 @@ class BlockLayout:
 
 
 def cache_columns(layout: BlockLayout, max_length: int) -> int:
-    """Columns of a KV cache for rows of at most `max_length` tokens: one more for padding or, where rows share their
-    blocks, room to move the rows by whole blocks."""
+    """Number of columns of a KV cache for rows of at most `max_length` tokens. Includes one column for padding or, if
+    the layout has blocks, four blocks, so that rows can be moved by whole blocks."""
     block, columns = layout.block_length, max_length + layout.spare
     return columns + 1 if block is None else -(-columns // block) * block + 4 * block
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row that enters: its name, prompt tokens (`MASK` at positions to fill), and number of new tokens."""
+    """A row to add: its name, prompt tokens (`MASK` at positions to fill in), and number of new tokens."""
 
     name: Hashable
     prompt: Sequence[int]
@@ -104,17 +105,17 @@ class Entry:
 
 @dataclass
 class _Row:
-    """Columns of one row.
+    """Position of one row on the canvas.
 
     Attributes:
-        origin: of its first token.
-        start: of its first new token behind the prompt.
-        end: behind its last token.
-        stop: behind the last one that may hold a new token, without the layout's `closing` one.
-        before: number of its columns before its block.
-        holes: positions in the prompt to fill, counted from the first token.
-        inside: True while it denoises the block.
-        steps: its steps in the block so far.
+        origin: column of the first token.
+        start: column of the first new token after the prompt.
+        end: column after the last token.
+        stop: column after the last position for a new token, not counting the layout's `closing` token.
+        before: number of columns of the row before its block.
+        holes: positions in the prompt to fill in, counted from the first token.
+        inside: True while the row denoises the block.
+        steps: number of steps of the row in the block so far.
     """
 
     name: Hashable
@@ -135,30 +136,30 @@ class _Row:
 
 
 class Canvas:
-    """B rows of S columns; `MASK` at masks and padding.
+    """Token buffer of B rows and S columns; `MASK` at masks and padding.
 
     Args:
         layout: the sampler's division into blocks.
-        stop_condition: what ends a row, apart from its length.
-        mask_token_id: the token that the model reads at masks; None: the sampler works without one.
-        proposes_mask: this token is an ordinary one, which may also be sampled.
-        cache_width: columns of a KV cache; a forward pass reads no more.
-        shares_blocks: a row goes on to its next block only when all rows have completed theirs.
-        infill: prompts hold masks to fill; otherwise only what follows the prompt is new.
+        stop_condition: conditions that end a row before its full length.
+        mask_token_id: token that the model reads at masks; None: the sampler has no mask token.
+        proposes_mask: True if the mask token is an ordinary token, which may also be sampled.
+        cache_width: number of columns of the KV cache; a forward pass reads at most this many.
+        shares_blocks: True if a row starts its next block only when all rows have completed theirs.
+        infill: True if prompts contain masks to fill in; otherwise only tokens after the prompt are new.
 
     Attributes:
-        rows, names: [B], the rows' numbers from 0, and their names.
-        tokens: [B, S].
-        excluded_token_id: the token that is never proposed; -1: none.
+        rows, names: [B], the rows' indices and names.
+        tokens: [B, S] token ids.
+        excluded_token_id: token that is never proposed; -1: none.
         block: the columns that rows denoise.
-        blocks: the block and, where rows share blocks and go on behind it, the following one.
-        memory: values that the rule and the predictor keep of each row within its block.
-        non_finite: [B] bool on the device, True for rows whose logits have been NaN or infinite.
-        errors: by name, errors of rows that fail for another reason than the model's logits.
-        failed: the names of such rows that the host knows of, by `read`. They take no further step.
-        ended: rows that have left since the caller last emptied the list: name and tokens, at most `gen_length` new;
-            None in place of the tokens of a failed row.
-        cancelled: names of rows that take no further step, and leave without a result.
+        blocks: the block and, if rows share blocks and there is a following block, that one.
+        memory: values that the rule and the predictor store for each row within its block.
+        non_finite: [B] bool on the device, True for rows with NaN or infinite logits so far.
+        errors: by name, errors of rows that failed for other reasons than the model's logits.
+        failed: names of failed rows that the host has learned of through `read`. They take no further step.
+        ended: (name, tokens) of rows that have left since the caller last emptied the list, with at most `gen_length`
+            new tokens; tokens are None for a failed row.
+        cancelled: names of rows that take no further step and leave without a result.
     """
 
     def __init__(
@@ -187,11 +188,11 @@ class Canvas:
         self.grows = layout.first_masks is not None
         self._layout = layout
         self._closing = int(layout.closing is not None)
-        # New tokens in the middle of a text that grows and shrinks do not end it.
+        # In a text that grows and shrinks, an EOS token in the middle does not end it.
         self._stop_condition = StopCondition((), device) if infill and self.grows else stop_condition
         self._rows: list[_Row] = []
         self._index: tuple[list[int], torch.Tensor] | None = None
-        self._next = 0  # where rows share blocks, the column of the next one
+        self._next = 0  # if rows share blocks, the column of the next block
         self._is_hole: torch.Tensor | None = None  # [B, S]; None: no row has a hole
         self._refresh()
 
@@ -204,17 +205,17 @@ class Canvas:
 
     @property
     def starts(self) -> list[int]:
-        """[B], the column of each row's first new token behind the prompt."""
+        """[B], the column of each row's first new token after the prompt."""
         return [row.start for row in self._rows]
 
     @property
     def ends(self) -> list[int]:
-        """[B], the column behind each row's last token."""
+        """[B], the column after each row's last token."""
         return [row.end for row in self._rows]
 
     @property
     def stops(self) -> list[int]:
-        """[B], the column behind the last one that may hold a new token, without the layout's `closing` one."""
+        """[B], the column after the last position for a new token, not counting the layout's `closing` token."""
         return [row.stop for row in self._rows]
 
     @property
@@ -224,39 +225,39 @@ class Canvas:
 
     @property
     def steps(self) -> list[int]:
-        """[B], steps of each row in its block so far."""
+        """[B], number of steps of each row in its block so far."""
         return [row.steps for row in self._rows]
 
     @property
     def inside(self) -> list[int]:
-        """Rows that denoise the block."""
+        """Indices of the rows that denoise the block."""
         return [number for number, row in enumerate(self._rows) if row.inside]
 
     @property
     def has_holes(self) -> bool:
-        """True if a row's prompt has masks to fill."""
+        """True if some prompt has masks to fill in."""
         return self._is_hole is not None
 
     @property
     def padded(self) -> bool:
-        """True if some column of some row is padding."""
+        """True if some row has padding."""
         return self._padded
 
     def count_step(self, rows: list[int]) -> None:
-        """These rows have taken a step."""
+        """Count one step for these rows."""
         for row in rows:
             self._rows[row].steps += 1
 
     def index(self, rows: list[int]) -> torch.Tensor:
-        """[A], the rows as an index on the device, cached for the last request."""
+        """[A], `rows` as an index tensor on the device; the last one is cached."""
         if self._index is None or self._index[0] != rows:
             self._index = rows, to_device(rows, self.tokens.device)
         return self._index[1]
 
-    # ---- Tokens. `rows` None means all rows; A is the number of rows, N that of columns.
+    # ---- Tokens. `rows` None means all rows; A is the number of rows, N the number of columns.
 
     def take(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N] tokens."""
+        """Return [A, N] tokens."""
         tokens = self.tokens if rows is None else self.tokens[self.index(rows)]
         return tokens[:, columns] if isinstance(columns, slice) else tokens.gather(1, columns)
 
@@ -271,9 +272,9 @@ class Canvas:
             self.tokens[index] = self.tokens[index].scatter(1, columns, tokens_AN)
 
     def flag_non_finite(self, rows: list[int] | None, columns: Columns, logits_ANV: torch.Tensor) -> None:
-        """Flag the rows in which logits of new tokens are NaN or plus infinity; minus infinity suppresses a token.
+        """Flag rows in which logits of new tokens are NaN or plus infinity; minus infinity suppresses a token.
 
-        The host learns of it when it reads the result of a step (`read`), or when a row leaves the canvas.
+        The flags stay on the device. The host reads them with the result of a step (`read`), or when a row leaves.
         """
         bad_AN = ~(logits_ANV.amax(dim=-1) < torch.inf)
         bad_A = (bad_AN & self.behind_prompt(rows, columns)).any(dim=1)
@@ -283,21 +284,21 @@ class Canvas:
             self.non_finite[self.index(rows)] |= bad_A
 
     def fail(self, name: Hashable, reason: str) -> None:
-        """Give the reason why a row fails whose logits the caller makes NaN; of several the first."""
+        """Record why a row fails; the caller sets its logits to NaN. The first reason is kept."""
         self.errors.setdefault(name, RowError(reason, [name]))
 
     def read(self, flags: torch.Tensor, overlap_with: Callable[[], None] = lambda: None) -> list[Any]:
-        """The values of `read_flags`; with them the host learns which rows have `failed`."""
+        """Return the values of `read_flags`, and update `failed`."""
         non_finite = HostCopy(self.non_finite)
         values = read_flags(flags, overlap_with)
         self.failed |= {name for name, bad in zip(self.names, non_finite.values().tolist(), strict=True) if bad}
         return values
 
     def behind_prompt(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at columns that are not given: behind the row's prompt up to its end, and holes."""
+        """[A, N], True at columns that are not given: from the end of the row's prompt to its end, and at holes."""
         columns_AN = self.columns(rows, columns)
         behind_AN = columns_AN >= self.first_new(rows)[:, None]
-        if self.grows and self._is_hole is not None:  # what follows the holes is given and moves with them
+        if self.grows and self._is_hole is not None:  # tokens after the holes are given and move with them
             behind_AN = torch.zeros_like(behind_AN)
         elif self._some_end_early:
             behind_AN &= columns_AN < (self._ends if rows is None else self._ends[self.index(rows)])[:, None]
@@ -306,38 +307,37 @@ class Canvas:
         return behind_AN | (self._is_hole if rows is None else self._is_hole[self.index(rows)]).gather(1, columns_AN)
 
     def masked(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], True at masks, not at padding."""
+        """[A, N], True at masks, False at padding."""
         return (self.take(rows, columns) == MASK) & self.behind_prompt(rows, columns)
 
     def columns(self, rows: list[int] | None, columns: Columns) -> torch.Tensor:
-        """[A, N], the columns as a tensor."""
+        """[A, N], column indices as a tensor."""
         count = len(self._rows if rows is None else rows)
         return self._columns[columns].expand(count, -1) if isinstance(columns, slice) else columns
 
     def first_new(self, rows: list[int] | None) -> torch.Tensor:
-        """[A], the column of a row's first new token behind the prompt."""
+        """[A], the column of each row's first new token after the prompt."""
         return self._starts if rows is None else self._starts[self.index(rows)]
 
     def origin(self, rows: list[int] | None) -> torch.Tensor:
-        """[A], the column of a row's first token."""
+        """[A], the column of each row's first token."""
         return self._origins if rows is None else self._origins[self.index(rows)]
 
     def places(self, rows: list[int] | None, columns: Columns = slice(None)) -> torch.Tensor:
-        """[A, N], the columns counted from the row's first token; negative at padding."""
+        """[A, N], columns counted from the row's first token; negative at padding on the left."""
         return self.columns(rows, columns) - self.origin(rows)[:, None]
 
     def real(self, rows: list[int] | None) -> torch.Tensor:
-        """[A, S], False at padding on either side."""
+        """[A, S], True at real tokens, False at padding on either side."""
         return self._real if rows is None else self._real[self.index(rows)]
 
     def lengths(self, rows: list[int] | None, end: int, begin: int = 0, without: int = 0) -> tuple[int, ...]:
-        """[A], the number of each row's real columns in [begin, end), without the last `without` of the row."""
+        """[A], number of real columns of each row in [begin, end), without the row's last `without` columns."""
         chosen = self._rows if rows is None else [self._rows[row] for row in rows]
         return tuple(max(0, min(row.end - without, end) - max(row.origin, begin)) for row in chosen)
 
     def texts(self) -> torch.Tensor:
-        """[B, G], the tokens of each row from its first reported position on, G those of the longest; `MASK` behind a
-        row's own."""
+        """[B, G], tokens of each row from its first reported position on; shorter rows are filled with `MASK`."""
         positions_G = torch.arange(max(self._reported), device=self.tokens.device)
         columns_BG = (self._origins if self.infill else self._starts)[:, None] + positions_G
         own_BG = (positions_G < to_device(self._reported, columns_BG.device)[:, None]) & (columns_BG < self.width)
@@ -345,7 +345,7 @@ class Canvas:
         return tokens_BG.masked_fill(~own_BG, MASK)
 
     def masks(self, block: slice) -> list[int]:
-        """[B], masks of an untouched block; 0 where it has no position to fill."""
+        """[B], number of masks of each row in a block that is not started yet."""
         counts = []
         for row in self._rows:
             holes = sum(block.start <= row.origin + hole < block.stop for hole in row.holes)
@@ -354,21 +354,20 @@ class Canvas:
         return counts
 
     def opens(self, row: int, column: int) -> bool:
-        """True if the column of an untouched block is a mask with a token of the row before it."""
+        """True if `column`, in a block that is not started yet, is a mask with a token of the row to its left."""
         one = self._rows[row]
         return one.origin < column and (one.start <= column or column - one.origin in one.holes)
 
     def resize(self, rows: list[int], columns: slice, copies_AN: torch.Tensor, growth: Sequence[int]) -> torch.Tensor:
-        """Insert and delete tokens of these rows; what follows moves.
+        """Insert and delete tokens of these rows; the tokens after them move.
 
         Args:
-            columns: contains every column that changes, and all behind it.
-            copies_AN: 0 where the token is deleted, 2 where it becomes two masks, else 1. A row has to stay within its
-                `stops`.
-            growth: the change of each row's length that `copies_AN` makes.
+            columns: every column that changes, and all columns after it.
+            copies_AN: 0 to delete the token, 2 to replace it by two masks, else 1. A row must stay within its `stops`.
+            growth: resulting change of each row's length.
 
         Returns:
-            [A, N], the earlier column of the token in each column.
+            [A, N], the previous column of the token in each column.
         """
         index, count = self.index(rows), copies_AN.shape[1]
         places_AN = torch.arange(count, device=copies_AN.device).repeat(len(rows), 1)
@@ -391,18 +390,19 @@ class Canvas:
         read: Read,
         values: Callable[[torch.Tensor], torch.Tensor] = lambda unfinished_A: unfinished_A,
     ) -> list[Any]:
-        """[A], True if a new token of the block is a mask and the row does not end before it.
+        """[A], True if the block has a masked new token and the row does not end before it.
 
         Args:
-            values: computes [A] numbers from it, which are read instead. It is called twice where there are stop
-                strings: these are searched on the host, which does not wait for the device again.
+            read: copies flags to the host.
+            values: computes [A] numbers from these flags, which are returned instead. With stop strings it is called
+                twice: they are searched for on the host, without waiting for the device again.
         """
         tokens_AN, new_AN = self.take(rows, slice(0, block.stop)), self._wanted(rows, slice(0, block.stop))
         masked_AN, stop = tokens_AN == MASK, self._stop_condition
         open_AN = masked_AN & new_AN
         if stop.active:
             open_AN &= stop.by_token(tokens_AN, new_AN).cumsum(dim=1) == 0
-        open_A, holes_A = open_AN.any(dim=1), torch.zeros_like(open_AN[:, 0])  # a hole is open whatever ends the row
+        open_A, holes_A = open_AN.any(dim=1), torch.zeros_like(open_AN[:, 0])  # a hole is open even after an EOS token
         if self._is_hole is not None:
             holes_AN = self._is_hole if rows is None else self._is_hole[self.index(rows)]
             holes_A = (holes_AN[:, : block.stop] & masked_AN).any(dim=1)
@@ -412,7 +412,7 @@ class Canvas:
         table = read(torch.cat([both_A2, stop.texts(tokens_AN, new_AN)], dim=1))
         return [stopped if stop.string_end(text) >= 0 else going for going, stopped, *text in table]
 
-    # ---- Rows that enter, go from block to block, and leave.
+    # ---- Adding rows, starting and completing blocks, removing rows.
 
     @property
     def admits(self) -> bool:
@@ -420,13 +420,13 @@ class Canvas:
         return not self.shares_blocks or (bool(self._rows) and not self.inside)
 
     def admit(self, entering: Sequence[Entry], cached: int | None = None) -> int:
-        """Add rows in front of the others, whose order becomes `order_behind`.
+        """Add rows before the others, which are reordered by `order_behind`.
 
         Args:
-            cached: number of columns in a KV cache of committed blocks; None: there is none.
+            cached: number of columns in a KV cache of committed blocks; None: no such cache.
 
         Returns:
-            By how many columns the other rows have moved to the right (below 0: left).
+            Number of columns by which the other rows moved to the right (negative: to the left).
         """
         if not self.shares_blocks:
             if entering:
@@ -443,7 +443,7 @@ class Canvas:
         return by
 
     def open_block(self) -> list[int]:
-        """Let rows begin a block. Returns these rows."""
+        """Start the next block. Returns the rows that begin it."""
         opening = [number for number, row in enumerate(self._rows) if not row.inside]
         if not opening or (self.shares_blocks and len(opening) < len(self._rows)):
             return []
@@ -461,8 +461,8 @@ class Canvas:
         return opening
 
     def close_block(self, rows: list[int]) -> list[int]:
-        """Mark rows as done with the block. Returns the rows that have completed it: where rows share blocks all, once
-        no row is inside any more."""
+        """Mark rows as done with the block. Returns the rows that have completed it; if rows share blocks, that is
+        none until all are done, and then all."""
         for row in rows:
             self._rows[row].inside = False
         if self.shares_blocks:
@@ -480,14 +480,14 @@ class Canvas:
         return [number for number, row in enumerate(self._rows) if row.name in leaving] if leaving else []
 
     def retire(self, rows: list[int], read: Read) -> list[int] | None:
-        """Drop the rows whose text is complete, of those that have completed the block, and cancelled or failed
-        rows.
+        """Drop rows whose text is finished, and cancelled or failed rows.
 
         Args:
+            rows: rows that have completed the block.
             read: copies flags to the host.
 
         Returns:
-            The rows that stay, in their new order; None if all stay in place.
+            Indices of the rows kept, in their new order; None if none was dropped.
         """
         stop, whole = self.block.stop, self._layout.block_length is None
         over = {
@@ -521,13 +521,13 @@ class Canvas:
         return stay
 
     def _wanted(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
-        """[A, N], True at the row's `gen_length` new tokens."""
+        """[A, N], True at the row's first `gen_length` new tokens."""
         new_AN = self._columns[columns] - self.first_new(rows)[:, None]
         lengths_A = self._lengths if rows is None else self._lengths[self.index(rows)]
         return (new_AN >= 0) & (new_AN < lengths_A[:, None])
 
     def _columns_before(self, row: Entry) -> int:
-        """Number of the row's columns before its first block; below 0 where the block begins before the row."""
+        """Number of columns of the row before its first block; negative if the block starts before the row."""
         length, block = len(row.prompt), self._layout.block_length
         if block is None:
             return 0 if self.infill else length
@@ -536,7 +536,7 @@ class Canvas:
         return -(-length % block) if self.infill else length
 
     def _put_in_front(self, entering: Sequence[Entry], origins: list[int]) -> None:
-        """Add rows that begin in these columns."""
+        """Insert rows before the others, with their first tokens at the columns `origins`."""
         count = len(entering)
         added = [self._row(entry, origin) for entry, origin in zip(entering, origins, strict=True)]
         width = max([self.width, *(row.stop + self._closing for row in added)])
@@ -559,7 +559,7 @@ class Canvas:
             self._is_hole = torch.cat([shown.to(before.device), before])
         self._rows = added + self._rows
         self.non_finite = torch.cat([self.non_finite.new_zeros(count), self.non_finite])
-        for row in added:  # a name of a row that has left
+        for row in added:  # may reuse the name of a row that has left
             self.failed.discard(row.name)
             self.errors.pop(row.name, None)
         self.memory.admit(count)
@@ -591,7 +591,7 @@ class Canvas:
         self._rows = [self._rows[row] for row in rows]
 
     def _arrange(self) -> None:
-        """Move the rows so that their blocks begin in one column, with nothing but padding before all rows."""
+        """Move the rows so that their blocks start in the same column. Columns to the left of a row become padding."""
         length = self._layout.block_length
         start = max(row.before for row in self._rows)
         if length is not None:  # blocks are counted from the first column
@@ -616,8 +616,8 @@ class Canvas:
             self._is_hole &= self._real
 
     def _shift_for(self, entering: Sequence[Entry], cached: int | None) -> int:
-        """By how many columns the canvas should move to the right (below 0: left), in whole blocks, before these rows
-        enter. A KV cache is moved only where it must be."""
+        """Number of columns, in whole blocks, by which the canvas must move to the right (negative: left) before these
+        rows enter. With a KV cache, it moves only if necessary."""
         block = self._layout.block_length
         assert block is not None
         first = min([*self.origins, *(self._next - self._columns_before(row) for row in entering)])
@@ -627,7 +627,7 @@ class Canvas:
         return -(min(first, cached) // block * block) if full else 0
 
     def _shift(self, by: int) -> None:
-        """Move all rows to the right, or to the left over columns that no row needs."""
+        """Move all rows to the right, or to the left over unused columns."""
         if by > 0:
             self.tokens = torch.nn.functional.pad(self.tokens, (by, 0), value=MASK)
         else:
@@ -640,7 +640,7 @@ class Canvas:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Compute what follows from the rows' columns."""
+        """Recompute the values that depend on the rows' columns."""
         device = self.tokens.device
         self.rows, self.names = list(range(len(self._rows))), [row.name for row in self._rows]
         self.width = self.tokens.shape[1]
@@ -657,7 +657,7 @@ class Canvas:
         self._measure()
 
     def _measure(self) -> None:
-        """Compute what follows from the rows' ends."""
+        """Recompute the values that depend on the rows' ends."""
         self._ends = to_device(self.ends, self.tokens.device)
         self._some_end_early = any(row.end != self.width for row in self._rows)
         self._padded = self._some_end_early or any(row.origin for row in self._rows)
@@ -667,9 +667,9 @@ class Canvas:
 
 
 class RowMemory:
-    """Values of each of B rows by name. A row that begins a block has zeros, in lists None.
+    """Named per-row values, reset at the start of each block: tensors to zeros, lists to None.
 
-    They follow their rows where others enter or leave the canvas.
+    Values move with their rows when other rows enter or leave the canvas.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -692,11 +692,11 @@ class RowMemory:
         return stored
 
     def values(self, name: str) -> list[Any]:
-        """B values on the host, to read and to write."""
+        """The named list of B values on the host, created as None; the caller may modify it."""
         return self._values.setdefault(name, [None] * self._rows)
 
     def forget(self, rows: list[int]) -> None:
-        """Reset rows that have completed their block."""
+        """Reset the values of rows that have completed their block."""
         if len(rows) == self._rows:
             self._tensors.clear()
             self._values.clear()
@@ -709,7 +709,7 @@ class RowMemory:
                 values[row] = None
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order."""
+        """Keep only these rows, in this order."""
         self._rows = len(rows)
         if self._tensors:
             rows_A = to_device(rows, self._device)
@@ -717,7 +717,7 @@ class RowMemory:
         self._values = {name: [values[row] for row in rows] for name, values in self._values.items()}
 
     def admit(self, count: int) -> None:
-        """Add `count` rows in front of the others, whose order becomes `order_behind`."""
+        """Add `count` rows before the others, which are reordered by `order_behind`."""
         self.select_rows(order_behind(count, self._rows))
         self._rows += count
         for name, stored in self._tensors.items():

@@ -1,4 +1,4 @@
-"""The sampling engine: requests enter a running batch, and leave it when they end.
+"""Sampling engine with continuous batching: requests enter a running batch, and leave it when they are finished.
 
     engine = SamplingEngine(model, {"threshold": 0.9}, max_rows=64, max_length=2048)
     engine.submit(Request("a", prompt_ids, gen_length=256, seed=0))
@@ -6,15 +6,15 @@
         for event in engine.step():
             ...  # Committed, Extended, Ended, Failed
 
-Everything that samples from a diffusion model does it here: `generate`, files of prompts, evaluations, rollouts, the
-server. A sampler is one choice of independent parts: the block layout (`canvas`), the attention pattern
-(`predictors`), the proposal of tokens (`token_sampling`) and the rule that commits them (`commit_rules`).
+`generate`, files of prompts, evaluations, rollouts and the server all sample from diffusion models with this engine. A
+sampler is a combination of independent parts: the block layout (`canvas`), the attention pattern (`predictors`), the
+proposal of tokens (`token_sampling`) and the rule that commits them (`commit_rules`).
 
-A request's tokens depend neither on the other requests nor on when it enters. Each row is at a step and a block of its
-own, so that a waiting one enters before the next step. Only where the KV cache is filled block by block for all rows
-(of block-causal models and Nemotron, and "prefix" and "dual" of samplers with blocks) do they share the blocks'
-columns: there rows enter at the next block. Requests of another `gen_length` share the batch, unless it changes more
-than the steps that are planned.
+A request's tokens do not depend on the other requests or on the time at which it enters. Each row has its own step and
+its own block, so a waiting request enters before the next step. With a KV cache that is filled block by block for all
+rows (block-causal models and Nemotron; "prefix" and "dual" of samplers with blocks), rows share the columns of the
+blocks; there, requests enter at the next block. Requests with different `gen_length` share a batch, unless the length
+affects more than the number of steps.
 """
 
 from __future__ import annotations
@@ -46,35 +46,36 @@ from dlm_bridge.generation.settings import GenerationSettings, resolve_settings
 from dlm_bridge.generation.stopping import StopCondition
 from dlm_bridge.generation.token_sampling import Noise, drawn_seeds, shared_seed
 
-# Settings of whole calls of `generate`.
+# Settings that apply to a whole call of `generate`.
 REFUSED = ("span_lengths", "num_return_sequences", "output_history", "generator", "streamer", "commit_rule")
 
 
 class SamplingEngine:
-    """The engine of diffusion language models. Not thread-safe.
+    """Sampling engine for diffusion language models. Not thread-safe.
 
-    Engines of one model take turns, since memory is planned for one of them: while another one waits for its turn, an
-    engine lets no requests enter, and `step` of the one that waits returns nothing. Call `step` of each in rotation
-    until it is `idle`, or `close` it.
+    Several engines of one model take turns, because memory is planned for a single engine. While another engine waits
+    for its turn, the running engine admits no requests, and `step` of the waiting engine returns an empty list. Call
+    `step` of each engine in rotation until it is `idle`, or `close` it.
 
     Args:
         model: a diffusion model, as for `generate`.
-        settings: keyword arguments of `generate`, without those for whole calls (`span_lengths`,
-            `num_return_sequences`, `output_history`). `seed` has no effect: requests have their own. Or the plan of
-            all requests, of a call that runs beside other engines of the model, without reserving its CUDA graphs.
-        max_rows: requests that run at once. Others wait, in the order of their arrival.
-        max_length: tokens of a request, prompt and new ones together, for which KV cache is planned; None: the model's
-            context.
-        stream: report `Extended` and `Committed` of requests that stream, and return from `step` after each denoising
-            step; False: return when some request has left.
-        record: report with a request that has left which step committed each of its tokens (`Ended.steps`). That needs
-            no `stream`, and no more waiting for the device.
+        settings: keyword arguments of `generate`, except those for whole calls (`span_lengths`,
+            `num_return_sequences`, `output_history`). `seed` has no effect, because each request has its own. Or the
+            `SamplingPlan` of all requests, for a call that runs beside other engines of the model and does not reserve
+            its CUDA graphs.
+        max_rows: maximum number of running requests. Further requests wait, in the order of their arrival.
+        max_length: maximum number of tokens of a request (prompt and new tokens), for which the KV cache is allocated;
+            None: the model's context length.
+        stream: report `Extended` and `Committed` events of requests with `stream=True`, and return from `step` after
+            each denoising step. False: return from `step` when a request has left.
+        record: report in `Ended.steps` which step committed each token. Does not need `stream`, and does not
+            synchronise with the device more often.
         observers: called after every forward pass.
-        tokenizer: decodes text where there are `stop_strings`; may also be among the settings.
+        tokenizer: decodes text for `stop_strings`; may also be one of the settings.
 
     Raises:
-        DlmBridgeError: a setting that the sampler cannot run with, or no `max_length` where the model names no
-            context.
+        DlmBridgeError: a setting is invalid for the sampler, or `max_length` is None and the model's config has no
+            context length.
     """
 
     def __init__(
@@ -124,35 +125,35 @@ class SamplingEngine:
 
     @property
     def idle(self) -> bool:
-        """True if no request waits or runs, and no event is left to report."""
+        """True if there is no waiting or running request and no unreported event."""
         return not (self._waiting or self._running or self._events or self._steps)
 
     @property
     def running(self) -> int:
-        """Number of requests that run."""
+        """Number of running requests."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def forwards(self) -> int:
-        """Forward passes of the model so far."""
+        """Number of forward passes of the model so far."""
         return self._forwards + (0 if self._predictor is None else self._predictor.forwards)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises DlmBridgeError for a name in use, a wrong `gen_length`, or a prompt that the sampler, the model's
-        context or `max_length` does not allow.
+        Raises DlmBridgeError for a name in use, an invalid `gen_length`, or a prompt that does not fit the sampler,
+        the model's context or `max_length`.
         """
         shown = f"request {request.name!r}"
         leaving = set() if self._canvas is None else self._canvas.cancelled
         names = {*self._running, *leaving, *(row.request.name for row in self._waiting)}
         if request.name in names:
-            raise DlmBridgeError(f"{shown}: the name is that of a request that waits or runs")
+            raise DlmBridgeError(f"{shown}: another waiting or running request has this name")
         plan = self._plan(request.gen_length, len(request.prompt))
         limits = plan.settings.limits
         request = replace(request, prompt=limits.with_masks(request.prompt))
@@ -165,13 +166,16 @@ class SamplingEngine:
             )
         if plan.spec.rule.needs_prompt and not len(request.prompt):
             raise DlmBridgeError(
-                f"{shown} has no tokens, and this sampler predicts a text from its first: begin with bos_token_id"
+                f"{shown} has no tokens, but this sampler needs at least one: begin with bos_token_id"
             )
         self._waiting.append(_Waiting(request, plan, gen_length))
 
     def cancel(self, name: Hashable) -> bool:
-        """Drop a request, of which there are no more events; False if there is none of this name. A running one takes
-        part in no further step, and makes room for others where they may enter next."""
+        """Drop a request and its unreported events. Returns False if there is no request of this name.
+
+        A running request takes part in no further step; another request can enter in its place at the next boundary
+        that admits requests.
+        """
         self._events[:] = [event for event in self._events if event.name != name]
         for row in self._waiting:
             if row.request.name == name:
@@ -187,19 +191,20 @@ class SamplingEngine:
         return True
 
     def close(self) -> None:
-        """Drop all requests, and let other engines and calls use the model."""
+        """Drop all requests and release the model for other engines and calls."""
         self._waiting.clear()
         self._running.clear()
         self._events.clear()
         self._end_run()
 
     def step(self) -> list[Event]:
-        """Run to the next boundary, and return what has happened since the last call: with `stream` after a denoising
-        step, else when a request has left. Returns at once where there is nothing to run, or another engine of the
-        model runs.
+        """Run to the next boundary and return the events since the last call.
 
-        An error that is not a single request's ends all that are running, each with a `Failed`; if it is not a
-        DlmBridgeError, it is raised as well.
+        The boundary is the end of a denoising step (with `stream`) or the end of a request. Returns immediately if
+        there is nothing to run, or if another engine of the model is running.
+
+        An error that is not specific to one request ends all running requests, each with a `Failed` event. If it is
+        not a DlmBridgeError, it is also raised.
         """
         if self._waiting or self._steps is not None:
             if self._takes_turns and not _take_turn(self._model, self):
@@ -243,8 +248,8 @@ class SamplingEngine:
         return self._plans[cache_key]
 
     def _begin_run(self) -> None:
-        """Prepare the model for requests like the first that waits, which are the first to run: where the model cannot
-        be prepared, these fail."""
+        """Prepare the model for the first waiting request and those that can share its batch. If this fails, these
+        requests fail."""
         plan = self._waiting[0].plan
         entering = self._entering(plan.key)
         layout, settings, limits = plan.spec.layout, plan.settings, plan.settings.limits
@@ -267,7 +272,7 @@ class SamplingEngine:
             mask_token_id=limits.mask_token_id,
             proposes_mask=limits.ordinary_mask,
             cache_width=width,
-            # A cache of the whole text's block is in columns of each row's own.
+            # If the block is the whole text, each row caches its own columns.
             shares_blocks=cache.stores and layout.block_length is not None,
             infill=limits.infill,
         )
@@ -293,7 +298,7 @@ class SamplingEngine:
         runner: ModelRunner,
         reporter: EventReporter,
     ) -> Iterator[None]:
-        """Denoise these requests, and those that enter later, until none is left. Yields at boundaries."""
+        """Denoise these requests and those that enter later, until none is left. Yields at boundaries."""
         noise = Noise([], self._device)
         self._admit(entering, canvas, noise, None)
         observers = (*self._observers, reporter)
@@ -313,16 +318,16 @@ class SamplingEngine:
             if entering:
                 predictor.admit(len(entering))
 
-        # A forward pass launched for the rows that go on is useless where others may enter.
+        # A speculative forward pass of the remaining rows is wasted if other rows may enter.
         for _ in denoise_rows(context, rule, enter, lambda: not self._waiting):
             reporter.ended(canvas)
             reporter.poll()
             if self._stream or self._events:
                 yield
-        reporter.ended(canvas)  # those that have left with the last cancelled row
+        reporter.ended(canvas)  # rows that left together with the last cancelled row
 
     def _entering(self, key: Any) -> list[_Waiting]:
-        """Take the next waiting requests that fit, as far as they may share the batch."""
+        """Dequeue the next waiting requests that fit and can share the batch."""
         rows: list[_Waiting] = []
         while self._waiting and self._waiting[0].plan.key == key and len(self._running) < self.max_rows:
             row = self._waiting.popleft()
@@ -334,7 +339,7 @@ class SamplingEngine:
         return rows
 
     def _admit(self, rows: list[_Waiting], canvas: Canvas, noise: Noise, cached: int | None) -> int:
-        """Let these requests enter. Returns by how many columns the others have moved."""
+        """Add requests to the canvas. Returns the number of columns by which the other rows moved."""
         seeds = []
         for row in rows:
             seed = row.request.seed
@@ -348,7 +353,7 @@ class SamplingEngine:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A checked request."""
+    """A validated request that has not started."""
 
     request: Request
     plan: SamplingPlan
@@ -362,7 +367,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The sampler's parts for requests of one length. Requests of equal `key` share a batch."""
+    """Sampler parts for requests of one length. Requests with equal `key` share a batch."""
 
     settings: GenerationSettings
     spec: SamplerSpec
@@ -372,10 +377,7 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, settings: GenerationSettings, commit_rule: CommitRule | None, prompt_width: int) -> SamplingPlan:
-        """The parts for these settings, with the caller's rule in place of the sampler's own.
-
-        Raises DlmBridgeError.
-        """
+        """Build the plan for these settings. `commit_rule` replaces the sampler's own rule. Raises DlmBridgeError."""
         spec = sampler_spec(settings, commit_rule)
         constraints = call_constraints(settings, spec, prompt_width)
         rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
@@ -385,7 +387,7 @@ class SamplingPlan:
 
     @property
     def copies(self) -> int:
-        """Rows of the model's input per request: guidance has unconditional ones."""
+        """Rows of the model's input per request: 2 with classifier-free guidance, else 1."""
         return 2 if self.spec.predictor_options.get("cfg_scale") else 1
 
     def context(
@@ -397,7 +399,7 @@ class SamplingPlan:
         observers: Sequence[StepObserver],
         planner: Callable[[Any], DenoisingRule] | None = None,
     ) -> SamplerContext:
-        """The parts of a run, for the rows of a canvas."""
+        """Build the context of a run over the rows of a canvas."""
         spec, settings = self.spec, self.settings
         predictor = spec.predictor(runner, canvas, cache, shift=settings.shift, **spec.predictor_options)
         predictor.commits_first_token = spec.first_token is not None
@@ -422,8 +424,8 @@ def denoise_rows(
     """Denoise the rows of the canvas until none is left. Yields after each step.
 
     Args:
-        enter: called between two steps, lets rows enter the canvas.
-        may_launch: True if a forward pass of the rows that go on may be launched before they are known.
+        enter: called between two steps to add rows to the canvas.
+        may_launch: returns True if the next forward pass may be launched before it is known which rows remain.
     """
     canvas, predictor = context.canvas, context.predictor
 
@@ -464,7 +466,7 @@ def denoise_rows(
 
 
 def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | None) -> KVCache:
-    """The cache that is asked for; by default the exact one that stores, where the predictor has one."""
+    """Create the requested KV cache. Default: the predictor's exact one, if it has one, else none."""
     kinds = {kind.mode: kind for kind in predictor.caches}
     if wanted is None:
         storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
@@ -475,10 +477,10 @@ def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | Non
 
 
 def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
-    """The parts of the sampler, with the caller's rule in place of its own. Raises DlmBridgeError."""
+    """Parts of the sampler; `commit_rule` replaces its own rule. Raises DlmBridgeError."""
     sampler, limits = settings.sampler, settings.limits
     if limits.context is not None and not limits.infill and limits.gen_length > limits.context:
-        raise DlmBridgeError(  # before blocks and steps that do not divide it
+        raise DlmBridgeError(  # before the checks of block length and steps
             f"gen_length {limits.gen_length} alone is beyond the model's context of {limits.context}: use "
             f"{limits.context} less the prompt's tokens, or fewer"
         )
@@ -492,12 +494,12 @@ def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -
     if commit_rule is None:
         return spec
     if not sampler.takes_commit_rule:
-        raise DlmBridgeError(f"the {sampler.name} sampler takes no commit_rule: leave it out")
+        raise DlmBridgeError(f"the {sampler.name} sampler does not support commit_rule: remove it")
     return replace(spec, rule=CheckedRule(commit_rule))
 
 
 def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_width: int) -> Constraints | None:
-    """The constraints that the caller or the sampler asks for; None without any. Raises DlmBridgeError."""
+    """Constraints requested by the caller or the sampler, or None. Raises DlmBridgeError."""
     if not settings.constraints and not spec.suppress:
         return None
     return read_constraints(
@@ -512,7 +514,7 @@ def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_wid
 
 
 def input_device(model: Any) -> torch.device:
-    """The device of the model's input. Raises DlmBridgeError for a model without weights."""
+    """Device of the model's input. Raises DlmBridgeError for a model without weights."""
     embedding = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type == "meta":  # offloaded: accelerate's hook names the device
@@ -527,7 +529,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _signature(part: Any) -> Any:
-    """A value that is equal for parts of samplers that do the same. What is not known compares by identity."""
+    """Value that is equal for sampler parts of equal behaviour. Objects of unknown types compare by identity."""
     if isinstance(part, partial):
         return part.func, _signature(part.args), _signature(part.keywords)
     if isinstance(part, torch.Tensor):
@@ -544,7 +546,7 @@ def _signature(part: Any) -> Any:
     return type(part), _signature({name: value for name, value in vars(part).items() if name not in planning})
 
 
-# ---- Turns of the engines of one model; the first of the queue runs.
+# ---- Queue of the engines of one model; the first one runs.
 
 _turns: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[SamplingEngine]]] = weakref.WeakKeyDictionary()
 

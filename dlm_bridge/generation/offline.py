@@ -45,9 +45,10 @@ class GeneratedTexts:
 
     @property
     def summary(self) -> str:
-        """The figures of the call in words."""
-        rate = f"({self.tokens_per_forward:.2f} a forward)"
-        return f"{self.tokens} tokens in {self.forwards} forwards {rate}, {self.seconds:.2f} s"
+        """Tokens, time, speed and forward passes, in one line."""
+        speed = self.tokens / max(self.seconds, 1e-9)
+        passes = f"{self.forwards} forward passes of {self.tokens_per_forward:.2f} tokens per row"
+        return f"{self.tokens} tokens in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
 
 
 def is_diffusion(model: Any) -> bool:

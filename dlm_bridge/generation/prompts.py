@@ -282,8 +282,10 @@ def prompt_rows(
     if limits.infill and (limits.inside or not limits.gen_length) and not any(MASK in row for row in rows):
         what = f"the mask token {limits.mask_token_id}"
         if limits.ordinary_mask:
-            what = f"{MASK}, which marks a position to fill ({limits.mask_token_id} is an ordinary token)"
-        raise DlmBridgeError(f"infill: no row of input_ids holds {what}: nothing to fill")
+            what = f"{MASK} at the positions to fill ({limits.mask_token_id} is an ordinary token)"
+        raise DlmBridgeError(
+            f"infill: nothing to fill in: put [MASK] or [MASK:n] into the text, or {what} in input_ids"
+        )
     return rows, padding
 
 

@@ -1,4 +1,4 @@
-"""Requests of a sampling engine, and the events that it reports of them."""
+"""Requests to a sampling engine, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-MASK = -1  # in token ids: a position without a token, in a prompt one to fill
+MASK = -1  # token id of a masked position; in a prompt, of a position to fill in
 
 
 @dataclass(frozen=True)
 class Request:
     """A sequence to sample.
 
-    Positions in the request's events are counted from its first new token; with the engine's setting `infill`, from
+    Positions in the request's events are counted from its first new token or, with the engine's setting `infill`, from
     the first token of its prompt.
 
     Args:
-        name: identifies the request; unique among those that wait or run.
-        prompt: token ids; with `infill`, `MASK` at each position to fill.
+        name: identifier; unique among the waiting and running requests.
+        prompt: token ids; with `infill`, `MASK` at each position to fill in.
         gen_length: number of new tokens; None: the engine's setting.
         seed: seed of the request's random numbers; None: drawn from torch's global random state.
-        stream: report `Extended` and `Committed` events, in an engine that streams.
+        stream: report `Extended` and `Committed` events, if the engine has `stream=True`.
     """
 
     name: Hashable
@@ -33,10 +33,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Committed:
-    """Tokens that one forward pass committed or changed, at any position of the request, also behind its end.
+    """Event: tokens that one forward pass committed or changed, at any position of the request, including positions
+    after its end.
 
     Args:
-        forwards: forward passes that the request has taken part in.
+        forwards: number of forward passes that the request has taken part in.
         positions: positions of the tokens.
         tokens: [len(positions)] token ids.
     """
@@ -49,8 +50,11 @@ class Committed:
 
 @dataclass(frozen=True)
 class Extended:
-    """The next final tokens of a request, from position `first` on: no later step changes them, and everything on
-    their left has been reported. The concatenation of a request's `Extended` events is its text."""
+    """Event: the next final tokens of a request, starting at position `first`.
+
+    No later step changes them, and all tokens to their left have been reported. The concatenation of a request's
+    `Extended` events is its text.
+    """
 
     name: Any
     first: int
@@ -59,17 +63,17 @@ class Extended:
 
 @dataclass(frozen=True)
 class Ended:
-    """A request is complete.
+    """Event: a request is finished.
 
     Args:
-        tokens: its tokens, up to and including the one that ends it.
-        finish_reason: "stop": an end-of-sequence token, a stop string, or fewer than `gen_length` tokens of a sampler
-            that chooses the length; "length": `gen_length` tokens.
-        forwards: forward passes that the request took part in.
-        canvas: of an engine that records, all positions of the request, also those behind its end; `MASK` where
-            nothing was committed.
-        steps: of an engine that records, for each position of `canvas` the number of the request's forward pass that
-            committed or last changed it, from 1; 0: none.
+        tokens: token ids, up to and including the token that ends the text.
+        finish_reason: "stop" for an end-of-sequence token, a stop string, or fewer than `gen_length` tokens from a
+            sampler that chooses the length; "length" for `gen_length` tokens.
+        forwards: number of forward passes that the request took part in.
+        canvas: all positions of the request, including those after its end; `MASK` at positions without a committed
+            token. Only from an engine with `record=True`.
+        steps: for each position of `canvas`, the request's forward pass that committed or last changed it, counted
+            from 1; 0 at positions without a committed token. Only from an engine with `record=True`.
     """
 
     name: Any
@@ -82,8 +86,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that has no result, with the reason; of an engine always a DlmBridgeError, a RowError where the others
-    are not affected."""
+    """Event: a request failed. From an engine, `error` is a DlmBridgeError; a RowError if no other request is
+    affected."""
 
     name: Any
     error: Exception
@@ -93,7 +97,8 @@ Event = Committed | Extended | Ended | Failed
 
 
 class Engine(Protocol):
-    """What `generate`, files of prompts, evaluations, rollouts and the server sample with. Not thread-safe.
+    """Interface of the engines that `generate`, files of prompts, evaluations, rollouts and the server use. Not
+    thread-safe.
 
     engine.submit(Request("a", prompt_ids, seed=0))
     while not engine.idle:
@@ -104,20 +109,20 @@ class Engine(Protocol):
 
     @property
     def forwards(self) -> int:
-        """Forward passes of the model so far."""
+        """Number of forward passes of the model so far."""
 
     @property
     def idle(self) -> bool:
-        """True if no request waits or runs, and no event is left to report."""
+        """True if there is no waiting or running request and no unreported event."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DlmBridgeError for one that cannot be sampled."""
+        """Queue a request. Raises DlmBridgeError for an invalid one."""
 
     def cancel(self, name: Hashable) -> bool:
-        """Drop a request, of which there are no more events. False if there is none of this name."""
+        """Drop a request and its unreported events. Returns False if there is no request of this name."""
 
     def step(self) -> list[Event]:
-        """Run to the next step boundary. Returns what has happened since the last call."""
+        """Run to the next step boundary. Returns the events since the last call."""
 
     def close(self) -> None:
-        """Drop all requests, and let others use the model."""
+        """Drop all requests and release the model."""

@@ -1,8 +1,7 @@
-"""A model from any folder: `load_model` loads one to sample from, with its tokenizer and adapter, `ModelSource` one to
-train.
+"""Model loading from any folder: `load_model` for sampling (with tokenizer and adapter), `ModelSource` for training.
 
-`pretrained` finds family, config, weights and tokenizer of a Hub folder, `lazy` reads weights by ranges of elements,
-`placement` says which device holds what.
+`pretrained` finds the family, config, weights and tokenizer of a Hub folder, `lazy` reads weights by ranges of
+elements, and `placement` assigns weights to devices.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class LoadedModel:
     """A model in eval mode and its tokenizer.
 
     Args:
-        family: the family's name, or the class of an autoregressive model of no family.
-        diffusion: this package samples and scores it as a diffusion model; any other, DiffusionGemma too, is sampled
-            by transformers' own `generate`.
+        family: name of the family; class name of an autoregressive model without a family.
+        diffusion: True if dlm_bridge samples and scores it as a diffusion model. Other models, including
+            DiffusionGemma, are sampled by transformers' own `generate`.
     """
 
     model: Any
@@ -64,17 +63,21 @@ def load_model(
     like: str | None = None,
     tokenizer: str | None = None,
 ) -> LoadedModel:
-    """The model of a Hub folder or id, diffusion or autoregressive, of a Megatron checkpoint of any format, of an
-    adapter, a PEFT folder or Megatron's, on the base that it or its run names, or of the newest checkpoint in a
-    training run's folder.
+    """Load a diffusion or autoregressive model for sampling.
 
-    `dtype` is keep, bf16, fp16 or fp32 (None keeps the stored one); `like` names the Hub model of a Megatron
-    checkpoint, or the base of an adapter, that was not written by dlm-bridge; `tokenizer` a folder or id of another
-    tokenizer.
+    Args:
+        place: Hub folder or id; Megatron checkpoint of any format; adapter (PEFT folder or Megatron's), which is
+            loaded on the base that it or its run names; or folder of a training run, whose newest checkpoint is loaded.
+        placement: devices of the model.
+        dtype: "keep" (also None: the stored dtype), "bf16", "fp16", "fp32" or a torch dtype.
+        family: the model family, if the config does not identify it.
+        revision: branch, tag or commit of a Hub id.
+        like: Hub model of a Megatron checkpoint, or base of an adapter, that was not written by dlm-bridge.
+        tokenizer: folder or id of another tokenizer.
 
     Raises:
-        DlmBridgeError: a place that holds no model that can be sampled from, no tokenizer, or a placement that the
-            machine does not have.
+        DlmBridgeError: `place` has no model that can be sampled from, there is no tokenizer, or the machine does not
+            have the devices of `placement`.
     """
     where = (placement or Placement()).arguments()
     wanted = parse_dtype(dtype)
@@ -123,12 +126,12 @@ def _load_folder(
 
 
 def precision_note(name: str, dtype: torch.dtype, device: str) -> str | None:
-    """What is said of a model that is sampled from in the precision that it is stored in; None where that is fast."""
+    """Note about sampling in a slow stored precision; None if it is not slow."""
     if device != "cuda" or dtype != torch.float32:
         return None
     return printable(
-        f"{name}: the weights are fp32, as training saves them, and so is the computation: --dtype bf16 is several "
-        "times faster on a GPU"
+        f"{name}: weights and computation are fp32, the precision that training saves: --dtype bf16 is several times "
+        "faster on a GPU"
     )
 
 
@@ -141,7 +144,7 @@ def _load_adapter(
     family: str | None,
     tokenizer: str | None,
 ) -> LoadedModel:
-    """A PEFT folder's adapter, called `name` in errors, on its base model."""
+    """Load a PEFT adapter on its base model. `name`: the adapter's name in errors."""
     from peft import PeftConfig, PeftModel
 
     if placement is not None and placement.tensor_parallel:
@@ -162,8 +165,8 @@ def _load_adapter(
 
 @contextmanager
 def _exported(root: Path, like: str | None, family: str | None, base: str | None) -> Iterator[Path]:
-    """A Megatron checkpoint as a temporary Hub folder, an adapter's of `base` as a PEFT folder, exported by one
-    process."""
+    """Context manager: export a Megatron checkpoint to a temporary Hub folder, or an adapter of `base` to a temporary
+    PEFT folder. One process exports, all processes use the folder."""
     from dlm_bridge.bridge import Bridge
 
     def export(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a model's weights go: one device, a device map, or shards and copies in the launcher's processes."""
+"""Placement of a model's weights: one device, a device map, or shards and copies in the launcher's processes."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's weights go: one device, transformers' `device_map` over several, or its tensor parallelism; as
-    `replicated` by a launcher's processes, each one's own device."""
+    """Placement of a model's weights: one device, several devices with transformers' `device_map`, or transformers'
+    tensor parallelism. With `replicated`, each of the launcher's processes uses its own device."""
 
-    device: str | None = None  # by default the accelerator, or the CPU
-    device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object from modules to devices
+    device: str | None = None  # None: the accelerator, or else the CPU
+    device_map: str | None = None  # one of DEVICE_MAPS, or a JSON object that maps modules to devices
     offload_folder: str | None = None  # for weights that a device map offloads to disk
     tp_plan: str | None = None  # "auto": the family's own plan, over the launcher's processes
-    replicated: bool = False  # the launcher's processes may hold several copies of the model
-    tp: int | None = None  # how many neighbouring processes hold one copy, by that plan; all of them by default
+    replicated: bool = False  # True: the launcher's processes may hold several copies of the model
+    tp: int | None = None  # number of neighbouring processes that share one copy; None: all
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether processes hold shards of the model."""
+        """True if processes hold shards of the model."""
         return self.tp_plan is not None if self.tp is None else self.tp > 1
 
     @property
     def tp_size(self) -> int:
-        """How many of the launcher's processes hold one copy of the model."""
+        """Number of the launcher's processes that share one copy of the model."""
         return (self.tp or world_size()) if self.tensor_parallel else 1
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
+        """Arguments for `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
         processes = world_size()
         if sum([self.device is not None, self.device_map is not None, self.tensor_parallel]) > 1:
             cut = "--tp-plan" if self.tp is None else "--tp"
-            raise DlmBridgeError(f"--device, --device-map and {cut} each say where the model goes: give one of them")
+            raise DlmBridgeError(f"--device, --device-map and {cut} exclude each other: set one of them")
         if self.offload_folder is not None and self.device_map is None:
-            raise DlmBridgeError("--offload-folder is a device map's: give --device-map as well")
+            raise DlmBridgeError("--offload-folder needs --device-map")
         if self.tp_plan not in (None, "auto"):
-            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: auto is the only one")
+            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: the only choice is auto")
         if self.tensor_parallel:
             return self._tensor_parallel(processes)
         if processes > 1 and not self.replicated:
@@ -57,7 +57,7 @@ class Placement:
             device = self._own_device()
             if device.type == "cpu":
                 return {}
-            torch.accelerator.set_device_index(device.index)  # nothing of this process is to be on the first one
+            torch.accelerator.set_device_index(device.index)  # so that no tensor of this process is on the first GPU
             return {"device_map": {"": str(device)}}
         if self.device_map is not None:
             more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
@@ -80,21 +80,21 @@ class Placement:
         return device
 
     def _own_device(self) -> torch.device:
-        """The device of this one of the launcher's processes."""
+        """Device of this process."""
         if self.device_map is not None:
             raise DlmBridgeError(
-                "--device-map spreads a model over all GPUs, and each process would do so: start one process, or "
-                "leave it out for one GPU a process"
+                "--device-map distributes a model over all GPUs, in every process: start one process, or remove "
+                "--device-map to use one GPU per process"
             )
         device = self._device()
         if device.type == "cpu":
             return device
         if device.index is not None:
-            raise DlmBridgeError(f"--device {self.device}: each process has a GPU of its own: give {device.type}")
+            raise DlmBridgeError(f"--device {self.device}: each process uses its own GPU: set --device {device.type}")
         local, count = local_rank() or 0, torch.accelerator.device_count()
         if local >= count:
             raise DlmBridgeError(
-                f"a process for each GPU, of which this machine has {count}: start no more, or give --device cpu"
+                f"one process per GPU is needed, and this machine has {count}: start fewer, or set --device cpu"
             )
         return torch.device(device.type, local)
 

@@ -1,4 +1,4 @@
-"""Base class of the objectives: which positions count, loss weights and normalisers; and the loss of one batch."""
+"""Base class of training objectives (noise, loss weights, normalisers), and the loss of one batch."""
 
 from __future__ import annotations
 
@@ -23,44 +23,47 @@ NoiseName = Literal["mask", "uniform", "hybrid"]
 
 @dataclass(frozen=True)
 class Objective(abc.ABC):
-    """A training objective: clean tokens and random numbers in, a noisy batch out, and the loss of its logits.
+    """Training objective: turns clean tokens and random numbers into a noisy batch, and computes the loss of its
+    logits.
 
-    A fraction `length_variation` of the sequences is truncated to a length uniform on 1..L.
+    Class attributes describe the objective's capabilities; engines, planning and evaluation read them.
 
-    `loss_weighting` is the weight of a masked position: "level", one over the probability p that masked it;
-    "fraction", one over the masked fraction of its document, which then has at least one mask (MegaDLMs); "uniform",
-    one; "linear", 1 - p.
-
-    `loss_normalisation` is the divisor of the weighted sum over the global batch: "tokens", the positions that count;
-    "predicted", those with a loss; "sequences", the documents, with each position's weight over the number of
-    positions that count in its document (LLaDA's fine-tuning: the mean over answers of any length).
-
-    `noise_range` has the lowest and the highest probability of masking, in place of `eps` and 1. `certainty` adds
-    certainty-forcing to the loss of each position, under the same weight. With `ordinary_mask` texts contain the mask
-    token, which is noised and predicted as any other: only `corrupt` knows which positions are masks.
-
-    The class attributes are the objective's capabilities, which engines, planning and evaluation read.
+    Args:
+        mask_token_id: the mask token.
+        eps: lowest probability of masking.
+        length_variation: fraction of the sequences that are truncated to a length uniform on 1..L.
+        loss_weighting: weight of a masked position: "level", 1 / p, where p is its probability of being masked;
+            "fraction", one over the masked fraction of its document, which then has at least one mask (MegaDLMs);
+            "uniform", 1; "linear", 1 - p.
+        loss_normalisation: divisor of the weighted sum over the global batch: "tokens", the number of positions that
+            count; "predicted", the number of positions with a loss; "sequences", the number of documents, where each
+            weight is divided by the number of positions that count in its document (as in LLaDA's fine-tuning, the
+            mean over answers of any length).
+        noise_range: lowest and highest probability of masking, in place of `eps` and 1.
+        certainty: adds certainty-forcing to the loss of each position, with the same weight.
+        ordinary_mask: texts may contain the mask token, which is noised and predicted like any other token; only
+            `corrupt` knows which positions are masks.
     """
 
-    # The models that it fits: with another attention pattern or shift they would be sampled differently than trained.
+    # Supported models. With another attention pattern or shift, a model would be sampled differently than trained.
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
-    families: ClassVar[tuple[str, ...]] = ()  # the only families that have it; () for no restriction
-    also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that support it too
+    families: ClassVar[tuple[str, ...]] = ()  # families that support it; (): no restriction
+    also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that also support it
     masks: ClassVar[bool] = True  # False: no mask token is needed
-    noise_ranges: ClassVar[bool] = True  # False: it takes no `noise_range`
-    forces_certainty: ClassVar[bool] = True  # False: it takes no `certainty`
-    noise_process: ClassVar[NoiseName] = "mask"  # what a position's token becomes
-    trajectories: ClassVar[bool] = False  # it needs the tokens' commit steps
-    resizes: ClassVar[bool] = False  # tokens move within a row, which holds one text
+    noise_ranges: ClassVar[bool] = True  # False: `noise_range` is not supported
+    forces_certainty: ClassVar[bool] = True  # False: `certainty` is not supported
+    noise_process: ClassVar[NoiseName] = "mask"  # how tokens are corrupted
+    trajectories: ClassVar[bool] = False  # True: needs the commit step of each token
+    resizes: ClassVar[bool] = False  # True: tokens move within a row, and a row contains one text
     streams: ClassVar[int] = 1  # 2 for [noisy | clean], in blocks of `block_size`, with its own mask and position ids
-    own_positions: ClassVar[bool] = False  # position ids differ from row to row
-    exact_block_masks: ClassVar[bool] = False  # masks round(n p) tokens of a block, not each with probability p
-    answer_blocks: ClassVar[bool] = False  # blocks are counted from a row's first counted token
-    samples_clean_stream: ClassVar[bool] = False  # text is drawn from what the clean stream predicts, token by token
-    terms: ClassVar[int] = 1  # K, sums with a divisor of their own
+    own_positions: ClassVar[bool] = False  # True: position ids differ from row to row
+    exact_block_masks: ClassVar[bool] = False  # True: masks round(n p) tokens of a block, not each with probability p
+    answer_blocks: ClassVar[bool] = False  # True: blocks are counted from a row's first counted token
+    samples_clean_stream: ClassVar[bool] = False  # True: text is sampled from the clean stream, token by token
+    terms: ClassVar[int] = 1  # K, the number of loss terms; each has its own divisor
     tokens_read: ClassVar[int] = 1  # input tokens of the model per token of a sequence
-    loss_fraction: ClassVar[float] = 0.5  # expected positions with a loss per token; noise levels are uniform
+    loss_fraction: ClassVar[float] = 0.5  # expected number of positions with a loss per token
     weightings: ClassVar[tuple[Weighting, ...]] = ("level", "fraction", "uniform")
     normalisations: ClassVar[tuple[Normalisation, ...]] = ("tokens", "sequences", "predicted")
 
@@ -75,7 +78,7 @@ class Objective(abc.ABC):
 
     def __post_init__(self) -> None:
         if self.noise_range is not None and not self.noise_ranges:
-            raise DlmBridgeError(f"--noise-range: {type(self).__name__} has noise levels of its own")
+            raise DlmBridgeError(f"--noise-range: {type(self).__name__} has its own noise levels")
         if self.certainty is not None and not self.forces_certainty:
             raise DlmBridgeError(f"--certainty-weight: {type(self).__name__} has losses besides that of its masks")
         for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
@@ -86,7 +89,7 @@ class Objective(abc.ABC):
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        """Constructor arguments from a model's configuration. Raises DlmBridgeError where one is missing."""
+        """Constructor arguments from a model's configuration. Raises DlmBridgeError if one is missing."""
         return {}
 
     def noise(
@@ -98,16 +101,16 @@ class Objective(abc.ABC):
         documents: torch.Tensor | None = None,
         commit_steps: torch.Tensor | None = None,
     ) -> NoisyBatch:
-        """Mask a clean batch.
+        """Corrupt a clean batch.
 
         Args:
             input_ids: [B, L] clean tokens.
-            uniforms: of the same B and L.
-            labels: [B, L], -100 (`IGNORE_INDEX`) where a position is never masked and not counted, else the target.
+            uniforms: random numbers with the same B and L.
+            labels: [B, L] targets; -100 (`IGNORE_INDEX`) at positions that are never masked and not counted.
             attention_mask: [B, L], zero at padding, which is never masked and not counted.
-            documents: [B, L] int, of packed rows: a number for each document, equal at its tokens and other than its
-                neighbours'. Each is noised, positioned and attended as if it stood alone, at its own `document_level`.
-            commit_steps: [B, L] int, the step of a recorded trajectory that committed each token, -1 where none did.
+            documents: [B, L] int, for packed rows: an id per document, which differs from its neighbours' ids. Noise,
+                positions and attention of each document are as if it were alone, with its own `document_level`.
+            commit_steps: [B, L] int, the step of a recorded trajectory that committed each token; -1: none.
         """
         uniforms = uniforms.to(input_ids.device)
         real = None if attention_mask is None else attention_mask.to(input_ids.device).bool()
@@ -124,20 +127,21 @@ class Objective(abc.ABC):
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """What the config of a model that is trained so says of its noise, for samplers and evaluation."""
+        """Entries for the config of the trained model that describe its noise, for samplers and evaluation."""
         return {"noise_process": self.noise_process}
 
     @property
     def mask_token(self) -> int | None:
-        """The mask token, which no data may have; None for a model without one, or with one that texts contain."""
+        """The mask token, which training data must not contain. None for a model without a mask token, or whose mask
+        token is an ordinary token."""
         return None if self.ordinary_mask or self.mask_token_id < 0 else self.mask_token_id
 
     @abc.abstractmethod
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        """The noisy batch of a clean one."""
+        """Create the noisy batch from a clean one."""
 
     def loss_sum(self, logits_MV: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
-        """[K] the weighted losses summed over the positions, in fp32. Zero, with a graph, where M is 0."""
+        """[K] weighted losses, summed over positions in fp32. If M is 0, zeros that are connected to the graph."""
         losses_M = position_losses(logits_MV.float(), noisy.targets, noisy.noise, noisy.certainty)
         if noisy.terms is None:
             return (losses_M * noisy.weights).sum()[None]
@@ -148,7 +152,7 @@ class Objective(abc.ABC):
         return torch.stack([losses_M[noisy.terms == term].sum() for term in range(len(noisy.normaliser))])
 
     def _truncate(self, uniforms: Uniforms, length: int, real: torch.Tensor | None) -> torch.Tensor | None:
-        """Positions left after the length variation; None where no row is truncated and none was padded."""
+        """Real positions after length variation; None if no row is truncated or padded."""
         cut_B = uniforms.cut < self.length_variation
         if not bool(cut_B.any()):
             return real
@@ -157,18 +161,18 @@ class Objective(abc.ABC):
         return kept if real is None else kept & real
 
     def mask_probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
-        """[B, L] the masking probability of each sequence, p = (1 - eps) t + eps."""
+        """[B, L] masking probability of each sequence, p = (1 - eps) t + eps."""
         return self.probability(clean.noise_levels(uniforms.level)).expand_as(clean.input_ids)
 
     def probability(self, levels: torch.Tensor) -> torch.Tensor:
-        """The masking probabilities of noise levels t, which are uniform on [0, 1)."""
+        """Masking probabilities for noise levels t, which are uniform on [0, 1)."""
         low, high = (self.eps, 1) if self.noise_range is None else self.noise_range
         return (high - low) * levels + low
 
     def sample_mask(
         self, clean: CleanBatch, p_BL: torch.Tensor, uniforms: Uniforms, candidates: torch.Tensor
     ) -> torch.Tensor:
-        """[B, L] bool: each position of `candidates` with its probability."""
+        """[B, L] bool mask: each position of `candidates` is drawn with its probability."""
         mask = (uniforms.token < p_BL) & candidates
         if self.loss_weighting == "fraction":
             mask = mask | (
@@ -179,7 +183,7 @@ class Objective(abc.ABC):
     def position_weights(
         self, clean: CleanBatch, p_BL: torch.Tensor, mask: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, L] fp32 weights of the positions in `mask`, which are some of `candidates`, and the normaliser [1]."""
+        """[B, L] fp32 weights of the positions in `mask` (a subset of `candidates`), and the normaliser [1]."""
         if self.loss_weighting == "fraction":
             p_BL = clean.count_per_document(mask) / clean.count_per_document(candidates)
         weights_BL = torch.ones_like(p_BL) if self.loss_weighting == "uniform" else 1 / p_BL
@@ -188,17 +192,17 @@ class Objective(abc.ABC):
     def normalise_weights(
         self, clean: CleanBatch, weights_BL: torch.Tensor, mask: torch.Tensor, candidates: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights under `loss_normalisation`, and the normaliser [1]."""
+        """Weights according to `loss_normalisation`, and the normaliser [1]."""
         if self.loss_normalisation == "sequences":
             return weights_BL / clean.count_per_document(candidates), total(clean.num_documents(candidates))
         return weights_BL, total(candidates if self.loss_normalisation == "tokens" else mask)
 
     def counted_positions(self, mask: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """`NoisyBatch.counted` of one stream."""
+        """`NoisyBatch.counted` for one stream."""
         return mask if self.loss_normalisation == "predicted" else candidates
 
     def attention_inputs(self, clean: CleanBatch) -> dict[str, Any]:
-        """Attention mask and position ids as fields of a batch of the noisy tokens alone."""
+        """Attention mask and position ids for a batch with the noisy stream only, as fields of `NoisyBatch`."""
         if not clean.packed:
             return {"attention_mask": clean.real, "mask_descriptor": None, "position_ids": None}
         rule = MaskDescriptor.causal if "causal" in self.attention_patterns else MaskDescriptor.bidirectional
@@ -210,7 +214,7 @@ class Objective(abc.ABC):
 
 
 def total(value: torch.Tensor) -> torch.Tensor:
-    """A sum as one element of a normaliser."""
+    """Sum as a normaliser [1], in float64."""
     return value.sum().double()[None]
 
 
@@ -224,22 +228,22 @@ def diffusion_loss(
     position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The loss of one clean batch, a scalar: what `model(input_ids, labels=..., generator=...)` returns.
+    """Loss of one clean batch, a scalar, as returned by `model(input_ids, labels=..., generator=...)`.
 
     Args:
-        forward: called as forward(input_ids=..., attention_mask=..., position_ids=..., logits_to_keep=mask, **kwargs),
-            gives the logits [M, V] of the positions in `mask`.
-        labels: [B, L] clean tokens, -100 where a position is never masked and not counted.
-        generator: where the noise comes from.
+        forward: called as forward(input_ids=..., attention_mask=..., position_ids=..., logits_to_keep=mask, **kwargs);
+            returns the logits [M, V] at the positions in `mask`.
+        labels: [B, L] clean tokens; -100 at positions that are never masked and not counted.
+        generator: source of the noise.
         attention_mask: [B, L], zero at padding; or a 4-D mask, with padding only in `labels`.
 
     Raises:
-        DlmBridgeError: an own 4-D mask or own positions, where the objective makes its own or moves tokens.
+        DlmBridgeError: a 4-D mask or position ids are passed, but the objective creates its own or moves tokens.
     """
     own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
     if objective.streams == 2 and (own_mask is not None or position_ids is not None):
         raise DlmBridgeError(
-            f"{type(objective).__name__} makes the mask and the positions of its two streams itself: pass a 2-D "
+            f"{type(objective).__name__} creates the mask and the positions of its two streams: pass a 2-D "
             "attention_mask and no position_ids"
         )
     if objective.resizes and (own_mask is not None or position_ids is not None):
@@ -259,12 +263,12 @@ def diffusion_loss(
 
 
 def mean_loss(sums_K: torch.Tensor, noisy: NoisyBatch) -> torch.Tensor:
-    """The loss of one batch alone, from its sums; zero where there is nothing to predict."""
+    """Loss of a single batch from its sums; zero if there is nothing to predict."""
     return (sums_K / divisors(noisy.normaliser)).sum()
 
 
 def divisors(normaliser_K: torch.Tensor) -> torch.Tensor:
-    """What sums are divided by, in fp32: a sum over nothing stays zero."""
+    """Divisors of loss sums, in fp32; 1 for an empty sum, so that it stays zero."""
     return torch.where(normaliser_K > 0, normaliser_K, 1.0).float()
 
 
@@ -275,14 +279,14 @@ def weighted_loss(
     logits_to_keep: int | torch.Tensor = 0,
     num_items: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of a batch that `DiffusionCollator` has noised, a scalar.
+    """Loss of a batch that `DiffusionCollator` has corrupted, a scalar.
 
     Args:
-        logits: [B, S, V], or [M, V] of the positions in a boolean `logits_to_keep`.
-        labels: [B, S] the token that each position's logits predict, -100 where a position does not count. A label
-            whose weight is zero only counts.
+        logits: [B, S, V], or [M, V] at the positions in a boolean `logits_to_keep`.
+        labels: [B, S] token that each position's logits predict; -100 at positions that do not count. A label with
+            weight zero has no loss, but counts for the divisor.
         loss_weights: [B, S] fp32.
-        num_items: the divisor; the number of labels where None.
+        num_items: the divisor; None: the number of labels.
     """
     if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.dtype == torch.bool:
         kept_BS = logits_to_keep

@@ -115,24 +115,24 @@ def memory_plan(model: PlannedModel, run: PlannedRun, checked: bool = False) -> 
 
 
 def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
-    """What the figures leave out or assume."""
+    """Parts that the estimate does not include, and its assumptions."""
     found = []
     if model.left_out_mtp:
         found.append(
-            f"{model.left_out_mtp} multi-token prediction layer(s) are not counted: trained, each needs what a layer "
-            "and the output layer need, on the last stage, and there an embedding; else they are kept on the CPU"
+            f"{model.left_out_mtp} multi-token prediction layer(s) are not counted. When trained, each needs as much "
+            "as a layer and the output layer, plus an embedding, on the last stage; otherwise they stay on the CPU"
         )
     if run.global_batch_size is None:
-        found.append(f"no --global-batch-size: {run.micro_batches} micro-batches a step are assumed")
+        found.append(f"no --global-batch-size: assumes {run.micro_batches} micro-batches per step")
     found += building_notes(model, run)
     if model.dims.experts:
         percent = round(100 * (OVERHEADS.expert_imbalance - 1))
-        found.append(f"the fullest rank's experts are taken to get {percent}% more tokens than the mean")
+        found.append(f"assumes that the busiest expert-parallel rank gets {percent}% more tokens than average")
     return found
 
 
 def building_notes(model: PlannedModel, run: PlannedRun) -> list[str]:
-    """What the peak before the first step is made of, and what it was compared with."""
+    """Composition of the peak before the first step, and the measurements that it was compared with."""
     if run.fsdp is None:
         return []
     if run.own_shards:

@@ -86,7 +86,7 @@ class Hardware:
         return self.memory_bandwidth * self.memory_efficiency
 
     def assumptions(self) -> list[str]:
-        """What every estimated time rests on, a sentence each."""
+        """Assumptions of every estimated time, one sentence each."""
         return [
             f"a GPU: {self.flops / 1e12:.0f} TFLOP/s in bf16 and twice that in FP8, of which matrix products sustain "
             f"{self.matmul_efficiency:.0%}, experts' {self.expert_efficiency:.0%}, attention (never in FP8) "
@@ -96,8 +96,8 @@ class Hardware:
             f"GB/s a GPU whatever the number of nodes, of which {self.link_efficiency:.0%}; "
             f"{1e6 * self.message_latency:.0f} us a message or collective",
             "tensor and expert parallel collectives are not hidden, with --tp-overlap and --ep-overlap "
-            f"{self.overlap_efficiency:.0%} of them; the last micro-batch hides the reduction of gradients and the "
-            "gathering of weights, attention hides context parallelism, each but for a tenth",
+            f"{self.overlap_efficiency:.0%} of them; at most 90% of data-parallel communication overlaps with the "
+            "last micro-batch, and at most 90% of context-parallel communication with attention",
             "the pipeline's bubble is (pp - 1) / (vp x micro-batches) of the slowest stage's work",
             "no failure, no slow GPU, no checkpoint, no waiting for data",
         ]

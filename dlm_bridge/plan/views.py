@@ -59,13 +59,13 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
 
 
 def memory_table(plan: MemoryPlan) -> Table:
-    """What each rank holds, a line for each pipeline stage."""
+    """Memory of each rank, one row per pipeline stage."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # of the model: what is fixed is most of a small one's
     table = Table(
-        title=f"each of {plan.ranks} ranks a stage, {unit}",
+        title=f"Memory per GPU in {unit} ({plan.ranks} GPU{'s' * (plan.ranks > 1)} per pipeline stage)",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -81,7 +81,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 
 def memory_unit(nbytes: float) -> tuple[str, int]:
-    """The binary unit in which so many bytes have digits, and its size."""
+    """Binary unit that suits `nbytes`, and its size in bytes."""
     return next(((unit, size) for unit, size in MEMORY_UNITS if nbytes >= size / 2), MEMORY_UNITS[-1])
 
 

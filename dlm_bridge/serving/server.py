@@ -165,11 +165,11 @@ class _Routes:
         return answer
 
     async def refuse(self, request: Request, error: Exception) -> Response:
-        """Of paths and methods that there are not."""
+        """Answer a request for an unknown path or method."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         self._metrics.request("other", status)
         what = f"{request.method} {request.url.path}"
-        return _error_response(RequestError(f"{what}: there is no such thing here", status, code="not_found"))
+        return _error_response(RequestError(f"{what}: no such endpoint; try /v1/models", status, code="not_found"))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(self._served.name)]})

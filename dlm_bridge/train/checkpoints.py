@@ -328,12 +328,12 @@ def _is_unchanged(tokenizer: Any) -> bool:
 
 
 def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise DlmBridgeError where a weight is not finite after `step`, before a checkpoint would keep it: finite
-    gradients can lead there too, as with an epsilon of zero."""
+    """Raise DlmBridgeError if a weight is not finite after `step`, before a checkpoint is saved. Finite gradients can
+    also lead to non-finite weights, for example with an epsilon of zero."""
     for parameter in parameters:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not bool(local.detach().isfinite().all()):
             raise DlmBridgeError(
-                f"step {step}: weights are not finite, no checkpoint is written: resume from before with another --lr "
-                "or --adam-eps"
+                f"step {step}: weights are not finite, no checkpoint is written: resume from an earlier checkpoint "
+                "with another --lr or --adam-eps"
             )

@@ -1,6 +1,6 @@
-"""Training engines, the values of `--engine`: the interface, and the Accelerate engine behind it.
+"""Interface of training engines (`--engine`), and the Accelerate engine.
 
-Further ones are registered by extensions, such as `dlm_bridge.parallel`.
+Extensions register further engines, such as `dlm_bridge.parallel`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 
 def find_engine(name: str) -> TrainingEngine:
-    """The engine of `--engine NAME`. Raises DlmBridgeError where its extension is not installed."""
+    """Load the engine of `--engine NAME`. Raises DlmBridgeError if its extension is not installed."""
     return load("engines", name)()
 
 
 class TrainingEngine(ABC):
-    """What a command and a dry run ask of an engine. Every method raises DlmBridgeError for bad input."""
+    """Interface between commands and a training engine. Every method raises DlmBridgeError for bad input."""
 
     @abstractmethod
     def train(self, config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-        """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
+        """Train until `config.schedule.steps`, SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
         Every process of the launcher calls it."""
 
     # -- before a run, on any machine
 
     @abstractmethod
     def find_checkpoint(self, config: TrainConfig) -> ResumePoint:
-        """The checkpoint in the output folder that a run would go on from; nothing is changed there."""
+        """Find the checkpoint in the output folder from which a run would resume. Changes nothing there."""
 
     def check_settings(self, config: TrainConfig) -> list[str]:
-        """Check settings that only this engine has; returns lines about those that are passed on untested."""
+        """Check settings of this engine. Returns notes about settings that are passed on untested."""
         return []
 
     def check_model(  # noqa: B027
@@ -52,15 +52,15 @@ class TrainingEngine(ABC):
         dims: Dims,
         objective: Objective | None,
     ) -> None:
-        """Check that the engine can hold the model, in the layout of `config`, and with `objective` train it."""
+        """Check that the engine supports the model in the layout of `config`, and training it with `objective`."""
 
     def environment(self) -> dict[str, Any]:
-        """What `dlm-bridge env` says of the engine, as plain values: platform, devices, patches."""
+        """Platform, devices and patches for `dlm-bridge env`, as plain values."""
         return {}
 
 
 class AccelerateEngine(TrainingEngine):
-    """Training on the Hub's own model classes, by Accelerate."""
+    """Engine that trains transformers model classes with Accelerate."""
 
     train = deferred("dlm_bridge.train.accelerate.trainer:train")
     find_checkpoint = deferred("dlm_bridge.train.setup:find_checkpoint")

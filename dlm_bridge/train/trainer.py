@@ -1,7 +1,7 @@
-"""The training loop and the base class of both engines' trainers: a step, evaluation, checkpoints and metrics.
+"""Training loop and base class of both engines' trainers: steps, evaluation, checkpoints and metrics.
 
-`TrainingLoop.run` decides when to step, evaluate, sample, save and stop. `Trainer.start_step` is one optimizer step
-from top to bottom; an engine overrides the parts of it that depend on its model: `prepare`, `forward_backward`,
+`TrainingLoop.run` decides when to step, evaluate, sample, save and stop. `Trainer.start_step` runs one optimizer step
+from top to bottom. An engine overrides the parts that depend on its model: `prepare`, `forward_backward`,
 `optimizer_step`, `evaluation_sums`, `save_checkpoint` and `load_checkpoint`.
 """
 
@@ -44,12 +44,12 @@ from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
 
-EVALUATION_STEP = 0  # step in the key of an evaluation's noise: every evaluation draws the same
+EVALUATION_STEP = 0  # step in the noise key of evaluations, so that every evaluation has the same noise
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of the run."""
+    """Rank, device and process groups of this process."""
 
     rank: int
     world_size: int
@@ -57,10 +57,10 @@ class Processes:
     replicas: int
     device: torch.device
     device_name: str | None  # None on CPU
-    cpu_group: Any = None  # group of all processes between CPUs; None: the default group
+    cpu_group: Any = None  # group of all processes for CPU tensors; None: the default group
 
     def largest(self, value: int) -> int:
-        """The largest value of all processes, which call this together."""
+        """Maximum of `value` over all processes. Every process must call it."""
         if self.world_size == 1:
             return value
         found = torch.tensor(value)
@@ -69,74 +69,79 @@ class Processes:
 
 
 class TrainingLoop(abc.ABC):
-    """One process's part of a run. The main process writes the metrics; all processes take every step together."""
+    """Training loop of one process. All processes run every step together; the main process writes the metrics."""
 
     config: TrainConfig
     processes: Processes
     output: Path
     console: Console
     tokenizer: Any
-    plain_model: Any  # the Hub model that is trained, without its wrappers
+    plain_model: Any  # the trained Hub model without wrappers
     valid: Sized  # validation blocks
 
     @property
     def main(self) -> bool:
-        """Whether this process writes metrics and checkpoints and shows the progress."""
+        """True if this process writes metrics and checkpoints and shows progress."""
         return self.processes.rank == 0
 
     @abc.abstractmethod
     def announce(self, step: int) -> None:
-        """Print what starts, or resumes after `step`, on the main process."""
+        """Print on the main process that the run starts, or resumes after `step`."""
 
     @abc.abstractmethod
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
-        """One optimizer step, counted from 1: its metrics, and whether any process wants to stop after it.
+        """Start one optimizer step without waiting for the device.
 
-        Returns as soon as the device has been given the step's work; the returned function waits for the metrics.
+        Args:
+            step: number of the step, from 1.
+            want_stop: True if this process wants to stop after the step.
+
+        Returns:
+            A function that waits for the step and returns its metrics; True if any process wants to stop.
         """
 
     @abc.abstractmethod
     def evaluate(self) -> float:
-        """The validation loss, over the same blocks with the same noise every time."""
+        """Compute the validation loss, on the same blocks with the same noise each time."""
 
     @abc.abstractmethod
     def save_checkpoint(self, step: int) -> Path:
-        """Write weights, optimizer state and what else a resume needs; every process calls it."""
+        """Write weights, optimizer state and everything else that a resume needs. Every process calls it."""
 
     @abc.abstractmethod
     def load_checkpoint(self, folder: Path) -> None:
-        """Set weights and optimizer state to a checkpoint's. Raises DlmBridgeError where it is damaged or of other
-        data."""
+        """Load weights and optimizer state from a checkpoint. Raises DlmBridgeError if it is damaged or from a run on
+        other data."""
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters that this process updates."""
+        """Parameters that this process updates."""
         return (weight for weight in self.plain_model.parameters() if weight.requires_grad)
 
     def saves_locally(self, step: int) -> bool:
-        """Whether a local checkpoint is due after `step`. Asked only where no other checkpoint is due."""
+        """True if a local checkpoint is due after `step`. Called only if no other checkpoint is due."""
         return False
 
     def save_locally(self, step: int, metrics: MetricsFile | None) -> None:  # noqa: B027 (one engine has them)
-        """Write the local checkpoint of `step`. Every process calls it; `metrics` is None but on the main process."""
+        """Write the local checkpoint of `step`. Every process calls it; `metrics` is None on all but the main one."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
-        """Wait for what still runs in the background after the last step. Raises DlmBridgeError where it fails."""
+        """Wait for background work after the last step. Raises DlmBridgeError if it fails."""
 
     def evaluated(self, metrics: StepMetrics) -> StepMetrics:
-        """A step's metrics with those of an evaluation after it."""
+        """Evaluate, and return the step's metrics with the validation loss."""
         return dataclasses.replace(metrics, eval_loss=self.evaluate())
 
     def sample(self, samples: TextSamples, step: int) -> None:
-        """Sample texts from the model as it is after `step`. All processes call it."""
+        """Sample texts from the model after `step`. Every process calls it."""
         samples.write(step, self.plain_model)
 
     def step(self, step: int, want_stop: bool) -> tuple[StepMetrics, bool]:
-        """As `start_step`, but wait for the metrics and return them."""
+        """Run one step: `start_step`, then wait for the metrics."""
         metrics, stop = self.start_step(step, want_stop)
         return metrics(), stop
 
     def run(self, step: int) -> Path:
-        """Train from after `step` and return the last checkpoint's folder."""
+        """Train from after `step`. Returns the folder of the last checkpoint."""
         config = self.config
         monitor = RunMonitor(config, self.output, self.processes.device, self.console, step, self.main)
         samples = None
@@ -182,7 +187,7 @@ class TrainingLoop(abc.ABC):
         return folder
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
-        """Write the checkpoint of `step`. Every process calls it; `metrics` is None but on the main process."""
+        """Write the checkpoint of `step`. Every process calls it; `metrics` is None on all but the main one."""
         self.before_save(step, metrics)
         folder = self.save_checkpoint(step)
         with raised_everywhere():
@@ -191,21 +196,21 @@ class TrainingLoop(abc.ABC):
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
-        """Check the weights and flush the metrics, before any checkpoint of `step`. Raises DlmBridgeError where a
-        weight is not finite."""
+        """Check the weights and flush the metrics, before any checkpoint of `step`. Raises DlmBridgeError if a weight
+        is not finite."""
         self._check_finite(step)
         with raised_everywhere():
             if metrics is not None:
                 metrics.sync()
 
     def sum_on_cpu(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, on the CPU, summed over all processes in place: it never waits for the device."""
+        """All-reduce `values`, on the CPU, in place. Does not wait for the device."""
         if self.processes.world_size > 1:
             dist.all_reduce(values, group=self.processes.cpu_group)
         return values
 
     def _check_finite(self, step: int) -> None:
-        """Raise DlmBridgeError on every process where one of them has weights that are not finite."""
+        """Raise DlmBridgeError on every process if any process has non-finite weights."""
         error: DlmBridgeError | None = None
         try:
             check_finite(step, self.trained_parameters())
@@ -215,7 +220,7 @@ class TrainingLoop(abc.ABC):
             raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
 
     def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:
-        """Whether the run evaluates, saves and samples after `step`, in the `last` one in any case."""
+        """(evaluates, saves, samples) after `step`; after the `last` step, whatever is enabled."""
         logging, checkpoint = self.config.logging, self.config.checkpoint
 
         def due(interval: int) -> bool:
@@ -226,15 +231,15 @@ class TrainingLoop(abc.ABC):
         return evaluates, saves, due(logging.sample_interval)
 
 
-# One data parallel rank's micro-batches of a step, as the engine's model takes them, and its part of the divisors of
-# the K loss terms, [K] float64; with z-loss [K + 1], the last one the number of its loss positions.
+# Micro-batches of one data parallel rank's step, in the form that the engine's model takes, and the rank's summand of
+# the divisors of the K loss terms, [K] float64; with z-loss [K + 1], where the last is the number of loss positions.
 StepInputs = tuple[list[Any], torch.Tensor]
 
 
 class Trainer(TrainingLoop):
-    """What both engines' trainers share; see the module's docstring for what an engine overrides."""
+    """Base class of both engines' trainers. The module's docstring lists the methods that an engine overrides."""
 
-    plain_model: Any  # its family, config and parameters; in the Megatron engine without weights
+    plain_model: Any  # for family, config and parameters; without weights in the Megatron engine
     optimizer: Any
     valid: Samples
 
@@ -247,7 +252,7 @@ class Trainer(TrainingLoop):
         console: Console,
         processes: Processes,
     ) -> None:
-        """`data`: training blocks, validation blocks, tokenizer."""
+        """Args: `data` contains training blocks, validation blocks and the tokenizer."""
         self.config = config
         self.plain_model = model
         self.objective = objective
@@ -281,20 +286,20 @@ class Trainer(TrainingLoop):
             self.close()
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop background work."""
         if self.prefetcher is not None:
             self.prefetcher.close()
 
-    # -- one step, in the order in which it runs
+    # -- one step, in execution order
 
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
-        """One optimizer step, counted from 1. Nothing in it waits for the device, but for an optimizer that does."""
+        """Start one optimizer step; see `TrainingLoop.start_step`. Only some optimizers wait for the device in it."""
         timer = CudaTimer(self.device)
         self.between_steps()
         assert self.prefetcher is not None
         batches, normaliser_K = self.prefetcher.get()
         self.objective = with_block_size(self.objective, self.plain_model, self.config, step)
-        # Dropout too depends on nothing that a restart forgets.
+        # Dropout is reproducible after a restart.
         self.manual_seed(torch_seed(self.config.data.seed, step, self.processes.rank))
         divisors_K, stop = self._global_divisors(normaliser_K, want_stop)
         lr = learning_rate(self.config, step)
@@ -310,9 +315,9 @@ class Trainer(TrainingLoop):
         return functools.partial(self._step_metrics, step, lr, metrics, finite, self.peak_memory(), norms), stop
 
     def produce(self, step: int) -> StepInputs:
-        """The batches of a training step, made in the background and ahead of it.
+        """Prepare the batches of a training step. Called ahead of the step, in the background.
 
-        The noise is drawn on the CPU, where it costs little and is the same for every engine and layout.
+        Noise is drawn on the CPU, where it is cheap and equal for every engine and layout.
         """
         config, objective = self.config, at_step(self.objective, self.config, step)
         noisy = []
@@ -323,13 +328,13 @@ class Trainer(TrainingLoop):
         return self.step_inputs(noisy)
 
     def rank_samples(self, step: int, sampler: BatchSampler | None = None) -> list[list[int]]:
-        """The global sample indices of this data parallel rank's micro-batches, of the training batches by default."""
+        """Global sample indices of this data parallel rank's micro-batches (default `sampler`: training batches)."""
         return (sampler or self.sampler).samples(
             step, self.processes.replica, self.processes.replicas, self.micro_batch_size
         )
 
     def step_inputs(self, noisy: Sequence[NoisyBatch]) -> StepInputs:
-        """Noisy batches of one step with their normaliser, as the engine's model takes them."""
+        """Inputs of one step from its noisy batches."""
         normaliser = torch.stack([batch.normaliser for batch in noisy]).sum(dim=0)
         if self.z_loss_coeff:
             count = sum(batch.weights.count_nonzero() for batch in noisy)
@@ -338,28 +343,27 @@ class Trainer(TrainingLoop):
 
     @abc.abstractmethod
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[Any]:
-        """The micro-batches of a step as the engine's model takes them, in pinned memory where there is a GPU."""
+        """Convert the micro-batches of a step to the form that the engine's model takes, in pinned memory on a GPU."""
 
     def between_steps(self) -> None:
-        """Hook for an engine's work on the host while the device still runs the step before."""
+        """Hook for an engine's work on the host while the device still runs the previous step."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's generators."""
         torch.manual_seed(seed)
 
     def _global_divisors(self, normaliser_K: torch.Tensor, want_stop: bool) -> tuple[torch.Tensor, bool]:
-        """The divisors of the global batch's loss, and whether any process wants to stop."""
+        """Divisors of the global batch's loss, and True if any process wants to stop."""
         stop_votes = torch.tensor([float(want_stop)], dtype=torch.float64)
         summed = self.sum_on_cpu(torch.cat([self.counted_once(normaliser_K), stop_votes]))
         return divisors(summed[:-1]), bool(summed[-1] > 0)
 
     def counted_once(self, normaliser_K: torch.Tensor) -> torch.Tensor:
-        """The summand of this process in a sum over all processes, for a value that all ranks of a replica have: zero
-        but on one rank of each replica."""
+        """The value on one rank per replica, zeros elsewhere, so that an all-reduce counts each replica once."""
         return normaliser_K
 
     def set_learning_rate(self, lr: float) -> None:
-        """Give every parameter group its learning rate."""
+        """Set the learning rate of every parameter group."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -377,14 +381,15 @@ class Trainer(TrainingLoop):
         """Clip the gradients, update the weights and clear the gradients.
 
         Returns:
-            Whether the norm has to be finite: under fp16's loss scale gradients may overflow, and the step is skipped.
+            True if the norm must be finite. With fp16 loss scaling it is False: gradients may overflow, and the step
+            is then skipped.
             The gradient norm before clipping, a scalar on the device.
         """
 
     @functools.cached_property
     @abc.abstractmethod
     def layer_norms(self) -> LayerNorms:
-        """Measures the parameter and gradient norms of `--norm-interval`."""
+        """Computes the parameter and gradient norms for `--norm-interval`."""
 
     def _measures_norms(self, step: int) -> bool:
         interval = self.config.logging.norm_interval
@@ -392,7 +397,7 @@ class Trainer(TrainingLoop):
 
     @abc.abstractmethod
     def peak_memory(self) -> int | None:
-        """Bytes that the device with the largest peak has allocated at once so far; None on CPU."""
+        """Peak allocated memory in bytes so far, of the device where it is largest; None on CPU."""
 
     def _step_metrics(
         self,
@@ -403,15 +408,17 @@ class Trainer(TrainingLoop):
         peak_memory: int | None,
         norms: LayerNorms | None,
     ) -> StepMetrics:
-        """The metrics of a step, once the device has finished it. Raises DlmBridgeError where the loss or the gradient
-        norm is not finite: the next step may have started by then, but no checkpoint has been written."""
+        """Wait for the device and return the metrics of a step. Raises DlmBridgeError if the loss or the gradient norm
+        is not finite; the next step may have started by then, but no checkpoint has been written."""
         values, seconds = metrics.read()
         measured = None if norms is None else norms.named(values[-len(norms.layers) - 1 :])
         *losses, norm = values if norms is None else values[: -len(norms.layers) - 1]
         loss, more = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
         z_loss = more.pop(0) if self.z_loss_coeff else None
         if not math.isfinite(loss):
-            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr, or resume from before with another")
+            raise DlmBridgeError(
+                f"step {step}: the loss is {loss}: lower --lr, or resume from an earlier checkpoint with another"
+            )
         if finite and not math.isfinite(norm):
             raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
         seq_length = self.config.data.seq_length
@@ -438,9 +445,11 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The validation loss, over the same blocks with the same noise every time. The model is evaluated as a
-        checkpoint of this step would be used: with its block size, and with its family's own attention even while the
-        training mask is annealed."""
+        """Compute the validation loss, on the same blocks with the same noise each time.
+
+        The model is evaluated as a checkpoint of this step would be used: with its current block size, and with its
+        family's own attention even while the training mask is annealed.
+        """
         count = min(len(self.valid), self.config.logging.eval_batches * self.config.data.global_batch_size)
         objective = dataclasses.replace(self.objective, length_variation=0.0)
         sums_K, normaliser_K = self.evaluation_sums(objective, count)
@@ -451,7 +460,7 @@ class Trainer(TrainingLoop):
         """[2, K] float64 on the CPU: loss sums and normalisers of the first `count` validation blocks."""
 
     def evaluation_batch(self, objective: Objective, samples: Sequence[int], count: int) -> NoisyBatch:
-        """Validation blocks with their noise; those from `count` on do not exist and count nothing."""
+        """Noisy batch of validation blocks. Blocks from `count` on do not exist and have no loss."""
         exists = torch.tensor([sample < count for sample in samples])
         rows = self.valid.rows([sample if sample < count else 0 for sample in samples])
         if not exists.all():
@@ -462,13 +471,11 @@ class Trainer(TrainingLoop):
         return objective.noise(uniforms=uniforms, **vars(rows))
 
     def check_same_data(self, train_blocks: int) -> None:
-        """Raise DlmBridgeError where a checkpoint's run had another number of training blocks."""
+        """Raise DlmBridgeError if the checkpoint's run had a different number of training blocks."""
         check_same_count("training blocks", len(self.train), train_blocks)
 
 
 def check_same_count(what: str, found: int, recorded: int) -> None:
-    """Raise DlmBridgeError where `--data` does not give as many `what` as the run began with."""
+    """Raise DlmBridgeError unless `--data` has the recorded number of `what`."""
     if found != recorded:
-        raise DlmBridgeError(
-            f"--data gives {found} {what}, the run began with {recorded}: resume with the data that it began with"
-        )
+        raise DlmBridgeError(f"--data has {found} {what}, the run started with {recorded}: resume with the same data")

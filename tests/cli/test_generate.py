@@ -51,7 +51,7 @@ def test_a_diffusion_model_is_sampled_with_the_settings_that_are_given(cli: Cli,
     assert report["seconds"] > 0
     code, _, err = cli(llada, *words, "--seed", 3)
     assert code == 0
-    assert re.search(r"^\d+ tokens in \d+ forwards \(\S+ a forward\), \S+ s$", err.strip())
+    assert re.search(r"^\d+ tokens in \S+ s \(\d+ tokens/s\), \d+ forward passes of \S+ tokens per row$", err.strip())
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
@@ -180,7 +180,7 @@ def test_spans_of_a_prompt_are_filled(cli: Cli, llada: Path, tmp_path: Path) -> 
     in_file = [json.loads(line) for line in out.splitlines()]
     assert in_file[0]["tokens"] in (6, 9, 12)
     assert in_file[1]["tokens"] in (3, 6)
-    assert "nothing to fill" in cli(llada, "--prompt", "x", *words)[2]
+    assert "nothing to fill in" in cli(llada, "--prompt", "x", *words)[2]
 
 
 def test_the_usual_settings_are_fields_of_the_configuration() -> None:
@@ -566,13 +566,13 @@ def _one_line_of_a_full_stdout(err: str) -> None:
     ("words", "said"),
     [
         ([], "no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE"),
-        (["--prompt", "x", "--jsonl", "f"], "--prompt is of one prompt, --jsonl of many"),
-        (["--jsonl", "f", "--show"], "--show is of one prompt"),
-        (["--jsonl", "f", "--json"], "--json with --jsonl sums up what --output FILE has"),
-        (["--jsonl", "f", "--resume"], "--resume continues the rows of a file: give --jsonl and --output"),
+        (["--prompt", "x", "--jsonl", "f"], "--prompt needs a single prompt, --jsonl"),
+        (["--jsonl", "f", "--show"], "--show needs a single prompt"),
+        (["--jsonl", "f", "--json"], "set --output FILE"),
+        (["--jsonl", "f", "--resume"], "--resume continues a file of prompts: set --jsonl and --output"),
         (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
-        (["--prompt", "x", "--system", "y"], "--system is a message of a chat"),
-        (["--prompt", "x", "--chat-template-args", "a=1"], "--chat-template-args is of a chat: give --chat"),
+        (["--prompt", "x", "--system", "y"], "--system needs --chat"),
+        (["--prompt", "x", "--chat-template-args", "a=1"], "--chat-template-args needs --chat"),
         (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args a: a variable of the templ"),
         (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args: tokenize is not a"),
         (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
@@ -594,10 +594,10 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["--prompt", "x", "--device-map", "[1]"], "--device-map [1]: one of auto"),
         (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "give one of them"),
-        (["--prompt", "x", "--offload-folder", "d"], "--offload-folder is a device map's"),
+        (["--prompt", "x", "--offload-folder", "d"], "--offload-folder needs --device-map"),
         (["--prompt", "x", "--tp-plan", "auto"], "torchrun --nproc-per-node N"),
         (["--prompt", "x", "--tp", "2"], "--tp 2 cuts the model over several processes: start them with torchrun"),
-        (["--prompt", "x", "--tp", "2", "--device", "cpu"], "--device, --device-map and --tp each say where"),
+        (["--prompt", "x", "--tp", "2", "--device", "cpu"], "--device, --device-map and --tp exclude each other"),
         (["--prompt", "x", "--dtype", "int8"], "--dtype int8: choose one of keep"),
         (["--prompt", "x", "--family", "nonsense"], "unknown family 'nonsense'"),
         (["--prompt", "x", "--revision", "main"], "--revision main needs a Hub id"),

@@ -57,7 +57,7 @@ def test_positions_to_fill_are_those_of_the_text(cli: Cli, folder: Path, loaded:
     assert re.fullmatch(r"the .* cat the", report["samples"][0]["text"], re.DOTALL)
     code, _, err = cli(*words, "--prompt", "the cat")
     assert (code, err.count("\n")) == (2, 1)
-    assert "nothing to fill" in err
+    assert "nothing to fill in" in err
 
 
 @pytest.mark.parametrize("words", [["--tasks", "{task}"], ["--perplexity", "{text}"]], ids=["task", "perplexity"])

@@ -46,7 +46,7 @@ def taken(run: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """One line names the checkpoint that was taken."""
     lines = [record.getMessage() for record in caplog.records if record.name == "dlm_bridge.hub"]
     assert len(lines) == 1, lines
-    assert str(run / "checkpoints" / name) in lines[0]
+    assert lines[0].endswith(f" of {run}: {Path('checkpoints', name)}")
     assert "'" not in lines[0]
     caplog.clear()
 
@@ -142,6 +142,6 @@ def test_a_run_whose_files_give_an_error_when_read_is_refused(runs: dict[str, Pa
 
 def test_a_run_without_a_whole_checkpoint_is_refused(runs: dict[str, Path]) -> None:
     shutil.rmtree(runs["accelerate"] / "checkpoints/step-0000004")
-    with pytest.raises(DlmBridgeError, match="accelerate: a training run without a whole checkpoint"):
+    with pytest.raises(DlmBridgeError, match="accelerate: a training run without a complete checkpoint"):
         checkpoint_folder(runs["accelerate"])
     assert checkpoint_folder(DATA / "llada") == DATA / "llada"

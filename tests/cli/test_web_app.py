@@ -77,7 +77,7 @@ def test_a_text_appears_token_by_token_with_its_probabilities(page_model: PageMo
     assert not any("<script" in frame for frame in frames)
     assert whole(text_of(frames[-1])).startswith(whole(written(page_model, evil, **settings)))
     assert len(re.findall(r'title="[01]\.\d{3}"', frames[-1])) == 16
-    assert "16 forwards" in frames[-1]
+    assert "16 forward passes" in frames[-1]
     masks = [text_of(frame).count(MASK) for frame in frames]
     assert masks == sorted(masks, reverse=True)
     assert masks[0] <= 15
@@ -87,7 +87,7 @@ def test_a_text_appears_token_by_token_with_its_probabilities(page_model: PageMo
 def test_masks_inside_a_text_are_filled(page_model: PageModel) -> None:
     assert page_model.modes == [CONTINUE, FILL]
     *_, last = page_model.sample(FILL, "the [MASK:3] cat", "llada", {})
-    assert re.search(r"forwards.*</div>", last)
+    assert re.search(r"forward passes.*</div>", last)
     assert last.count("title=") == 3
     assert text_of(last).startswith("the ")
     assert text_of(last).endswith(" cat")
@@ -132,7 +132,7 @@ def test_what_the_sampler_refuses_is_refused_in_the_page(
     assert 'role="alert"' in said
     assert named in html.unescape(said)
     *_, last = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"})  # and the page goes on
-    assert "8 forwards" in last
+    assert "8 forward passes" in last
 
 
 def test_generation_ends_where_nobody_reads_it(page_model: PageModel) -> None:
@@ -142,7 +142,7 @@ def test_generation_ends_where_nobody_reads_it(page_model: PageModel) -> None:
     next(frames)
     frames.close()
     *_, last = page_model.sample(CONTINUE, "the cat", "llada", {"gen_length": "8"})
-    assert "8 forwards" in last
+    assert "8 forward passes" in last
     assert 8 < len(passes) < 128  # the next call follows the last forward pass of the first one
 
 
@@ -254,7 +254,7 @@ def test_in_a_browser(page_model: PageModel, tmp_path: Path) -> None:
         tab.fill("#prompt textarea", "the <b>cat")
         tab.fill("#sampler-llada #setting-gen_length textarea", "8")
         tab.get_by_role("button", name="Generate").click()
-        tab.wait_for_selector("text=8 forwards")
+        tab.wait_for_selector("text=8 forward passes")
         assert tab.inner_text("#shown .denoising").startswith("the <b>cat")
         tab.fill("#sampler-llada #setting-gen_length textarea", "0")
         tab.get_by_role("button", name="Generate").click()

@@ -298,7 +298,7 @@ def test_damaged_files(tmp_path: Path, checkpoint: Path) -> None:
     refused("no such folder", path=tmp_path / "nowhere")
     refused("is not a Megatron checkpoint", path=tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    refused("a training run without a whole checkpoint: .*checkpoints", path=tmp_path)
+    refused("a training run without a complete checkpoint: .*checkpoints", path=tmp_path)
     (folder / "__1_0.distcp").rename(tmp_path / "elsewhere")
     (folder / "__1_0.distcp").symlink_to(tmp_path / "elsewhere")
     refused(r"'__1_0\.distcp', outside the folder")

@@ -80,7 +80,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path, llada: Path, capsys
         (("--pp", "2", "--pipeline-split", "3,3"), "use --pipeline-split 2,2"),
         (("--family", "nope"), "unknown family 'nope'"),
         (("--format", "nope"), "--format nope: choose one of torch_dist, torch"),
-        (("--key-style", "local"), "--key-style local is the legacy format's: add --format torch"),
+        (("--key-style", "local"), "--key-style local needs the legacy format: add --format torch"),
         (("--key-style", "x", "--format", "torch"), "--key-style x: choose one of te, te-sequential, local"),
         (("--dtype", "int8"), "--dtype int8"),
         (("--workers", "0"), "--workers must be at least 1"),

@@ -141,7 +141,7 @@ def test_uploads_the_checkpoint_in_one_commit_with_a_card(
     assert "import dlm_bridge" in card
     assert 'from_pretrained("me/model")' in card
     assert "Written by dlm-bridge" in card
-    assert "left out: optimizer.pt" in out
+    assert "excluded files: optimizer.pt" in out
     assert (folder / "README.md").read_bytes() == exported  # the source is never touched
     assert TOKEN not in out + err + card
 
@@ -151,7 +151,7 @@ def test_no_local_path_goes_up(hub: Hub, folder: Path, tmp_path: Path, capsys: p
     assert manifest["source"]["name"] == str(tmp_path / "source")
     code, out, err = run_cli(capsys, "push", folder, "me/model")
     assert code == 0, err
-    assert "dlm_bridge.json: names its source source" in out
+    assert "dlm_bridge.json: local path replaced by source" in out
     assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
     for name, content in hub.files.items():
         (tmp_path / "downloaded" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -174,7 +174,7 @@ def test_datasets_by_folder_name_and_split(tmp_path: Path, tokenizer: Any, monke
     for item, message in {
         f"{tmp_path}/saved:nope": "no split 'nope' (it has train, held)",
         "a/b:c:nope": "a/b:c:nope: no split 'nope'",
-        "a/wrong": "a/wrong: no such file or folder, nor a dataset that loads",
+        "a/wrong": "a/wrong: not a file or folder, and not a dataset that can be loaded",
     }.items():
         with pytest.raises(DlmBridgeError, match=re.escape(message)):
             find_data([item])

@@ -102,7 +102,7 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
         ({"messages": TALK[:1], "prompt": "x", "completion": "y"}, "line 7: the last message is of 'user'"),
         ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "line 7: message 2: 'weight' and 'train' are 0 or 1"),
         ({"messages": [TALK[0], {**TALK[1], "train": "no"}]}, "line 7: message 2: 'weight' and 'train' are 0 or 1"),
-        ({"messages": [TALK[0], {**TALK[1], "train": False}]}, "line 7: nothing in this row is an answer"),
+        ({"messages": [TALK[0], {**TALK[1], "train": False}]}, "line 7: this row has no answer"),
         ({"messages": TALK[:2], "tools": "x"}, "line 7: 'tools' is not JSON"),
         ({"messages": TALK[:2], "tools": {"a": 1}}, "line 7: 'tools' is not a list"),
         (
@@ -123,7 +123,7 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
         ({"messages": [{"content": "x"}]}, "line 7: message 1 of 'messages' has no 'role'"),
         ({"messages": [TALK[0], {"role": "assistant"}]}, "line 7: message 2 of 'messages' has no 'content' with text"),
         ({"messages": TALK[:3]}, "line 7: the last message is of 'user': an answer is needed"),
-        ({"prompt": TALK[:1], "completion": TALK[2:3]}, "line 7: nothing in this row is an answer"),
+        ({"prompt": TALK[:1], "completion": TALK[2:3]}, "line 7: this row has no answer"),
         ({"messages": [said("system", "x"), *TALK[:2]]}, "line 7: the chat template refuses it: no system message"),
     ],
 )

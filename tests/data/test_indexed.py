@@ -115,8 +115,8 @@ LENGTHS, POINTERS, INDICES = 34, 34 + 6 * 4, 34 + 6 * 12
 @pytest.mark.parametrize(
     ("damage", "file", "message"),
     [
-        (lambda prefix: prefix.with_suffix(".idx").unlink(), "a.idx", "missing, it belongs with a.bin"),
-        (lambda prefix: prefix.with_suffix(".bin").unlink(), "a.bin", "missing, it belongs with a.idx"),
+        (lambda prefix: prefix.with_suffix(".idx").unlink(), "a.idx", "missing, it belongs to a.bin"),
+        (lambda prefix: prefix.with_suffix(".bin").unlink(), "a.bin", "missing, it belongs to a.idx"),
         (lambda prefix: prefix.with_suffix(".idx").write_bytes(b""), "a.idx", "not a Megatron index"),
         (lambda prefix: prefix.with_suffix(".idx").write_bytes(b'{"a": 1}\n' * 9), "a.idx", "not a Megatron index"),
         (_damage(lambda data: data.__delitem__(slice(20, None))), "a.idx", "cut short, 20 bytes"),

@@ -407,7 +407,7 @@ def test_other_adapters_take_part_in_drafts_and_checks(tmp_path: Path) -> None:
         ),
         (
             {"commit_rule": LeftToRightRule()},
-            "the linear_spec sampler takes no commit_rule",
+            "the linear_spec sampler does not support commit_rule",
         ),
         ({"infill": True, "inputs": torch.tensor([[1, MASK]])}, "the linear_spec sampler cannot fill masks inside"),
         ({"cache": "dual"}, "no cache 'dual'"),

@@ -179,7 +179,7 @@ def test_pairs_of_positions_are_independent_noise() -> None:
         ({"repetition_penalty": 1.2}, "repetition_penalty cannot hold"),
         ({"prefix_allowed_tokens_fn": lambda row, text: [1]}, "prefix_allowed_tokens_fn cannot hold"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size or bad_words_ids of several tokens cannot hold"),
-        ({"commit_rule": LeftToRightRule()}, "the uniform sampler takes no commit_rule"),
+        ({"commit_rule": LeftToRightRule()}, "the uniform sampler does not support commit_rule"),
         ({"resampling": "best"}, "resampling must be one of posterior, entropy_bound"),
         ({"infill": True, "span_lengths": [2], "mask_token_id": 1}, "the uniform sampler works without masks: leave"),
     ],

@@ -209,7 +209,7 @@ def bad_input(files: Files, processes: int) -> Plan:
         "objective": ("--objective causal", {"objective": "causal"}, ()),
         "held": ("already holds a run", {"output": str(files.run("whole"))}, ()),
         "other-data": (
-            "resume with the data that it began with",
+            "resume with the same data",
             {"output": str(files.run("whole")), "steps": STEPS + 1, "data": [str(files.more)]},
             ("--resume",),
         ),

@@ -58,7 +58,7 @@ def test_a_small_model_has_figures(
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     code, out, _ = run_cli(capsys, "plan", tmp_path, "--gpus", 2, "--pp", 2, "--seq-length", 64, "--png", "plan.png")
     assert code == 0
-    assert "each of 1 ranks a stage, MiB" in out
+    assert "Memory per GPU in MiB (1 GPU per pipeline stage)" in out
     assert re.search(r"stage \d needs [\d.]+ GiB \([\d.]+ MiB allocated\)", out)
     axes = drawn[0].axes[0]
     fields = [text.get_text() for text in axes.texts]

@@ -72,7 +72,7 @@ def test_shows_a_config_file_a_layout_and_every_stage(
     assert (found["objective"], found["tp"], found["pp"]) == ("masked", 2, 2)
     assert TrainConfig.from_flags(**found).to_yaml().strip() == settings.strip()
     assert "8 device(s), --engine megatron" in shown
-    assert "each of 4 ranks a stage, MiB" in shown
+    assert "Memory per GPU in MiB (4 GPUs per pipeline stage)" in shown
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "again.yaml"} == before
 
 

@@ -291,5 +291,5 @@ def test_a2d_trains_in_blocks_where_it_is_asked_to(tmp_path: Path, ids: torch.Te
 def test_own_masks_and_positions_are_refused(model: Any, ids: torch.Tensor) -> None:
     whole = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     for changes in ({"attention_mask": whole}, {"position_ids": torch.arange(LENGTH)[None]}):
-        with pytest.raises(DlmBridgeError, match="makes the mask and the positions of its two streams itself"):
+        with pytest.raises(DlmBridgeError, match="creates the mask and the positions of its two streams"):
             model(ids, labels=ids, generator=torch.Generator().manual_seed(0), **changes)

@@ -135,7 +135,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path, run: Run, corpus: Pat
     run(tmp_path / "run", steps=2)
     longer = tmp_path / "longer.txt"
     longer.write_text(corpus.read_text() * 2)
-    with pytest.raises(DlmBridgeError, match="resume with the data that it began with"):
+    with pytest.raises(DlmBridgeError, match="resume with the same data"):
         run(tmp_path / "run", resume=True, steps=4, data=[str(longer)])
 
 

@@ -345,7 +345,7 @@ def named_gradient_errors(step: int) -> Iterator[None]:
         if "Unexpected result" not in str(error):
             raise
         raise DlmBridgeError(
-            f"step {step}: {one_line(error)}: lower --lr, or resume from before with another"
+            f"step {step}: {one_line(error)}: lower --lr, or resume from an earlier checkpoint with another"
         ) from error
 
 
