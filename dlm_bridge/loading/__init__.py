@@ -66,8 +66,8 @@ def load_model(
     """Load a diffusion or autoregressive model for sampling.
 
     Args:
-        place: Hub folder or id; Megatron checkpoint of any format; adapter (PEFT folder or Megatron's), which is
-            loaded on the base that it or its run names; or folder of a training run, whose newest checkpoint is loaded.
+        place: Hub folder or id; Megatron checkpoint of any format; adapter (PEFT folder or Megatron's), loaded on the
+            base that it or its run names; or folder of a training run, whose newest checkpoint is loaded.
         placement: devices of the model.
         dtype: "keep" (also None: the stored dtype), "bf16", "fp16", "fp32" or a torch dtype.
         family: the model family, if the config does not identify it.
