@@ -58,7 +58,7 @@ class Journal:
         self._thread.start()
 
     def add(self, key: str, entry: JournalEntry, nbytes: int) -> None:
-        """A param is written: so many bytes. Raises OSError where earlier ones could not be flushed."""
+        """Record a written parameter of `nbytes` bytes. Raises OSError if earlier data could not be flushed."""
         line = json.dumps([key, asdict(entry)])
         with self._changed:
             if self._error is not None:

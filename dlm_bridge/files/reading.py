@@ -146,7 +146,7 @@ def check_characters(value: Any, where: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DlmBridgeError(f"{where}: holds a lone surrogate, which is no character: it is damaged") from None
+        raise DlmBridgeError(f"{where}: holds a lone surrogate, which is not a character: it is damaged") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class SamplerContext:
     Args:
         first_token: a block's first token is committed alone, predicted by the position before it: the best token
             ("greedy") or a draw ("sampled").
-        window: each step predicts so many columns from a row's first mask on, instead of the whole block.
+        window: number of columns, from a row's first mask on, that each step predicts instead of the whole block.
         logits_bias: the sampler's own change of the logits.
         planner: gives the rule that plans the steps of the row with a name; None: the run's rule plans them all.
         row_forwards: sum over the forward passes of the rows that took part.
@@ -178,7 +178,7 @@ class CommitRule(DenoisingRule):
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        """Plan the steps of a block, in which each row has so many masks; 0 in rows that do not begin it now.
+        """Plan the steps of a block. `masks`: number of masks per row; 0 for rows that do not begin the block now.
 
         Returns for each row the tokens that each step commits at least. A row may take fewer steps than planned
         unless the rule is exact.
@@ -404,7 +404,7 @@ def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
 
 
 class TopScoresRule(CommitRule):
-    """Commits the highest scores, so many in each step as the schedule says (LLaDA, Dream, RND1).
+    """Commits the highest scores, with the number of tokens per step from a schedule (LLaDA, Dream, RND1).
 
     With a `rank_temperature` the positions are drawn from softmax(score / rank_temperature) without replacement
     instead (Dream's alg_temp).

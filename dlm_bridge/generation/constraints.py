@@ -318,7 +318,7 @@ def read_constraints(
         wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary_size]
         if wrong:
             raise DlmBridgeError(
-                f"{name} holds {wrong[0]!r}, which is no token of the vocabulary of {vocabulary_size}"
+                f"{name} holds {wrong[0]!r}, which is not a token of the vocabulary of {vocabulary_size}"
             )
     ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # others no model proposes
     fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)

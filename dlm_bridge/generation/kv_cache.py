@@ -36,7 +36,7 @@ class StaticKVCache:
 
     @classmethod
     def allocate(cls, model: Any, rows: int, width: int) -> StaticKVCache:
-        """Buffers for so many rows and canvas columns, on the device of each layer."""
+        """Allocate buffers for `rows` rows and `width` columns, on the device of each layer."""
         layers: list[Any] = attention_layers(model)
         buffers = []
         for layer in layers:
@@ -47,7 +47,7 @@ class StaticKVCache:
         return cls(layers, buffers)
 
     def attach(self, rows: int | None) -> None:
-        """Give the layers the buffers of the first so many rows; None: of all."""
+        """Use the buffers of the first `rows` rows in the layers; None: of all rows."""
         for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
             layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
 
@@ -136,7 +136,7 @@ class KVCache:
         """A forward pass has written the columns before `stop`."""
 
     def shift(self, by: int) -> None:
-        """The canvas' columns move to the right by so many."""
+        """Move the cached columns to the right by `by`, like the canvas."""
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""

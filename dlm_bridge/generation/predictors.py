@@ -18,9 +18,9 @@ from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
-# A GPU multiplies so many tokens in the time in which it reads the weights: as many are launched speculatively.
+# Number of tokens that a GPU computes in the time it takes to read the weights; limit for speculative launches.
 SPECULATIVE_TOKENS = 256
-# On a GPU rows of different lengths are run in a multiple of so many columns, so that graphs are reused.
+# On a GPU, widths of rows of different lengths are rounded up to a multiple of this, so that graphs are reused.
 COMPACT_MULTIPLE = 32
 
 
@@ -45,7 +45,7 @@ class Predictor:
         self._runner = runner
         self._block = slice(0, 0)
         self._cached_rows = 0
-        self._not_cached = 0  # so many of them, in front, have entered beside others and have not been run
+        self._not_cached = 0  # number of rows at the front that entered a running batch and have not been run yet
 
     @property
     def forwards(self) -> int:

@@ -103,7 +103,7 @@ def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = repr(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
             raise DlmBridgeError(
-                f"{name}: message {number} has a part that is no text ({kind}): leave it out, only text is supported"
+                f"{name}: message {number} has a part that is not text ({kind}): leave it out, only text is supported"
             )
     return {**message, "content": "".join(part["text"] for part in content)}
 
@@ -114,7 +114,7 @@ def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool, max_chars
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DlmBridgeError("a prompt or message holds a lone surrogate, which is no character") from None
+        raise DlmBridgeError("a prompt or message holds a lone surrogate, which is not a character") from None
     if not infill:
         return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     ids: list[int] = []

@@ -66,9 +66,8 @@ def load_model(
     """Load a diffusion or autoregressive model for sampling.
 
     Args:
-        place: Hub folder or id; Megatron checkpoint of any format; adapter (PEFT folder or Megatron's), which is
-            loaded on the base that it or its run names; or folder of a training run, whose newest checkpoint is
-            loaded.
+        place: Hub folder or id; Megatron checkpoint of any format; adapter (PEFT folder or Megatron's), loaded on the
+            base that it or its run names; or folder of a training run, whose newest checkpoint is loaded.
         placement: devices of the model.
         dtype: "keep" (also None: the stored dtype), "bf16", "fp16", "fp32" or a torch dtype.
         family: the model family, if the config does not identify it.
@@ -151,13 +150,13 @@ def _load_adapter(
     if placement is not None and placement.tensor_parallel:
         cut = "--tp-plan" if placement.tp is None else "--tp"
         raise DlmBridgeError(f"{cut} cuts whole models: merge {name} first (dlm-bridge adapter export --merge)")
-    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known():
+    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known():
         adapter = PeftConfig.from_pretrained(str(folder))
     refuse_prompt_learning(adapter, name)
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)
-    with opening(folder, f"{name}: is no adapter of {base}"), key_is_known(), restricted_loading():
+    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known(), restricted_loading():
         model = PeftModel.from_pretrained(opened.model, str(folder))
         if token is not None:
             restrict_to_masks(model, token)

@@ -277,7 +277,7 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
 
 
 def class_names(config: MappingABC[str, Any], where: str) -> list[str]:
-    """The `architectures` of a Hub config. Raises DlmBridgeError where they are no list of names."""
+    """The `architectures` of a Hub config. Raises DlmBridgeError where they are not a list of names."""
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")

@@ -100,7 +100,7 @@ def linear_cross_entropy(
         hidden_MH: hidden states of the loss positions, the same on every rank of `shard.group`; the gradient is
             that of this rank's tokens, to be summed over the group.
         weight_VH: this rank's rows of the output layer; those beyond `shard.tokens` are padding: they enter no softmax
-            and get no gradient. Where the tokens are no multiple of 8, a few rows of padding make the products fast.
+            and get no gradient. If the number of tokens is not a multiple of 8, rows of padding make products fast.
         accumulates: add the weight's gradient to `weight.main_grad`, where there is one, as megatron-core's
             gradient_accumulation_fusion does.
 

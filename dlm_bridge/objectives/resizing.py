@@ -60,7 +60,7 @@ class DreamOnDiffusion(Objective):
             token = getattr(config, key, None)
             if type(token) is not int or not 0 <= token < config.vocab_size:
                 raise DlmBridgeError(
-                    f"config.json: {key} {token!r} is no token of the vocabulary of {config.vocab_size}: set it"
+                    f"config.json: {key} {token!r} is not a token of the vocabulary of {config.vocab_size}: set it"
                 )
             found[name] = token
         return found

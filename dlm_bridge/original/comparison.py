@@ -4,8 +4,8 @@ The one place where code of the Hub is run, and only where the caller consents: 
 (runner.py), in a virtual environment with the versions that the checkpoint was published for. Compared are
 the keys of config.json, every tensor name and shape, logits, and the tokens of a greedy sample.
 
-A virtual environment is no sandbox: what runs there can do whatever the user can. It gets neither the Hub's token nor
-this process's environment variables, a home folder of its own, and no way to fetch further code from the Hub.
+A virtual environment is not a sandbox: what runs there can do whatever the user can. It gets neither the Hub's token
+nor this process's environment variables, a home folder of its own, and no way to fetch further code from the Hub.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def verify_original(
     """Compare a Hub folder or id, as this package loads it, with its own remote code.
 
     Args:
-        consent: runs that code as the user: a virtual environment is no sandbox.
+        consent: runs that code as the user: a virtual environment is not a sandbox.
         python: an interpreter that has torch and transformers; by default one with the transformers version that the
             checkpoint's README.md or config.json names is made in the cache folder.
         requires: further requirements of that environment, or other versions of `torch` and `transformers`.
@@ -87,7 +87,7 @@ def verify_original(
     if not consent:
         raise DlmBridgeError(
             f"{folder}: --against-original runs the checkpoint's own code ({', '.join(files) or 'none is there'}) as "
-            "you, and a virtual environment is no sandbox: read it, then give --trust-remote-code"
+            "you, and a virtual environment is not a sandbox: read it, then give --trust-remote-code"
         )
     bridge = Bridge.from_hf(folder)
     if bridge.family.kind != "diffusion":

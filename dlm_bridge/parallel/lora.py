@@ -104,7 +104,9 @@ def add_adapters(
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
         if not _module(param).rpartition(".")[2].startswith("linear_"):
-            raise DlmBridgeError(f"{base.where}: {param.hub_names[0]} is no linear layer of Megatron's: leave it out")
+            raise DlmBridgeError(
+                f"{base.where}: {param.hub_names[0]} is not a linear layer of Megatron's: leave it out"
+            )
         by_layer.setdefault(param.layer, []).append(param)
     found = []
     for chunk in chunks:

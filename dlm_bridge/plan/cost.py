@@ -115,7 +115,7 @@ def _layer(model: PlannedModel, run: PlannedRun, hardware: Hardware, moe: bool) 
 
 
 def _exposed(seconds: float, behind: float, hardware: Hardware) -> float:
-    """Seconds of a communication that computation of so many seconds does not hide."""
+    """Exposed time of a communication that overlaps with computation, in seconds."""
     return seconds - min(hardware.overlap_efficiency * seconds, behind)
 
 

@@ -205,7 +205,7 @@ class PlannedRun:
             (layout.pp * layout.ep * layout.expert_tp, f"--pp {layout.pp} x --ep {layout.ep} x --etp"),
         ):
             if self.gpus % ranks:
-                raise DlmBridgeError(f"--gpus {self.gpus} is no multiple of {what} = {ranks} ranks")
+                raise DlmBridgeError(f"--gpus {self.gpus} is not a multiple of {what} = {ranks} ranks")
         layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
         if model.dims.experts:
             check_instances_of_experts(self.optimizer_instances, self.fsdp)
@@ -241,17 +241,17 @@ class PlannedRun:
         pieces = math.lcm(pieces, self.cp * (self.layout.tp if self.sharded_sequence else 1))
         if self.seq_length % pieces:
             raise DlmBridgeError(
-                f"--seq-length {self.seq_length} is no multiple of {pieces}, in which --cp {self.cp} and sequence "
+                f"--seq-length {self.seq_length} is not a multiple of {pieces}, in which --cp {self.cp} and sequence "
                 f"parallelism over --tp {self.layout.tp} cut it"
             )
         if self.global_batch_size is not None and self.global_batch_size % (self.micro_batch_size * self.dp):
             raise DlmBridgeError(
-                f"--global-batch-size {self.global_batch_size} is no multiple of --micro-batch-size "
+                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
                 f"{self.micro_batch_size} x {self.dp} data parallel ranks"
             )
         if self.layout.vp > 1 and self.micro_batches % self.layout.pp:
             raise DlmBridgeError(
-                f"--vp {self.layout.vp}: the {self.micro_batches} micro-batches of a step are no multiple of "
+                f"--vp {self.layout.vp}: the {self.micro_batches} micro-batches of a step are not a multiple of "
                 f"--pp {self.layout.pp}, which interleaving needs"
             )
 

@@ -292,7 +292,7 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
         if isinstance(content, list):
             parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in content]
             if any(not isinstance(part, str) for part in parts):
-                raise RequestError(f"{where}.content has a part that is no text", param=where)
+                raise RequestError(f"{where}.content has a part that is not text", param=where)
             content = "".join(map(str, parts))
         if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise RequestError(f"{where} must have a role and a content, both strings", param=where)
@@ -315,7 +315,7 @@ def _text(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{name} holds a lone surrogate, which is no character", param=name) from None
+        raise RequestError(f"{name} holds a lone surrogate, which is not a character", param=name) from None
     return text
 
 

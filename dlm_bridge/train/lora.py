@@ -125,7 +125,7 @@ def add_adapter(
     mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     where = f"--adapter {folder}" if folder is not None else "--lora-rank"
-    with opening(folder or config.model.path, f"{where}: is no adapter of --model {config.model.path}"):
+    with opening(folder or config.model.path, f"{where}: is not an adapter of --model {config.model.path}"):
         if folder is not None:
             with key_is_known():
                 settings = LoraConfig.from_pretrained(str(folder))

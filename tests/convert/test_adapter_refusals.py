@@ -197,5 +197,5 @@ def test_a_megatron_adapter_of_another_model_is_refused(llama: Path, tmp_path: P
     Bridge.from_hf(llama).to_megatron(whole, Layout())
     with pytest.raises(DlmBridgeError, match="holds no adapter weight"):
         open_adapter(whole, open_checkpoint(llama))
-    with pytest.raises(DlmBridgeError, match="is no adapter"):
+    with pytest.raises(DlmBridgeError, match="is not an adapter"):
         open_adapter(llama, open_checkpoint(llama))

@@ -122,7 +122,7 @@ def test_guesses_are_shown_and_can_be_wrong(tmp_path: Path, capsys: Capture) -> 
     assert inspect_checkpoint(run).family == "llama"
     assert run_cli(capsys, "export", run, tmp_path / "out", "--family", "llada")[0] == 0
     assert verify_pair(tmp_path / "out", hub).equal
-    # The public models' mask token is no token of so small a vocabulary, so it is not assumed.
+    # The public models' mask token is not a token of so small a vocabulary, so it is not assumed.
     assert "mask_token_id" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 

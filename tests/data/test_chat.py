@@ -118,7 +118,10 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
         ({"instruction": "x", "output": "x", "history": ["ab"]}, "'history' is a list of pairs"),
         ({"instruction": "x", "output": 3}, "has no 'content' with text"),
         ({"messages": [TALK[0], calling({"x": 1})]}, "does not write tool call 1 of message 2: choose one that marks"),
-        ({"messages": [said("user", [{"type": "image"}]), TALK[1]]}, "message 1 has a part that is no text ('image')"),
+        (
+            {"messages": [said("user", [{"type": "image"}]), TALK[1]]},
+            "message 1 has a part that is not text ('image')",
+        ),
         ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "message 1 of 'messages' has no 'content' with"),
         ({"messages": [{"content": "x"}]}, "line 7: message 1 of 'messages' has no 'role'"),
         ({"messages": [TALK[0], {"role": "assistant"}]}, "line 7: message 2 of 'messages' has no 'content' with text"),

@@ -308,7 +308,7 @@ def test_an_end_outside_the_vocabulary_is_never_proposed_anyway() -> None:
         ({"bad_words_ids": [[None]]}, "bad_words_ids holds None"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size must be a whole number"),
         ({"bad_words_ids": [1, 2]}, "bad_words_ids must be a list of lists of token ids"),
-        ({"bad_words_ids": [[VOCABULARY]]}, "bad_words_ids holds 48, which is no token of the vocabulary of 48"),
+        ({"bad_words_ids": [[VOCABULARY]]}, "bad_words_ids holds 48, which is not a token of the vocabulary of 48"),
         ({"suppress_tokens": ["a"]}, "suppress_tokens holds 'a'"),
         ({"suppress_tokens": 5}, "suppress_tokens must be a list of token ids, not 5"),
         ({"prefix_allowed_tokens_fn": 3}, "prefix_allowed_tokens_fn must be callable, not 3"),

@@ -156,7 +156,7 @@ def test_what_only_this_machine_lacks_is_left_to_the_run(show: Any, setting: str
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": "megatron", "tp": 3}, 3, "--seq-length 16 is not a multiple of --tp 3"),
     ({"engine": "megatron", "tp": 3, "seq_length": 15}, 3, "--tp 3 does not divide the 2 query groups"),
-    ({"engine": "megatron", "tp": 2}, 3, "--gpus 3 is no multiple of --tp 2"),
+    ({"engine": "megatron", "tp": 2}, 3, "--gpus 3 is not a multiple of --tp 2"),
     ({"engine": "megatron", "pp": 2, "vp": 2}, 2, "needs at least 4 layers"),
     ({"engine": "megatron", "ep": 2}, 2, "the model is dense"),
     ({"engine": "megatron", "fsdp": "optim", "distributed_optimizer": False}, 1, "--fsdp optim"),

@@ -189,13 +189,16 @@ def test_logits_in_chunks_cost_less_than_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"gpus": 12, "layout": Layout(tp=8)}, "--gpus 12 is no multiple"),
+        ({"gpus": 12, "layout": Layout(tp=8)}, "--gpus 12 is not a multiple"),
         ({"layout": Layout(tp=3)}, "--tp 3 does not divide the 8 query groups"),
         ({"layout": Layout(pp=5), "gpus": 10}, "32 layers do not divide"),
         ({"layout": Layout(ep=2)}, "the model is dense"),
-        ({"seq_length": 4098, "cp": 4}, "--seq-length 4098 is no multiple of 8"),
-        ({"global_batch_size": 12}, "--global-batch-size 12 is no multiple"),
-        ({"layout": Layout(pp=4, vp=2), "global_batch_size": 10}, "micro-batches of a step are no multiple of --pp 4"),
+        ({"seq_length": 4098, "cp": 4}, "--seq-length 4098 is not a multiple of 8"),
+        ({"global_batch_size": 12}, "--global-batch-size 12 is not a multiple"),
+        (
+            {"layout": Layout(pp=4, vp=2), "global_batch_size": 10},
+            "micro-batches of a step are not a multiple of --pp 4",
+        ),
         ({"layout": Layout(pp=2), "fsdp": "optim"}, "FSDP has no pipeline"),
         ({"recompute": "some"}, "--recompute"),
         ({"recompute_modules": ("mlps",)}, "--recompute-modules mlps"),

@@ -76,7 +76,7 @@ def test_objectives_read_one_stream_or_two() -> None:
 
 
 def test_a_layout_that_the_gpus_cannot_have_is_refused() -> None:
-    with pytest.raises(DlmBridgeError, match="--gpus 6 is no multiple"):
+    with pytest.raises(DlmBridgeError, match="--gpus 6 is not a multiple"):
         training_plan(settings(), configs.LLADA_8B, 6)
 
 

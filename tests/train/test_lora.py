@@ -189,7 +189,7 @@ def test_an_adapter_goes_on_and_only_on_its_own_base(
     (tmp_path / "smaller/config.json").write_text(json.dumps(smaller))
     config = TrainConfig.from_flags(model=str(tmp_path / "smaller"), data=["mock"], output="o", from_scratch=True)
     model_source(config).load().save_pretrained(tmp_path / "weights")
-    with pytest.raises(DlmBridgeError, match=r"is no adapter of --model .*weights: .*size mismatch"):
+    with pytest.raises(DlmBridgeError, match=r"is not an adapter of --model .*weights: .*size mismatch"):
         tune(tmp_path / "fourth", **going_on, model=str(tmp_path / "weights"), tokenizer=str(base))
     set_config(start, base_model_name_or_path="owner/base")
     resolved = with_objective(

@@ -36,7 +36,9 @@ def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
         return PeftAdapter(path, base)
     if is_megatron_adapter(path):
         return MegatronAdapter(path, base)
-    raise DlmBridgeError(f"{path} is no adapter: it has neither an adapter_config.json nor Megatron adapter weights")
+    raise DlmBridgeError(
+        f"{path} is not an adapter: it has neither an adapter_config.json nor Megatron adapter weights"
+    )
 
 
 def named_base(path: Path) -> str:

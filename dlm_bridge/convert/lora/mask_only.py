@@ -25,10 +25,10 @@ KEY = "mask_only_token_id"  # in adapter_config.json: the mask token's id; witho
 
 def mask_only_token(folder: Path) -> int | None:
     """The mask token of an adapter that acts there alone, by its adapter_config.json; None of any other adapter.
-    Raises DlmBridgeError for what is no token."""
+    Raises DlmBridgeError for what is not a token."""
     token = read_config(folder / ADAPTER_CONFIG).get(KEY)
     if token is not None and (type(token) is not int or token < 0):
-        raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: {KEY} {token!r} is no token: give the mask token's id")
+        raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: {KEY} {token!r} is not a token: give the mask token's id")
     return token
 
 

@@ -204,7 +204,7 @@ class MegatronAdapter(LoraAdapter):
         ]
         if extra or objects:
             raise DlmBridgeError(
-                f"{where}: {first_of([*extra, *objects])} is no adapter weight of a {base.family.name} model"
+                f"{where}: {first_of([*extra, *objects])} is not an adapter weight of a {base.family.name} model"
             )
         weights = list(dict.fromkeys(weight for weight, _ in self._places))
         self.style: Style = "fused" if "fused" in used.values() else "canonical"

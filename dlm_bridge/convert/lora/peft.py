@@ -141,7 +141,7 @@ def adapted_param(base: Checkpoint, weight: str, where: str, experts: bool = Fal
     elif param.is_mtp:
         what = "a multi-token prediction layer, which"
     elif len(param.hub_shapes[0]) != 2:
-        what = "what is no linear layer, which"
+        what = "what is not a linear layer, which"
     if what:
         raise DlmBridgeError(f"{where}: changes {weight}, of {what} cannot be converted: train the adapter without it")
     return param

@@ -61,7 +61,7 @@ def attend(
             `kv_columns` is that of `write_packed`.
         kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
             `varlen.attend_packed_cached`.
-        sliding_window: a query attends only to keys less than so many columns away, on either side.
+        sliding_window: a query attends only to keys at a distance of less than this many columns, on either side.
         softcap: scores are softly capped at so much, positive or negative.
         s_aux: [heads], attention sinks: one more score in each softmax, which no value belongs to.
 

@@ -319,7 +319,7 @@ def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def batch_size_for(rows: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many rows."""
+    """Smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least the number of rows."""
     size = 1 << (rows - 1).bit_length()
     return size * 3 // 4 if size >= 4 and rows <= size * 3 // 4 else size
 
@@ -356,7 +356,7 @@ def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
-    """A copy of the inputs with so many rows."""
+    """Copy of the inputs with the given number of rows."""
     tensors = {name: getattr(inputs, name) for name in _TENSORS}
     copies: dict[str, Any] = {
         name: tensor.clone() if tensor.dim() == 1 or len(tensor) >= batch else _pad_rows(tensor, batch)

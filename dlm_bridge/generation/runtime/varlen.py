@@ -124,7 +124,7 @@ def attend_packed(
     Args:
         query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
         cu_seqlens, max_seqlen: as in `PackedTokens`; the last row may be padding.
-        window: a query attends only to keys less than so many places away, on either side.
+        window: a query attends only to keys at a distance of less than this many positions, on either side.
         blocks: [1, T], as in `Packing`. Rows are padded for the attention itself then: the kernel has no such mask,
             and three of its passes (causal, within each block, and what those have in common) take 1.5 to 4 ms where
             attention over padded rows takes 0.3 (H100, 64 rows of 40 to 240 tokens, 32 heads, blocks of 32 and 4).

@@ -228,7 +228,7 @@ def load_function(path: str) -> Callable[..., Any]:
         module = importlib.import_module(place)
     found: Callable[..., Any] = getattr(module, name)
     if not callable(found):
-        raise AttributeError(f"{name} is no function")
+        raise AttributeError(f"{name} is not a function")
     return found
 
 
