@@ -11,7 +11,8 @@ import walk
 
 # Lines of code of the core. Who raises it says why:
 # - 34,018: when the extensions were taken out of it.
-CORE = 34_018
+# - 34,306: aliases and overrides of options, `--help-all`, a model first in every command.
+CORE = 34_306
 
 
 def test_the_core_has_not_grown() -> None:
