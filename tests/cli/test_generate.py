@@ -593,7 +593,7 @@ def _one_line_of_a_full_stdout(err: str) -> None:
         (["--prompt", "x", "--device", "nonsense"], "--device nonsense: no such device"),
         (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: this machine has"),
         (["--prompt", "x", "--device-map", "[1]"], "--device-map [1]: one of auto"),
-        (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "give one of them"),
+        (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "--device, --device-map"),
         (["--prompt", "x", "--offload-folder", "d"], "--offload-folder needs --device-map"),
         (["--prompt", "x", "--tp-plan", "auto"], "torchrun --nproc-per-node N"),
         (["--prompt", "x", "--tp", "2"], "--tp 2 cuts the model over several processes: start them with torchrun"),

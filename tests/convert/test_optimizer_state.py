@@ -142,7 +142,7 @@ def test_weights_only(trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_p
     assert verify_pair(tmp_path / "l", hub).equal
     code, _, err = run_cli(capsys, "reshard", run, tmp_path / "x", "--tp", 1, "--format", "torch", "--like", hub)
     assert code == 2
-    assert "from torch_dist to torch_dist only: give --weights-only" in err
+    assert "--weights-only" in err
 
 
 def test_states_that_cannot_be_cut(

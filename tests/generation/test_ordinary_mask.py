@@ -71,7 +71,7 @@ def test_positions_to_fill_are_marked(more: dict[str, Any]) -> None:
     found = generate(ordinary(), torch.tensor([prompt]), **settings)
     assert torch.equal(found, generate(special(), torch.tensor([prompt]), **settings))
     assert (found[0, :2].tolist(), found[0, -2:].tolist()) == ([3, MASK], [4, MASK])
-    with pytest.raises(DlmBridgeError, match=r"no row of input_ids holds -1, .*\(47 is an ordinary token\)"):
+    with pytest.raises(DlmBridgeError, match=r"nothing to fill in.* -1 .*\(47 is an ordinary token\)"):
         generate(ordinary(), torch.tensor([[3, MASK, 4]]), **settings)
 
 
