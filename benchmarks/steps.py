@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_bridge.generation import api
+from dlm_bridge.generation import engine
 from dlm_bridge.models.families import family_by_name
 
 VOCABULARY = 32_000
@@ -109,27 +109,28 @@ def measure(model: Any, rows: int, settings: dict[str, Any]) -> tuple[str, Count
     model.generate(ids, **call)
     on_gpu = device.type == "cuda"
     counter, operators, seconds, waits, places = Operators(), [], [], [], Counter[str]()
-    denoise_rows = api.denoise_rows
+    denoise_rows = engine.denoise_rows
 
-    def counted(*args: Any) -> Iterator[bool]:
+    def counted(*args: Any) -> Iterator[None]:
         """Without the first step, which lays the rows out."""
         steps = denoise_rows(*args)
-        yield next(steps)
+        next(steps)
+        yield
         while True:
             before, began = counter.count, time.perf_counter()
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                ended = next(steps, None)
-            if ended is None:
+                ended = next(steps, steps) is steps
+            if ended:
                 return
             operators.append(counter.count - before)
             seconds.append(time.perf_counter() - began)
             waiting = [one for one in said if "synchroniz" in str(one.message)]
             waits.append(len(waiting))
             places.update(f"{one.filename.split('site-packages/')[-1]}:{one.lineno}" for one in waiting)
-            yield ended
+            yield
 
-    api.denoise_rows = counted
+    engine.denoise_rows = counted
     try:
         with counter:
             model.generate(ids, **call)
@@ -143,7 +144,7 @@ def measure(model: Any, rows: int, settings: dict[str, Any]) -> tuple[str, Count
             model.generate(ids, **call)
             words.append(f"{1000 * statistics.median(seconds):.2f} ms")
     finally:
-        api.denoise_rows = denoise_rows
+        engine.denoise_rows = denoise_rows
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
     return f"{count} steps of {', '.join(words)}", places

@@ -49,7 +49,7 @@ def run() -> dict[str, dict[str, str]]:
         files = Files(Path(folder))
         files.write()
         for worker in ("megatron_worker", "megatron_layouts_worker"):
-            command = [sys.executable, "-m", f"tests.train.{worker}", folder]
+            command = [sys.executable, "-m", f"tests.parallel.{worker}", folder]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
         said = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from dlm_bridge.cli.app import main
@@ -17,15 +16,15 @@ from dlm_bridge.train.rl import rollout
 
 
 def kill_in_rollout(number: int, rank: int) -> None:
-    complete, run = rollout.Rollouts._complete, rollout._run
+    complete, run = rollout.Rollouts._complete, SamplingEngine.step
 
-    def killed(batch: SamplingEngine, rows: Sequence[Any]) -> None:
-        batch.step()  # together with the ranks that have the model
+    def killed(engine: SamplingEngine) -> Any:
+        run(engine)  # together with the ranks that have the model
         os.kill(os.getpid(), signal.SIGKILL)
 
     def at_step(self: Any, model: Any, problems: Any, samples: Any, step: int, temperature: float) -> Any:
         dies = step == number and os.environ["RANK"] == str(rank)
-        rollout._run = killed if dies else run  # type: ignore[assignment]
+        SamplingEngine.step = killed if dies else run  # type: ignore[method-assign]
         return complete(self, model, problems, samples, step, temperature)
 
     rollout.Rollouts._complete = at_step  # type: ignore[method-assign]
