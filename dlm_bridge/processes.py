@@ -17,6 +17,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from dlm_bridge import distributed
 from dlm_bridge.errors import DlmBridgeError
@@ -97,6 +98,12 @@ def end_when_interrupted(is_over: Callable[[], bool]) -> None:
             report("interrupted")
         os._exit(130)
 
+    def unraisable(suppressed: Any) -> None:
+        """What C code suppresses is printed with its traceback, but not an interrupt: `watch` ends the process."""
+        if not issubclass(suppressed.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(suppressed)
+
+    sys.unraisablehook = unraisable
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
     # A forked process has the same pipe, but a SIGINT of its own is not this one's.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
