@@ -30,7 +30,7 @@ from dlm_bridge.cli import (
 )
 from dlm_bridge.cli.help import App, UsageError
 from dlm_bridge.errors import DlmBridgeError, printable, shortened
-from dlm_bridge.registration import absent, load, registered
+from dlm_bridge.registration import absent, load, named_failures, registered
 
 ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
@@ -90,14 +90,12 @@ def _root(
     pass
 
 
-for group in (
-    convert, verify, new_models, preprocess, train, generate, eval, families, env, adapter,
-    push,
-):  # fmt: skip
+for group in (convert, verify, new_models, preprocess, train, generate, eval, families, env, adapter, push):
     group.register(app)
-for name in registered("commands"):
+for name, extension in registered("commands").items():
     try:
-        load("commands", name)(app)
+        with named_failures(extension, name):
+            load("commands", name)(app)
     except DlmBridgeError as error:  # said when the command is called
         app.command(name, hidden=True, context_settings=ANY_WORDS)(_unavailable(error))
 

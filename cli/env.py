@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform as machine
 import sys
@@ -9,6 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
+
+from dlm_bridge.errors import DlmBridgeError
+
+logger = logging.getLogger(__name__)
 
 # Distributions, in the order in which they are shown.
 PACKAGES = (
@@ -78,11 +83,16 @@ def env(
 
 def environment() -> dict[str, Any]:
     """Data of the command. Raises DlmBridgeError if DLM_BRIDGE_PLATFORM names an unknown platform."""
-    from dlm_bridge.registration import TESTED, load, registered, untested
+    from dlm_bridge.registration import CORE, EXTENSIONS, TESTED, load, registered, untested
 
     found: dict[str, Any] = {}
-    for name in registered("engines"):
-        found |= load("engines", name)().environment()
+    for name, extension in registered("engines").items():
+        try:
+            found |= load("engines", name)().environment()
+        except DlmBridgeError as error:
+            if extension.name in (CORE.name, *EXTENSIONS):
+                raise
+            logger.warning(f"engine skipped: {error}")
     return found | {
         "versions": {
             "dlm-bridge": _version("dlm-bridge"),

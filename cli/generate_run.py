@@ -44,7 +44,6 @@ from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 from dlm_bridge.registration import load
 
 DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
-
 FILL = "--infill"  # how masks in a prompt are filled
 NAMED = 10  # lines in the message of a file with more that have failed
 
@@ -204,10 +203,10 @@ def _encoded(
     request: Arguments, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
 ) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str]]:
     """The prompts that can be sampled, their tokens, and why the others cannot, by their line."""
-    encoded, failed = [], {}
+    encoded, failed, infill = [], {}, _infills(loaded, settings)
     for prompt in prompts:
         try:
-            encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))))
+            encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, infill)))
         except DlmBridgeError as error:
             failed[prompt.where] = f"{prompt.where}: {error}"
     errors = prompt_errors(loaded.model, [(prompt.where, ids) for prompt, ids in encoded], settings, FILL)

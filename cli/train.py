@@ -166,7 +166,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
         if planned is None:
             _train(config, resume)
             return
-        planned.show("dry_run", config, resume)
+        planned.show("train --dry-run", config, resume)
 
     more = {"preview": (PREVIEW, None), "json": (SFT_JSON, False)} if task == "sft" else {}
     return with_options(command, TrainConfig, task, {"data": data}, START_OPTIONS | more)
@@ -181,7 +181,7 @@ class AskedDryRun:
 
     def show(self, feature: str, config: TrainConfig, resume: bool) -> None:
         """Show the run as that feature of an extension plans it, on the first of a launcher's processes."""
-        show = load("features", "show_dry_run")
+        show = load("features", "--dry-run")
         if is_main():
             show(load("features", feature)(config, self.gpus, resume), self.as_json)
 

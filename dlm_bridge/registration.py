@@ -15,7 +15,8 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -104,15 +105,23 @@ def load(kind: Kind, name: str) -> Any:
     lacking = [one for one in extension.needs if one not in extensions()]
     if lacking:
         raise DlmBridgeError(f"{name} of {extension.name} needs {', '.join(lacking)}{absent()}")
-    try:
+    with named_failures(extension, name):
         return _imported(getattr(extension, kind)[name])
+
+
+@contextmanager
+def named_failures(extension: Extension, name: str) -> Iterator[None]:
+    """Context manager that turns any exception of an extension of another package, and a missing package of any
+    extension, into a DlmBridgeError that names the extension and the extra to install."""
+    try:
+        yield
     except DlmBridgeError:
         raise
-    except Exception as error:  # a foreign package may raise anything while it is imported
+    except Exception as error:  # a foreign package may raise anything
         if extension.name in EXTENSIONS and not _lacks_a_package(error):
             raise  # a bug in this repository
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
-        raise DlmBridgeError(f"{name} of {extension.name} fails to import: {one_line(error)[:300]}{remedy}") from error
+        raise DlmBridgeError(f"{name} of {extension.name} fails to load: {one_line(error)[:300]}{remedy}") from error
 
 
 @cache

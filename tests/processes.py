@@ -8,10 +8,11 @@ import gc
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def environments(processes: int) -> list[dict[str, str]]:
         "DLM_BRIDGE_PLATFORM": "cpu",
     }
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+@contextlib.contextmanager
+def limited_memory(room: int) -> Iterator[None]:
+    """Context in which this process can allocate `room` bytes more: an absurd allocation fails at once."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ EXTENSION = Extension(
     "vendor",
     "vendor[gpu]",
     engines={"chip": "vendor_code:Chip", "megatron": "vendor_code:Other", "lost": "vendor_lost:Engine"},
-    commands={"hello": "vendor_code:add", "bye": "vendor_lost:add"},
+    commands={"hello": "vendor_code:add", "bye": "vendor_lost:add", "wrong": "vendor_code:wrong"},
     samplers={"steps": "vendor_sampler:Steps", "lost": "vendor_lost:Sampler", "path": "pathlib:Path"},
 )
 TAKEN = Extension("parallel")
@@ -41,6 +41,9 @@ class Chip(TrainingEngine):
 
 def add(app):
     app.command("hello")(lambda: print("hello"))
+
+def wrong(app):
+    raise TypeError("no such argument")
 """
 SAMPLER = """
 from dlm_bridge.generation.samplers.llada import LLaDASampler
@@ -142,6 +145,10 @@ def test_the_command_line_has_a_packages_commands(vendor: Path) -> None:
     assert "hello" in said.stdout
     assert "bye" not in said.stdout
     assert run(COMMAND, vendor, "hello").stdout == "hello\n"
+    assert run(COMMAND, vendor, "env", "--json").returncode == 0  # without the engine that is lost
+    wrong = run(COMMAND, vendor, "wrong")
+    assert wrong.returncode == 2
+    assert "wrong of vendor" in wrong.stderr
     left = run(COMMAND, vendor, "bye", "--any", "words")
     assert left.returncode == 2
     (line,) = [line for line in left.stderr.splitlines() if line.startswith("dlm-bridge: ")]

@@ -310,7 +310,7 @@ class SamplingEngine:
             # Shared columns may have to move to the left even if no request enters: the KV cache has an end.
             if not (self._waiting or canvas.shares_blocks) or not canvas.admits:
                 return
-            entering = [] if not self._waiting or _others_wait(self._model, self) else self._entering(plan.key)
+            entering = [] if _others_wait(self._model, self) else self._entering(plan.key)
             cached = cache.length if isinstance(cache, BlockKVCache) and cache.stores else None
             shift = self._admit(entering, canvas, noise, cached)
             if shift:

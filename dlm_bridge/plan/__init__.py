@@ -6,7 +6,7 @@ EXTENSION = Extension(
     "plan",
     commands={"plan": "dlm_bridge.plan.command:register"},
     features={
-        "dry_run": "dlm_bridge.plan.dry_run:dry_run",
-        "show_dry_run": "dlm_bridge.plan.dry_run_views:show_dry_run",
+        "--dry-run": "dlm_bridge.plan.dry_run_views:show_dry_run",
+        "train --dry-run": "dlm_bridge.plan.dry_run:dry_run",
     },
 )

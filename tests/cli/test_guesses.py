@@ -3,7 +3,6 @@ option that they mean."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import typer
 import typer.main
 
 from dlm_bridge.cli import train
-from dlm_bridge.cli.app import app, main
+from dlm_bridge.cli.app import app
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from dlm_bridge.train.config.options import OptionError
+from tests.cli.test_app import run
 
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 RL = pytest.mark.extension("train.rl")
@@ -23,14 +23,6 @@ PLAN = pytest.mark.extension("plan")
 SERVING = pytest.mark.extension("serving")
 GIVEN = "sft m --data d --output o"
 OF_RL = "rl m --data d --output o --method grpo --reward maths"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["dlm-bridge", *words])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert isinstance(exit_.value.code, int)
-    return exit_.value.code
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.families.case import FamilyCase
 from tests.families.nemotron_labs_diffusion import CASES, reference
 from tests.generation import published_samplers as published
 from tests.generation.recorded import stand_in
-from tests.generation.standin import MASK, StandIn, family, ragged
+from tests.generation.standin import MASK, StandIn, family, keep_tokens, ragged
 
 GEN, BLOCK = 13, 5
 LENGTHS = (5, 9, 1, 8)
@@ -149,14 +149,7 @@ def test_drafts_are_those_of_the_published_loop(block: int, threshold: float) ->
 def test_what_is_drawn_has_the_causal_model_s_distribution(filters: dict[str, Any]) -> None:
     """The frequencies of all texts of three tokens, against their exact probabilities."""
     model, prompt, copies = stand_in_model(1), [7, 11], 6000
-    forward = model.forward
-
-    def of_three_tokens(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.logits[..., 3:] = -torch.inf
-        return output
-
-    model.forward = of_three_tokens  # type: ignore[method-assign]
+    keep_tokens(model, 3)
     causal = of_stand_in(model, 0)
     names = {"top_k": filters.get("top_k"), "top_p": filters.get("top_p")}
 

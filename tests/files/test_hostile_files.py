@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import resource
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,17 +26,15 @@ from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
 from dlm_bridge.train.config.options import OptionError
 from tests.fuzz.hostile import BOMBS, CODE, MARKER, WHOLE, Place, put
+from tests.processes import limited_memory
 
 ROOM = 1 << 30  # bytes
 
 
 @pytest.fixture
 def little_room() -> Iterator[None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    with limited_memory(ROOM):
+        yield
 
 
 def archive(path: Path, change: Callable[[zipfile.ZipFile, str, bytes], None]) -> Path:

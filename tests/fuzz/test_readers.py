@@ -9,7 +9,6 @@ import contextlib
 import json
 import pickle
 import re
-import resource
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from dlm_bridge.convert.streaming import raw_bytes
 from dlm_bridge.files.pickles import RestrictedUnpickler
 from tests.checkpoints import write_llada
 from tests.fuzz.hostile import BOMBS
+from tests.processes import limited_memory
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(
@@ -48,11 +48,8 @@ EDITS = st.lists(
 @pytest.fixture(autouse=True, scope="module")
 def little_room() -> Iterator[None]:
     """An absurd allocation fails at once, and a MemoryError is no DlmBridgeError."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
+    with limited_memory(ROOM):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -77,3 +77,15 @@ def ragged(lengths: tuple[int, ...], seed: int = 0) -> tuple[list[list[int]], to
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], dtype=torch.long).view(len(rows), width)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).view(len(rows), width)
     return rows, ids, mask
+
+
+def keep_tokens(model: Any, count: int) -> None:
+    """Let the model predict the first `count` tokens only."""
+    forward = model.forward
+
+    def of_few_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits[..., count:] = -torch.inf
+        return output
+
+    model.forward = of_few_tokens

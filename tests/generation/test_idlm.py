@@ -20,7 +20,7 @@ from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import build_objective
 from tests.families.idlm import CASE
 from tests.generation import published_samplers as published
-from tests.generation.standin import MASK, StandIn, family, ragged
+from tests.generation.standin import MASK, StandIn, family, keep_tokens, ragged
 
 GEN = 13
 
@@ -60,14 +60,7 @@ def test_greedy_text_is_the_causal_models_in_as_many_forwards(size: int) -> None
 def test_what_is_drawn_has_the_causal_models_distribution(filters: dict[str, Any]) -> None:
     """The frequencies of all texts of three tokens, against their exact probabilities."""
     model, prompt, copies = build(1), [7, 11], 6000
-    forward = model.forward
-
-    def of_three_tokens(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.logits[..., 3:] = -torch.inf
-        return output
-
-    model.forward = of_three_tokens  # type: ignore[method-assign]
+    keep_tokens(model, 3)
     settings = {"gen_length": 3, "temperature": 2.5, "seed": 3, "num_return_sequences": copies, "eos_token_id": None}
     found = generate(model, torch.tensor([prompt]), return_dict_in_generate=True, **settings, **filters)
     counts = Counter(map(tuple, found.sequences[:, 2:].tolist()))

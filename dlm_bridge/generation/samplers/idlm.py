@@ -36,7 +36,7 @@ from dlm_bridge.generation.runtime.varlen import Packing
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import gather_tokens, invert, propose_tokens, without_token
 
-# Rows in different columns attend to a multiple of so many columns, so that shapes recur.
+# The width that rows in different columns attend to is rounded up to a multiple of this, so that shapes recur.
 COLUMN_MULTIPLE = 256
 
 
@@ -230,7 +230,7 @@ class SpeculativePredictor(RowCachePredictor):
         return [self.canvas.starts[row] - 1 + written[row] for row in rows]
 
     def advance(self, rows: list[int], counts: list[int]) -> list[int]:
-        """So many tokens more of each row are committed. Returns the rows with more than none."""
+        """Count further committed tokens of each row. Returns the rows with at least one."""
         written = self.canvas.memory.values("new tokens")
         for row, count in zip(rows, counts, strict=True):
             written[row] += count

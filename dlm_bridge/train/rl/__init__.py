@@ -11,5 +11,5 @@ from dlm_bridge.registration import Extension
 EXTENSION = Extension(
     "train.rl",
     commands={"rl": "dlm_bridge.train.rl.command:register"},
-    features={"rl_dry_run": "dlm_bridge.train.rl.dry_run:rl_dry_run"},
+    features={"rl --dry-run": "dlm_bridge.train.rl.dry_run:rl_dry_run"},
 )

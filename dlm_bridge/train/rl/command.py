@@ -50,7 +50,7 @@ def _command() -> Callable[..., None]:
         file, resume, planned = take_words(given, RLConfig), given.pop("resume"), taken_dry_run(given)
         config = load_rl_config(given, file, resume)
         if planned is not None:
-            planned.show("rl_dry_run", config, resume)
+            planned.show("rl --dry-run", config, resume)
             return
         quieten()
         from dlm_bridge.train.rl.accelerate_engine import train
