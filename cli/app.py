@@ -28,7 +28,7 @@ from dlm_bridge.cli import (
     train,
     verify,
 )
-from dlm_bridge.cli.help import App, UsageError
+from dlm_bridge.cli.help import App, UsageError, in_flags, message
 from dlm_bridge.errors import DlmBridgeError, printable, shortened
 from dlm_bridge.registration import absent, load, named_failures, registered
 
@@ -44,7 +44,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            raise _InterruptedError(str(interrupt) or "interrupted") from None
+            raise _InterruptedError(in_flags(str(interrupt)) or "interrupted") from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -116,7 +116,7 @@ def main() -> None:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
         sys.stdout.flush()  # what Python cannot write at its end would be a traceback
     except DlmBridgeError as error:
-        _fail(str(error))
+        _fail(message(error))
     except UsageError as error:
         _fail(_usage(error))
     except _InterruptedError as interrupt:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.settings import Option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +24,44 @@ NAMES_WIDTH = 36  # columns of an option's names and kind of value: the longest 
 LAYOUT, SOURCE, OUTPUT, RUNNING, LOADING = "Layout", "Source", "Output", "Running", "Loading"
 # Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+_command: list[Any] = []  # the command that this process runs, whose flags its errors name
+
+
+def message(error: DlmBridgeError) -> str:
+    """The error's message as the command line prints it: settings are named by the running command's flags."""
+    reason = in_flags(error.reason)
+    return reason if error.field is None else f"{in_flags(f'`{error.field}`').strip('`')}: {reason}"
+
+
+def in_flags(text: str) -> str:
+    """The text with the running command's flags for the settings that it names in backquotes."""
+    names = _flags_by_setting(_command[-1]) if _command else {}
+
+    def flag(found: re.Match[str]) -> str:
+        setting, value = found["setting"], found["value"]
+        if setting not in names:
+            return found[0]
+        on, off = names[setting]
+        if value is None or (off and value == "True"):
+            return on
+        return off if off and value == "False" else f"{on} {value}"
+
+    return re.sub(r"`(?P<setting>\w+)(?:=(?P<value>[^`]+))?`", flag, text)
+
+
+def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
+    """The flags that set and unset each setting of a command, by its names in Python; an argument's metavar."""
+    found = {}
+    for each in command.params:
+        if each.param_type_name == "argument":
+            found[each.name] = (each.metavar or each.name.upper(), "")
+        else:
+            on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
+            off = each.secondary_opts[0] if each.secondary_opts else ""
+            found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
+    return found
 
 
 class App(typer.Typer):
@@ -37,12 +77,13 @@ class Command(TyperCommand):
     --help-all shows."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _command[:] = [self]
         for option in self.params:
             if len(option.opts) > 1 and not getattr(option, "multiple", False):
                 given = dict(split_option(args, option.opts)[1])
                 if len(set(given.values())) > 1:
                     (one, a), (other, b) = list(given.items())[:2]
-                    raise OptionError(one, f"{a} and {other} {b} are values of one option: give one of them")
+                    raise SettingError(option.name, f"has two values, {one} {a} and {other} {b}: give one of them")
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -116,7 +157,7 @@ class ModelCommand(Command):
             ctx.fail("Option '--model' requires an argument")
         if not models:
             return super().parse_args(ctx, args)
-        refuse_two("--model", models)
+        refuse_two("model", models)
         try:
             return super().parse_args(ctx, [models[0], *rest])
         except UsageError as error:
@@ -125,7 +166,7 @@ class ModelCommand(Command):
                 parsed = super().parse_args(ctx, rest)
             except UsageError:
                 raise error from None
-            refuse_two("--model", [str(ctx.params[self.model.name]), *models])
+            refuse_two("model", [str(ctx.params[self.model.name]), *models])
             return parsed
 
 
@@ -143,11 +184,11 @@ def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str],
     return rest, given
 
 
-def refuse_two(flag: str, values: Iterable[T]) -> T | None:
-    """The one value among these, None without any. Raises OptionError for two different ones."""
+def refuse_two(setting: str, values: Iterable[T]) -> T | None:
+    """The one value among these, None without any. Raises SettingError for two different ones."""
     found = list(dict.fromkeys(values))
     if len(found) > 1:
-        raise OptionError(flag, f"has two values, {found[0]} and {found[1]}: give one of them")
+        raise SettingError(setting, f"has two values, {found[0]} and {found[1]}: give one of them")
     return found[0] if found else None
 
 
@@ -302,12 +343,64 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
     """The values of an option of `pretrain`, by its flag with underscores."""
 
     def choices() -> Iterable[str]:
+        from dlm_bridge.settings import options_of
         from dlm_bridge.train.config import TrainConfig
-        from dlm_bridge.train.config.options import options_of
 
         return options_of(TrainConfig)[key].choices
 
     return choices
+
+
+# What options complete that declare no choices, by key.
+COMPLETED = {"family": family_names, "objective": objective_names}
+
+
+def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
+    """The command with a signature, which Typer reads, of these parameters (name: annotation and default)."""
+    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
+    return command
+
+
+def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
+    """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
+    help = help or option.help
+    is_bool = bool in (option.type, *typing.get_args(option.type))
+    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
+    default = option.default_for(task)
+    shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
+    if option.engine is not None:
+        help = f"{help.removesuffix('.')} (--engine {option.engine})."
+    section = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
+    panel = option.panel or section or None
+    known = COMPLETED.get(option.key, tuple(filter(None, option.choices)))
+    more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
+    if option.metavar:
+        more["metavar"] = option.metavar
+    if option.refusals:
+        more |= {"parser": _whole_number(option), "metavar": "INT"}
+    return Annotated[
+        option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel, **more)
+    ]
+
+
+def _whole_number(option: Option) -> Callable[[str], int]:
+    """The reader of a whole number, which answers other values with the option's own refusals."""
+
+    def whole_number(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            if text in option.refusals:
+                raise typer.BadParameter(f"{text!r}: {option.refusals[text]}") from None
+            raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+    return whole_number
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]

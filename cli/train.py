@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import typing
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import Command, HelpAll, completes, family_names, objective_names, refuse_two
+from dlm_bridge.cli.help import Command, HelpAll, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 from dlm_bridge.registration import load
+from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, put, read_overrides
-from dlm_bridge.train.config.options import GUESSES, Option, options_meant, options_of
 
 PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
 
@@ -58,7 +57,6 @@ PRETRAIN_DATA = (
 )
 RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")]
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
-NAMES = {"family": family_names, "objective": objective_names}  # what options complete that declare no choices
 GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
 PREVIEW = Annotated[
@@ -137,11 +135,11 @@ def _kind_of_word(word: str) -> str:
 
 def take_words(given: dict[str, Any], config_class: type[TrainConfig]) -> Path | None:
     """Take the positional words out of the flags and put what they set there. Returns the YAML file, if one is
-    given. Raises OptionError."""
+    given. Raises SettingError."""
     words: dict[str, list[str]] = {"override": [], "file": [], "model": []}
     for word in given.pop("words", []):
         words[_kind_of_word(word)].append(word)
-    file = refuse_two("--config", [*([given.pop("config")] if "config" in given else []), *map(Path, words["file"])])
+    file = refuse_two("config", [*([given.pop("config")] if "config" in given else []), *map(Path, words["file"])])
     models = [("model", model) for model in words["model"]]
     for key, value in (*models, *read_overrides(words["override"], config_class).items()):
         put(given, key, value, config_class)
@@ -217,48 +215,9 @@ def with_options(
     }
     for key, option in options_of(config_class).items():
         if option.belongs_to(task):
-            parameters[key] = (_annotation(option, helps.get(key, option.help), task), None)
+            parameters[key] = (option_annotation(option, helps.get(key, option.help), task), None)
     parameters |= {**more, "help_all": (HelpAll, False)}
-    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in parameters.items()
-        ]
-    )
-    return command
-
-
-def _annotation(option: Option, help: str, task: str) -> Any:
-    """The command line's option for a declared one, in the panel of its section."""
-    is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
-    default = option.default_for(task)
-    shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
-    if option.engine is not None:
-        help = f"{help.removesuffix('.')} (--engine {option.engine})."
-    panel = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
-    known = NAMES.get(option.key, tuple(filter(None, option.choices)))
-    more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
-    if option.refusals:
-        more |= {"parser": _whole_number(option), "metavar": "INT"}
-    return Annotated[
-        option.type | None, typer.Option(*names, help=help, show_default=shown, rich_help_panel=panel, **more)
-    ]
-
-
-def _whole_number(option: Option) -> Callable[[str], int]:
-    """The reader of a whole number, which answers other values with the option's own refusals."""
-
-    def whole_number(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            if text in option.refusals:
-                raise typer.BadParameter(f"{text!r}: {option.refusals[text]}") from None
-            raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-    return whole_number
+    return with_parameters(command, parameters)
 
 
 def _train(config: TrainConfig, resume: bool) -> None:

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import (
+    ChangedTensorsError,
+    CheckpointError,
+    DlmBridgeError,
+    InputFileError,
+    LayoutError,
+    MissingExtraError,
+    NonFiniteError,
+    ResourceError,
+    RowError,
+    SettingError,
+    WorkerError,
+)
 from dlm_bridge.models.auto_classes import install as _install
 
 if TYPE_CHECKING:
@@ -16,7 +28,22 @@ if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
 
 __version__ = "0.1.0"
-__all__ = ["Bridge", "DlmBridgeError", "Layout", "__version__"]
+__all__ = [
+    "Bridge",
+    "ChangedTensorsError",
+    "CheckpointError",
+    "DlmBridgeError",
+    "InputFileError",
+    "Layout",
+    "LayoutError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "ResourceError",
+    "RowError",
+    "SettingError",
+    "WorkerError",
+    "__version__",
+]
 
 _LAZY = {"Bridge": "dlm_bridge.bridge", "Layout": "dlm_bridge.mapping.layout"}
 

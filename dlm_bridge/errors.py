@@ -1,4 +1,17 @@
-"""Exceptions for bad input. Each message is one line that names the problem and the remedy."""
+"""The errors that users meet. Callers tell them apart by class; `field` names what is at fault, `reason` says why.
+
+DlmBridgeError             base of all
+├── SettingError           a setting's value is refused, or contradicts another's
+├── LayoutError            the model or the batch does not fit the parallel layout
+├── InputFileError         a file of data, prompts or settings is missing, unreadable or malformed
+├── CheckpointError        a checkpoint is damaged, incomplete or of an unknown kind
+├── ChangedTensorsError    tensors differ from the digests recorded when they were written
+├── MissingExtraError      a package, a program or a device that the task needs is missing
+├── ResourceError          not enough memory, disk space or time
+├── WorkerError            another process was killed or does not answer
+└── RowError               rows of a batch or of a file failed, the others can go on
+    └── NonFiniteError     logits, a loss or a gradient are NaN or infinite
+"""
 
 from __future__ import annotations
 
@@ -10,17 +23,70 @@ _HEAD, _TAIL = 1000, 400  # characters kept of a long message: it begins with th
 
 
 class DlmBridgeError(ValueError):
-    """Bad usage or bad input. The command line prints the message and exits with code 2, without a traceback.
+    """Bad usage or bad input. The command line prints it on one line and exits with code 2, without a traceback.
 
-    The message may quote the contents of a file, so it is made `printable`, and a very long one loses its middle.
+    Both parts may quote the contents of a file, so they are made `printable`, and a very long one loses its middle.
+
+    Args:
+        field: what is at fault: the name of a setting as in Python (`seq_length`), a path, or the name of a tensor.
+        reason: the problem and the remedy. It names other settings in backquotes, with a value or without:
+            "`seq_length`", "`format=torch`"; the command line prints these as its flags.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(shortened(message))
+    def __init__(self, field: object, reason: str | None = None) -> None:
+        if reason is None:
+            field, reason = None, str(field)
+        self.field = None if field is None else shortened(str(field))
+        self.reason = shortened(reason)
+        super().__init__(self.field, self.reason)
+
+    def __str__(self) -> str:
+        return self.reason if self.field is None else f"{self.field}: {self.reason}"
 
 
-class WorkerKilledError(DlmBridgeError):
-    """A worker process was killed. The results of the other processes are not lost."""
+class SettingError(DlmBridgeError):
+    """A setting's value is refused, or contradicts another setting's. `field` is the setting."""
+
+
+class LayoutError(DlmBridgeError):
+    """The model or the batch does not fit the parallel layout. `field` is the setting to change, such as `tp`."""
+
+
+class InputFileError(DlmBridgeError):
+    """A file of data, prompts or settings is missing, unreadable or malformed. `field` is its path, with the line."""
+
+
+class CheckpointError(DlmBridgeError):
+    """A checkpoint or adapter is damaged, incomplete or of an unknown kind. `field` is its path."""
+
+
+class ChangedTensorsError(DlmBridgeError):
+    """Tensors or files (`names`) of a checkpoint differ from the digests recorded when they were written."""
+
+    def __init__(self, field: object, names: Iterable[str]) -> None:
+        self.names = sorted(names)
+        shown = ", ".join(self.names[:3])
+        more = f" (and {len(self.names) - 3} more)" if len(self.names) > 3 else ""
+        super().__init__(
+            field,
+            f"differs from its recorded digests in {shown}{more}: restore what is damaged, or set "
+            "`accept_changed_tensors` if it was changed on purpose",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.names)
+
+
+class MissingExtraError(DlmBridgeError):
+    """A package, a program or a device is missing that a setting needs. `field` is the setting, or what is missing."""
+
+
+class ResourceError(DlmBridgeError):
+    """Not enough memory, disk space or time. `field` is the setting that asks for too much, or the path."""
+
+
+class WorkerError(DlmBridgeError):
+    """Another process of the task was killed or does not answer. Results that other processes finished are kept."""
 
 
 LOGITS = (
@@ -30,7 +96,7 @@ LOGITS = (
 
 
 class RowError(DlmBridgeError):
-    """An error that affects single rows; the others can go on.
+    """An error that affects single rows; the others can go on. `field` names up to three of them.
 
     Args:
         reason: the problem and the remedy.
@@ -38,10 +104,13 @@ class RowError(DlmBridgeError):
     """
 
     def __init__(self, reason: str, rows: Iterable[Any] = ()) -> None:
-        self.reason, self.rows = reason, tuple(rows)
+        self.rows = tuple(rows)
         names = [f"row {row}" if isinstance(row, int) else str(row) for row in self.rows]
         more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-        super().__init__(f"{', '.join(names[:3])}{more}: {reason}" if names else reason)
+        super().__init__(f"{', '.join(names[:3])}{more}" if names else None, reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.rows)
 
 
 class NonFiniteError(RowError):

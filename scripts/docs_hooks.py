@@ -107,8 +107,8 @@ def described(command: Any) -> Iterator[str]:
 
 def configuration() -> str:
     """A table for each section of the training configuration."""
+    from dlm_bridge.settings import TASKS, options_of
     from dlm_bridge.train.config import RLConfig
-    from dlm_bridge.train.config.options import TASKS, options_of
 
     parts = [
         "# Configuration",

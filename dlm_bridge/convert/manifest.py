@@ -57,17 +57,6 @@ class TensorRecord:
         return values if self.non_finite else {key: values[key] for key in ("dtype", "shape", "digest")}
 
 
-class ChangedTensorsError(DlmBridgeError):
-    """Tensors or files (`names`) of a checkpoint differ from the digests that were recorded as they were written."""
-
-    def __init__(self, where: str, names: Iterable[str]) -> None:
-        self.where, self.names = where, sorted(names)
-        super().__init__(
-            f"{where}: differs from its recorded digests in {_some(self.names)}: restore what is damaged, or give "
-            f"{ACCEPT} where it was changed on purpose"
-        )
-
-
 @dataclass
 class Manifest:
     """The content of dlm_bridge.json. `config` is the Hub's config.json; `layout` is None for a Hub folder."""

@@ -13,9 +13,9 @@ from dlm_bridge.convert.card import CARD, base_family, is_generated, pushed_card
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, list_side_files
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
-from dlm_bridge.convert.manifest import MANIFEST, ChangedTensorsError, read_manifest, renamed_source
+from dlm_bridge.convert.manifest import MANIFEST, read_manifest, renamed_source
 from dlm_bridge.convert.verify import check_recorded
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import read_json
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, public_name, read_config
 

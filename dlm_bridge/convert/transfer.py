@@ -32,7 +32,6 @@ from dlm_bridge.convert.formats.hub_weights import HubWriter, ShardRecord, plan_
 from dlm_bridge.convert.journal import JOURNAL, Journal, JournalEntry, fingerprint, has_progress, matches
 from dlm_bridge.convert.manifest import (
     MANIFEST,
-    ChangedTensorsError,
     Manifest,
     Records,
     combined_digest,
@@ -60,6 +59,7 @@ from dlm_bridge.convert.streaming import (
     with_zero_rows,
 )
 from dlm_bridge.convert.workers import TaskMemory, in_flight, new_tensor, run_forked, run_tasks, worker_count
+from dlm_bridge.errors import ChangedTensorsError
 from dlm_bridge.files.atomic import atomic_output, check_output
 from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.hub import TRACKER

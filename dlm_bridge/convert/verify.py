@@ -19,7 +19,6 @@ from dlm_bridge.convert.formats.hub_weights import FP8, read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,
     MANIFEST,
-    ChangedTensorsError,
     Manifest,
     TensorRecord,
     check_files,
@@ -31,7 +30,7 @@ from dlm_bridge.convert.manifest import (
 )
 from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError
 from dlm_bridge.files.reading import file_digest
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits

@@ -18,7 +18,7 @@ from math import prod
 from multiprocessing import connection, get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError, WorkerKilledError
+from dlm_bridge.errors import DlmBridgeError, WorkerError
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked
 
@@ -91,7 +91,7 @@ def run_forked(
 ) -> None:
     """Run (bytes, task) pairs in `processes` processes of `workers` threads; `done` gets the number of each task and
     what it returned, here. The first exception ends all processes and is raised; a process that was killed is a
-    WorkerKilledError."""
+    WorkerError."""
     context = get_context("fork")
     running = {}
     try:
@@ -112,7 +112,7 @@ def run_forked(
                 except (EOFError, OSError):
                     process = running[end]
                     process.join()
-                    raise WorkerKilledError(f"a worker process {how_it_ended(process.exitcode)}") from None
+                    raise WorkerError(f"a worker process {how_it_ended(process.exitcode)}") from None
                 if number == _FAILED:
                     raise result
                 if number == _DONE:

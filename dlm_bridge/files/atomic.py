@@ -21,7 +21,7 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-from dlm_bridge.errors import DlmBridgeError, WorkerKilledError, one_line
+from dlm_bridge.errors import DlmBridgeError, WorkerError, one_line
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -44,7 +44,7 @@ def atomic_output(
     `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
     for a refused output and for a disk that is full or has no room for `expected` bytes. After any exception nothing
     is left under the output's name that was not there before, and nothing beside it; but a KeyboardInterrupt and a
-    WorkerKilledError, which pass with a message that says so, leave an unfinished folder of which `keep` is true. The
+    WorkerError, which pass with a message that says so, leave an unfinished folder of which `keep` is true. The
     folder of an earlier run of which `resume` is true is yielded again, with what it holds.
     """
     check_output(output, sources, overwrite)
@@ -62,7 +62,7 @@ def atomic_output(
             yield temporary
             temporary.chmod(0o777 & ~_umask())
             publish_folder(temporary, output, overwrite)
-    except (KeyboardInterrupt, WorkerKilledError) as stopped:
+    except (KeyboardInterrupt, WorkerError) as stopped:
         kind, why = type(stopped), str(stopped) or "interrupted"
         if temporary is None or keep is None or not keep(temporary):
             raise kind(f"{why}: {output} was not written, nothing is left behind") from None

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, MissingExtraError, one_line
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.overrides import check_version, installed_version
 
@@ -115,23 +115,19 @@ except ImportError as error:
 _BUILD_MODULE = re.compile(r"( when instantiating \w+)+$")  # what its build_module adds to any message, ours too
 
 
-class NotInstalledError(DlmBridgeError):
-    """A setting that is refused for what this machine lacks: another one may take it."""
-
-
 @contextlib.contextmanager
 def named_refusals(kind: type[Exception] = Exception) -> Iterator[None]:
     """Raise whatever megatron-core raises inside as it checks a configuration, or only what is of this `kind`, as a
-    DlmBridgeError of one line; where a package is missing as a NotInstalledError."""
+    DlmBridgeError of one line; where a package is missing as a MissingExtraError."""
     try:
         yield
     except DlmBridgeError as error:
         if not _BUILD_MODULE.search(str(error)):
             raise
-        raise type(error)(_BUILD_MODULE.sub("", str(error))) from error
+        raise type(error)(error.field, _BUILD_MODULE.sub("", error.reason)) from error
     except kind as error:  # it asserts, looks words up and imports as it checks
         missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
-        refusal = NotInstalledError if missing else DlmBridgeError
+        refusal = MissingExtraError if missing else DlmBridgeError
         raise refusal(f"megatron-core refuses this configuration: {_reason(error)}") from error
 
 

@@ -22,7 +22,7 @@ from dlm_bridge.errors import DlmBridgeError, one_line
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout
 from dlm_bridge.parallel import mcore_patches, platform
 from dlm_bridge.parallel.core import (
-    NotInstalledError,
+    MissingExtraError,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     parallel_state,
@@ -147,10 +147,10 @@ def _sizes(layout: Layout, parallel: ContextParallelConfig) -> str:
 
 
 def check_userbuffers(tp: int) -> None:
-    """Raise NotInstalledError where Transformer Engine is not used, DlmBridgeError where tensor parallel ranks are of
+    """Raise MissingExtraError where Transformer Engine is not used, DlmBridgeError where tensor parallel ranks are of
     several nodes."""
     if not platform.current().uses_transformer_engine():
-        raise NotInstalledError("--tp-overlap needs Transformer Engine and GPUs: pip install 'dlm-bridge[te]'")
+        raise MissingExtraError("--tp-overlap needs Transformer Engine and GPUs: pip install 'dlm-bridge[te]'")
     if (local := distributed.local_world_size()) % tp:
         raise DlmBridgeError(
             f"--tp-overlap: ranks of --tp {tp} must be of one node, and a node has {local} processes: change --tp, or "

@@ -10,8 +10,8 @@ import typer
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import LAYOUT, HelpAll, ModelCommand, completes, objective_names, training_choices
 from dlm_bridge.cli.train import TrainingCommand
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import options_of
 
 TRAINING, HARDWARE = "Training", "Hardware"
 

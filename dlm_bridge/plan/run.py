@@ -13,6 +13,7 @@ from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
+from dlm_bridge.settings import check_option, options_of
 from dlm_bridge.train.config import (
     TrainConfig,
     check_ep_overlap,
@@ -21,7 +22,6 @@ from dlm_bridge.train.config import (
     check_sequence_of_experts,
     check_userbuffers,
 )
-from dlm_bridge.train.config.options import check_option, options_of
 from dlm_bridge.train.config.sections import check_optimizer
 
 GIB = 1 << 30

@@ -26,9 +26,9 @@ from dlm_bridge.loading.lazy import MAGNITUDE, LazyWeights, replace_parameters
 from dlm_bridge.loading.pretrained import decoder_layers, model_family
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.objectives.registry import mask_token_id
+from dlm_bridge.settings import comma_separated
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import Config
-from dlm_bridge.train.config.options import comma_separated
 
 BASE = "base.json"  # beside an adapter: the base that it was trained on
 EXPERTS = "experts"  # a target: the routed experts, whose weights are one stack a layer

@@ -25,8 +25,8 @@ from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.registry import find_objective, objectives
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.config.sections import ScheduleOptions
 
 

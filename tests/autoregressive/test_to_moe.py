@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.convert.manifest import ChangedTensorsError
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.convert.to_moe import targets, upcycle
 from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.errors import ChangedTensorsError
 from tests.autoregressive.test_families import tensors_of
 from tests.autoregressive.test_to_dlm import BY_LABEL, logits_of, write
 from tests.convert.helpers import run_cli

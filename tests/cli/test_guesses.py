@@ -12,9 +12,9 @@ import typer.main
 
 from dlm_bridge.cli import train
 from dlm_bridge.cli.app import app
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
-from dlm_bridge.train.config.options import OptionError
 from tests.cli.test_app import run
 
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def test_a_file_is_the_first_word(configs: list[TrainConfig], monkeypatch: pytes
         assert (config.model.path, config.optimizer.lr, config.optimizer.beta1) == ("m", 0.5, 0.6)
         assert (config.schedule.steps, config.schedule.warmup_steps) == (4, 1)
     file.write_text("optimizer: {learning_rate: 0.5, lr: 0.4}\n")
-    with pytest.raises(OptionError, match=r"optimizer\.learning_rate.*optimizer\.lr"):
+    with pytest.raises(SettingError, match=r"optimizer\.learning_rate.*optimizer\.lr"):
         load_config({}, file)
 
 

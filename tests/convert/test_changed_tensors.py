@@ -16,13 +16,14 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints import find_checkpoint, open_checkpoint
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, open_adapter
-from dlm_bridge.convert.manifest import ChangedTensorsError, digests_of, file_names, read_manifest, write_digests
+from dlm_bridge.convert.manifest import digests_of, file_names, read_manifest, write_digests
 from dlm_bridge.convert.planning import Options
 from dlm_bridge.convert.push import push
 from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import ChangedTensorsError
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada, write_tokenizer
 from tests.convert.adapters import LLAMA, to_megatron, written_adapter
 from tests.convert.helpers import no_leftovers, run_cli, tree

@@ -15,8 +15,8 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints import find_checkpoint
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, write_metadata
 from dlm_bridge.convert.formats.dcp import Contents, StorageLocation, read_metadata
-from dlm_bridge.convert.manifest import ChangedTensorsError
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import ChangedTensorsError
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, run_cli, save_dcp
 from tests.diffusion_gemma.checkpoint import write_checkpoint

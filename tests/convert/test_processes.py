@@ -14,7 +14,7 @@ import pytest
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import journal, streaming
 from dlm_bridge.convert.workers import run_forked
-from dlm_bridge.errors import WorkerKilledError
+from dlm_bridge.errors import WorkerError
 from dlm_bridge.files.reading import gc_paused
 from tests.convert.helpers import no_leftovers, run_cli, tree
 
@@ -61,7 +61,7 @@ def test_a_killed_process_leaves_no_output_and_the_run_goes_on(
     output = tmp_path / "here" / "out"
     with monkeypatch.context() as patch:
         fails_in_a_child(patch, 30, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(WorkerKilledError, match=r"SIGKILL\): .*out was not written; the same command with"):
+        with pytest.raises(WorkerError, match=r"SIGKILL\): .*out was not written; the same command with"):
             Bridge.from_hf(llada).to_megatron(output, LAYOUT, processes=2, workers=1)
     (left,) = (tmp_path / "here").iterdir()
     assert journal.has_progress(left)

@@ -15,6 +15,7 @@ import torch
 
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.data.sources import find_sources
+from dlm_bridge.errors import SettingError
 from dlm_bridge.files.pickles import (
     RestrictedUnpickler,
     check_torch_file,
@@ -24,7 +25,6 @@ from dlm_bridge.files.pickles import (
 )
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.train.config.files import read_yaml
-from dlm_bridge.train.config.options import OptionError
 from tests.fuzz.hostile import BOMBS, CODE, MARKER, WHOLE, Place, put
 from tests.processes import limited_memory
 
@@ -137,7 +137,7 @@ def test_yaml_is_refused_before_it_grows(name: str, tmp_path: Path) -> None:
         parse_yaml(YAML_BOMBS[name])
     path = tmp_path / "run.yaml"
     path.write_text(YAML_BOMBS[name])
-    with pytest.raises(OptionError, match=r"run\.yaml: not YAML"):
+    with pytest.raises(SettingError, match=r"run\.yaml: not YAML"):
         read_yaml(path)
 
 

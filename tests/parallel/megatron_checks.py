@@ -32,8 +32,8 @@ from dlm_bridge.parallel.train import assembly
 from dlm_bridge.parallel.train import trainer as trainer_module
 from dlm_bridge.parallel.train.checkpoints import CheckpointManager
 from dlm_bridge.parallel.train.schedule import gathered_weights
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import options_of
 from dlm_bridge.train.metrics import read_rows
 from tests.groups import make_way
 from tests.parallel.megatron_cases import Cell, Files, refusal

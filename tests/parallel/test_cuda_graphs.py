@@ -16,10 +16,9 @@ import torch
 from rich.console import Console
 
 from dlm_bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from tests.parallel import graph_standin
 from tests.train.conftest import Run, without_speed
 
@@ -97,7 +96,7 @@ def test_rows_with_a_mask_end_the_run(
     ],
 )
 def test_what_options_exclude(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=named) as raised:
+    with pytest.raises(SettingError, match=named) as raised:
         TrainConfig.from_flags(**{"model": "m", "data": ["mock"], "output": "o"} | GRAPHS | options)
     assert raised.value.flag == "--cuda-graphs"
 
@@ -107,19 +106,19 @@ def test_megatron_cores_names(setting: str) -> None:
     from dlm_bridge.parallel.train.settings import check_settings
 
     given = {"megatron": [f"transformer.{setting}"], "engine": "megatron"}
-    with pytest.raises(OptionError, match="--cuda-graphs"):
+    with pytest.raises(SettingError, match="--cuda-graphs"):
         check_settings(TrainConfig.from_flags(model="m", data=["mock"], output="o", **given))
 
 
 def test_what_models_and_machines_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.objectives.single_stream import MaskedDiffusion
     from dlm_bridge.objectives.two_streams import BlockDiffusion
-    from dlm_bridge.parallel.core import NotInstalledError
+    from dlm_bridge.parallel.core import MissingExtraError
     from dlm_bridge.parallel.train.mcore_config import check_cuda_graphs, check_mcore_config, check_overlap
 
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
     config = TrainConfig.from_flags(model="m", data=["mock"], output="o", **GRAPHS)
-    with pytest.raises(NotInstalledError, match="--cuda-graphs"):
+    with pytest.raises(MissingExtraError, match="--cuda-graphs"):
         check_mcore_config(config)
     with pytest.raises(DlmBridgeError, match="experts"):
         check_overlap(config, 8, False, {})

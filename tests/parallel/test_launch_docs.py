@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.options import options_of
 from tests.parallel.megatron_cases import LARGE, LAYOUTS, SUBJECTS, cells, refusal
 from tests.parallel.megatron_lora_worker import CHANGES as ADAPTERS
 from tests.parallel.megatron_lora_worker import DORA

@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, write_digests
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from tests.parallel.conftest import megatron_alone
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
@@ -253,14 +252,14 @@ def test_what_is_refused(train: Train, values: dict[str, Any], tmp_path: Path) -
     from dlm_bridge.parallel.train import mcore_config
 
     for others in ({"fsdp": "optim"}, {"precision": "fp8", "fp8_params": True}, {"optimizer_cpu_offload": True}):
-        with pytest.raises(OptionError) as raised:
+        with pytest.raises(SettingError) as raised:
             TrainConfig.from_flags(**{**values, **OPTIONS, **others, "output": "o", "local_folder": "l"})
         assert raised.value.flag == "--local-folder"
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         TrainConfig.from_flags(**{**values, **OPTIONS, "output": "o", "local_copies": 2})
     assert raised.value.flag == "--local-copies"
     pytest.importorskip("nvidia_resiliency_ext")
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         train(tmp_path / "run", local_folder=str(tmp_path / "local"), local_copies=2)
     assert raised.value.flag == "--local-copies"
     (tmp_path / "file").touch()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.parallel.train.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError, options_of
 
 PAGE = Path(__file__).parents[2] / "docs/megatron_flags.md"
 MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argument parser has
@@ -81,7 +82,7 @@ def test_refused_flags_are_refused() -> None:
     assert len(refused) > 25
     for name, setting in keys.items():
         assert setting is not None, name
-        with pytest.raises(OptionError) as raised:
+        with pytest.raises(SettingError) as raised:
             check_settings(settings(f"{setting}=1"))
         assert raised.value.flag == f"--megatron {setting}"
 
@@ -140,7 +141,7 @@ def test_values_get_their_fields_types() -> None:
     ],
 )
 def test_refuses(setting: str, named: str) -> None:
-    with pytest.raises(OptionError, match=named) as raised:
+    with pytest.raises(SettingError, match=named) as raised:
         check_settings(settings(setting))
     assert raised.value.flag == f"--megatron {setting.partition('=')[0]}"
     assert "\n" not in str(raised.value)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from tests.parallel.megatron_cases import Files
 from tests.parallel.megatron_instances_worker import AVERAGED, QUICK, SLOW
 from tests.parallel.megatron_worker import LayoutChanges, Results
@@ -111,7 +111,7 @@ def config(**changes: Any) -> TrainConfig:
 def test_options_that_exclude_it(changes: dict[str, Any], flag: str) -> None:
     from dlm_bridge.parallel.train.settings import check_settings
 
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         check_settings(config(**changes))
     assert raised.value.flag.startswith(flag)
 
@@ -122,7 +122,7 @@ def test_what_megatron_core_asserts_against() -> None:
     assert data_parallel_config(config()).num_distributed_optimizer_instances == 2
     with pytest.raises(DlmBridgeError, match=f"{FLAG} with --megatron ddp.reduce_scatter_with_fp32_accumulation"):
         data_parallel_config(config(megatron=["ddp.reduce_scatter_with_fp32_accumulation=true"]))
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         check_experts(config(fsdp="optim_grads"))
     assert raised.value.flag == FLAG
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from tests.interop.cases import BLOCK_ROUTED, PREDICTING, models
 from tests.parallel.megatron_cases import Cell, Files
 from tests.train.conftest import Run
@@ -51,7 +50,7 @@ def configured(**options: Any) -> TrainConfig:
 def test_what_options_exclude(options: dict[str, Any], flag: str, named: str) -> None:
     from dlm_bridge.parallel.train.settings import check_settings
 
-    with pytest.raises(OptionError, match=named) as raised:
+    with pytest.raises(SettingError, match=named) as raised:
         check_settings(configured(**options))
     assert raised.value.flag.split()[0] == flag
 

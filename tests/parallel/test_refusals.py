@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.parallel.core import NotInstalledError, named_refusals
+from dlm_bridge.parallel.core import MissingExtraError, named_refusals
 
 
 def complain(error: Exception) -> None:
@@ -23,8 +23,8 @@ def test_other_kinds_pass() -> None:
         (AssertionError("two\nlines"), DlmBridgeError, "refuses this configuration: two lines"),
         (AssertionError(), DlmBridgeError, "refuses this configuration: raise error"),  # the line that asserts
         (KeyError("x"), DlmBridgeError, "refuses this configuration: it does not know 'x'"),
-        (ImportError("no fused_permute"), NotInstalledError, "refuses this configuration: no fused_permute"),
-        (ValueError("Please install TE >= 1.4."), NotInstalledError, "Please install TE"),
+        (ImportError("no fused_permute"), MissingExtraError, "refuses this configuration: no fused_permute"),
+        (ValueError("Please install TE >= 1.4."), MissingExtraError, "Please install TE"),
         (DlmBridgeError("ours"), DlmBridgeError, "ours"),
         (DlmBridgeError("ours when instantiating A when instantiating B"), DlmBridgeError, "ours"),
     ],

@@ -80,17 +80,17 @@ def test_no_multicast_where_nccl_has_none(
 
 def test_a_machine_that_cannot(made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.parallel import groups
-    from dlm_bridge.parallel.core import NotInstalledError
+    from dlm_bridge.parallel.core import MissingExtraError
     from dlm_bridge.parallel.platform import CPU
 
-    with pytest.raises(NotInstalledError, match="--tp-overlap"):
+    with pytest.raises(MissingExtraError, match="--tp-overlap"):
         groups.check_userbuffers(2)
     monkeypatch.setattr(CPU, "uses_transformer_engine", lambda self: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     groups.check_userbuffers(2)
     with pytest.raises(DlmBridgeError, match="--tp 8") as raised:
         groups.check_userbuffers(8)
-    assert not isinstance(raised.value, NotInstalledError)
+    assert not isinstance(raised.value, MissingExtraError)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no CUDA Multicast\nLaunch app with UB_SKIPMC=1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.lora import EXPERTS as EXPERT_STACKS
 from tests import launcher
 from tests.families.llada_moe import CASE as EXPERTS
@@ -91,6 +91,6 @@ def test_every_layout(part: str, processes: int, name: str, reports: Callable[[s
     ],
 )
 def test_what_is_refused_is_named(run: Run, tmp_path: Path, changes: dict[str, Any], flag: str, named: str) -> None:
-    with pytest.raises(OptionError, match=named) as raised:
+    with pytest.raises(SettingError, match=named) as raised:
         run(tmp_path / "run", engine="megatron", **changes)
     assert raised.value.flag == flag

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.files import load_rl_config
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.rl.likelihood import bound_query
 from dlm_bridge.train.rl.methods import load_rows
 from dlm_bridge.train.rl.policy import PolicyTrainer
@@ -118,7 +117,7 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
     ],
 )
 def test_bad_options_name_the_flag(changes: dict[str, Any], flag: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         load_rl_config({**GIVEN, **changes})
     assert raised.value.flag == flag
 

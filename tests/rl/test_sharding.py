@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.generation import batch_size
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.rl import replica
 from dlm_bridge.train.rl.accelerate_engine import gather_weights
 from dlm_bridge.train.rl.replica import RolloutModel
@@ -128,6 +127,6 @@ def test_memory_that_runs_out_in_a_rollout(run: Run, tmp_path: Path, monkeypatch
 
 def test_ranks_that_do_not_share_a_model(run: Run, tmp_path: Path) -> None:
     for changes, named in (({}, "--sharding fsdp"), ({"sharding": "fsdp"}, "does not divide 1 processes")):
-        with pytest.raises(OptionError, match=named) as raised:
+        with pytest.raises(SettingError, match=named) as raised:
             run(tmp_path / "run", rollout_tp=2, **changes)
         assert raised.value.flag == "--rollout-tp"

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.train.config.options import OptionError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.rl.likelihood import (
     NEVER_COMMITTED,
     Sequences,
@@ -259,7 +258,7 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_is_named(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="diffu-grpo has no steps") as raised:
+    with pytest.raises(SettingError, match="diffu-grpo has no steps") as raised:
         run(tmp_path / "run", rl_normalisation="steps")
     assert raised.value.flag == "--rl-normalisation"
     mask = torch.ones(1, 4, dtype=torch.bool)

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dlm_bridge.convert.manifest import check_files
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.checkpoints import load_state
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.rl.likelihood import trace_block_size
 from dlm_bridge.train.rl.rollout import Rollout, Rollouts
 from dlm_bridge.train.rl.updates import trajectory_advantages, value_loss
@@ -226,7 +225,7 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_is_named(run: Run, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=named) as raised:
+    with pytest.raises(SettingError, match=named) as raised:
         run(tmp_path / "run", **{"method": "tracerl", "value_model": True, **changes})
     assert raised.value.flag == "--value-model"
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
@@ -20,7 +20,6 @@ from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import ShiftedDiffusion
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.schedule import anneal_mask, open_probability, with_block_size
 from tests.families import a2d, dream, sdar, wedlm
 from tests.families.case import FamilyCase, some_slow
@@ -198,7 +197,7 @@ def test_the_block_size_of_a_step_is_what_the_streams_see(step: int, size: int, 
     ],
 )
 def test_bad_schedules_are_refused(flag: str, value: Any) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         TrainConfig.from_flags(**GIVEN, **{flag[2:].replace("-", "_"): value})
     assert raised.value.flag == flag
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dlm_bridge.errors import SettingError
+from dlm_bridge.settings import GUESSES, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, read_yaml
-from dlm_bridge.train.config.options import GUESSES, OptionError, options_of
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -52,7 +53,7 @@ def test_resume_takes_the_runs_own_options_and_keeps_its_data_order(tmp_path: Pa
     assert (config.model.path, config.optimizer.lr, config.data.seed, config.schedule.steps) == ("m", 0.5, 3, 5)
     of_data = ({"seed": 4}, {"seq_length": 8}, {"global_batch_size": 8}, {"split": "9,1,0"})
     for change in (*of_data, {"optimizer": "sgd"}, {"distributed_optimizer": False}):
-        with pytest.raises(OptionError) as raised:
+        with pytest.raises(SettingError) as raised:
             load_config({**output, **change}, resume=True)
         assert raised.value.flag == "--" + next(iter(change)).replace("_", "-")
 
@@ -63,7 +64,7 @@ def test_resume_reads_the_flat_file_of_an_earlier_version(tmp_path: Path) -> Non
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(began.as_flags()))
     assert load_config({"output": str(tmp_path)}, resume=True) == began
-    with pytest.raises(OptionError):
+    with pytest.raises(SettingError):
         load_config({"output": str(tmp_path), "objective": "shifted"}, resume=True)
 
 
@@ -75,7 +76,7 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
     assert load_config(output, resume=True).data.paths == ["0.3", "a", "7e-1", "b"]
     assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data.paths[1] == "c"  # moved
     for other in (["0.4", "a", "0.6", "b"], ["a", "b"]):
-        with pytest.raises(OptionError, match="--data"):
+        with pytest.raises(SettingError, match="--data"):
             load_config({**output, "data": other}, resume=True)
 
 
@@ -100,7 +101,7 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(named)) as raised:
+    with pytest.raises(SettingError, match=re.escape(named)) as raised:
         read_yaml(_yaml(tmp_path, text))
     assert "\n" not in str(raised.value)
     assert raised.value.flag == f"--config {tmp_path / 'run.yaml'}"
@@ -108,12 +109,12 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
 
 def test_a_file_that_gives_an_error_when_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").symlink_to("/proc/self/mem")
-    with pytest.raises(OptionError, match="cannot be read"):
+    with pytest.raises(SettingError, match="cannot be read"):
         read_yaml(tmp_path / "run.yaml")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"nowhere\.yaml"):
+    with pytest.raises(SettingError, match=r"nowhere\.yaml"):
         read_yaml(tmp_path / "nowhere.yaml")
 
 
@@ -153,7 +154,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_bad_values_name_the_flag(changes: dict[str, Any], flag: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         TrainConfig.from_flags(**{**GIVEN, **changes})
     assert raised.value.flag == flag
     assert str(raised.value).startswith(flag)
@@ -182,7 +183,7 @@ def test_the_global_batch_is_micro_batches_times_processes_times_accumulation() 
     config = TrainConfig.from_flags(**GIVEN, global_batch_size=24, micro_batch_size=4)
     assert config.data.accumulation(processes=3) == (4, 2)
     assert TrainConfig.from_flags(**GIVEN, global_batch_size=24).data.accumulation(processes=3) == (8, 1)
-    with pytest.raises(OptionError, match="16"):
+    with pytest.raises(SettingError, match="16"):
         config.data.accumulation(processes=4)
-    with pytest.raises(OptionError, match="5"):
+    with pytest.raises(SettingError, match="5"):
         config.data.accumulation(processes=5)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.muon import muon_parameters
 from dlm_bridge.train.setup import model_source
 from tests.train.conftest import Run, without_speed
@@ -74,6 +74,6 @@ def test_a_run_resumes_exactly(tmp_path: Path, run: Run) -> None:
     ],
 )
 def test_what_is_refused(flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         TrainConfig.from_flags(model="m", data=["d"], output="o", **flags)
     assert raised.value.flag == named

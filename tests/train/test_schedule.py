@@ -16,8 +16,8 @@ from rich.console import Console
 
 from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.sources import ReaderSettings, find_run_data
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
 from tests.data.chats import chatty, conversation, write_rows
 from tests.train.conftest import Run, without_speed
@@ -145,7 +145,7 @@ def config(**flags: Any) -> TrainConfig:
     ],
 )
 def test_bad_values_name_the_flag(flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         config(**flags)
     assert raised.value.flag == named
 
@@ -175,7 +175,7 @@ def check_jump(train: Run, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         config(**RAMP).check_batch(4)
     assert raised.value.flag == "--batch-ramp-up"
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
 from tests.train.conftest import Run
@@ -53,7 +53,7 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
     ],
 )
 def test_refuses(options: dict[str, Any], flag: str) -> None:
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(SettingError) as raised:
         TrainConfig.from_flags(model="m", data=["mock"], output="o", **options)
     assert raised.value.flag == flag
 

@@ -27,9 +27,9 @@ from dlm_bridge.convert.lora.experts import (
     target_parameters,
 )
 from dlm_bridge.convert.lora.mask_only import mask_only_token
-from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, ChangedTensorsError, check_files
+from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, check_files
 from dlm_bridge.convert.streaming import read_tensor
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError, first_of
 from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from dlm_bridge.convert.manifest import check_files, digests_of, write_digests
 from dlm_bridge.distributed import from_all, local_world_size, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, first_of, one_line, printable
+from dlm_bridge.errors import DlmBridgeError, SettingError, first_of, one_line, printable
 from dlm_bridge.files.atomic import atomic_file, atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import read_json
@@ -44,8 +44,8 @@ from dlm_bridge.parallel.train.checkpoints import (
     restore_state,
     sharded_state,
 )
+from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError, options_of
 
 try:
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
@@ -112,8 +112,8 @@ class LocalCheckpoints:
         self.folder = Path(str(options.local_folder)).absolute() / f"run-{self.record.run}"
         self.node = local_world_size()  # processes
         if dist.get_world_size() % (self.node * self.copies):
-            raise OptionError(
-                "--local-copies",
+            raise SettingError(
+                "local_copies",
                 f"{self.copies}: {dist.get_world_size()} processes, {self.node} a node, are not groups of that many "
                 "nodes",
             )

@@ -26,9 +26,9 @@ from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.initialisation import Normal, initialise
 from dlm_bridge.parallel.handover import LiveAdapter
 from dlm_bridge.parallel.lora import LiveFactor, add_adapters, live_adapter_tensors
+from dlm_bridge.settings import comma_separated
 from dlm_bridge.train.checkpoints import how_to_go_on
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import comma_separated
 from dlm_bridge.train.lora import EXPERTS, check_base, fingerprint
 
 

@@ -20,7 +20,7 @@ from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES, model_config
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallelConfig,
-    NotInstalledError,
+    MissingExtraError,
     OptimizerConfig,
     named_refusals,
     parallel_state,
@@ -189,7 +189,7 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
 
 def check_mcore_config(config: TrainConfig) -> None:
     """Raise DlmBridgeError for what the engine and megatron-core's optimizer refuse whatever the model, before one is
-    built; NotInstalledError for what this machine lacks."""
+    built; MissingExtraError for what this machine lacks."""
     backend = config.engine.attention_backend
     if backend not in (None, *ATTENTION_BACKENDS):
         raise DlmBridgeError(
@@ -197,11 +197,11 @@ def check_mcore_config(config: TrainConfig) -> None:
             f"{', '.join(ATTENTION_BACKENDS)}"
         )
     if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise NotInstalledError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
+        raise MissingExtraError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
     if config.parallel.tp_overlap:
         groups.check_userbuffers(config.parallel.tp)
     if config.engine.cuda_graphs and not platform.current().records_graphs():
-        raise NotInstalledError("--cuda-graphs needs an NVIDIA GPU: leave it out")
+        raise MissingExtraError("--cuda-graphs needs an NVIDIA GPU: leave it out")
     data_parallel_config(config)
     optimizer_config(config)
 
@@ -223,7 +223,7 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         **passed_on(config, "ddp"),
     }
     if settings.get("nccl_ub") and (backend := platform.current().backend) != "nccl":
-        raise NotInstalledError(
+        raise MissingExtraError(
             f"--megatron ddp.nccl_ub: its buffers are NCCL's, and messages are {backend}'s here: leave it out"
         )
     if settings["num_distributed_optimizer_instances"] > 1 and settings.get("reduce_scatter_with_fp32_accumulation"):
@@ -275,7 +275,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
             "only: leave out one of them"
         )
     if optimizer.cpu_offload and platform.current().name == "cpu":
-        raise NotInstalledError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
+        raise MissingExtraError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
     if settings["use_precision_aware_optimizer"] and optimizer.ema_decay:
         raise DlmBridgeError(
             "--megatron optimizer.use_precision_aware_optimizer with --ema-decay: it keeps no main params to average: "
@@ -283,7 +283,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         )
     if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
         asked = "--megatron optimizer.use_precision_aware_optimizer"
-        raise NotInstalledError(
+        raise MissingExtraError(
             f"{'--optimizer-cpu-offload' if optimizer.cpu_offload else asked} needs Transformer Engine: "
             "pip install 'dlm-bridge[te]'"
         )
@@ -296,7 +296,7 @@ def check_model(
 ) -> None:
     """Raise DlmBridgeError for what megatron-core, and this engine, do not support of a model and layout; `dims` count
     its multi-token prediction layers. What this machine alone lacks is left to the run."""
-    with contextlib.suppress(NotInstalledError):
+    with contextlib.suppress(MissingExtraError):
         check_mcore_config(config)
     if dims.experts:
         check_experts(config)
@@ -307,7 +307,7 @@ def check_model(
     predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
     check_overlap(config, dims.experts, bool(predicting), family.mapping.settings(hub_config))
     layout, dtype = config.parallel.layout, DTYPES[config.precision.name]
-    with contextlib.suppress(NotInstalledError):
+    with contextlib.suppress(MissingExtraError):
         model_config(family.mapping, hub_config, dims, layout, dtype, config.parallel.context, **own, **predicting)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.parallel.core import DistributedDataParallelConfig, OptimizerConfig, TransformerConfig
 from dlm_bridge.parallel.gpt import IGNORED_SETTINGS
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.sections import DYNAMIC_CP, PASSED_THROUGH
 
 CLASSES: dict[str, Any] = {
@@ -170,7 +170,7 @@ _SIMPLE = (bool, int, float, str)
 
 def check_settings(config: TrainConfig) -> list[str]:
     """A line for each setting whose results were not shown to be right: those of `--megatron`, which are passed to
-    megatron-core, and CUDA graphs. Raises OptionError for one that megatron-core does not know, or that is refused."""
+    megatron-core, and CUDA graphs. Raises SettingError for an unknown or refused one."""
     for group in PASSED_THROUGH:
         passed_on(config, group)
     lines = [f"--megatron {setting}: passed to megatron-core, untested here" for setting in config.engine.megatron]
@@ -181,7 +181,7 @@ def check_settings(config: TrainConfig) -> list[str]:
 
 def passed_on(config: TrainConfig, group: str) -> dict[str, Any]:
     """The `--megatron GROUP.KEY=VALUE` settings of one group, in their fields' types; torch's dtypes by name. Raises
-    OptionError for an unknown or refused field, and a value of another type."""
+    SettingError for an unknown or refused field, and a value of another type."""
     settings_class = CLASSES[group]
     hints = typing.get_type_hints(settings_class)
     known = [field.name for field in dataclasses.fields(settings_class)]
@@ -189,20 +189,20 @@ def passed_on(config: TrainConfig, group: str) -> dict[str, Any]:
     for key, value in config.engine.passed_through(group).items():
         where = f"--megatron {group}.{key}"
         if key in OURS[group]:
-            raise OptionError(where, f": use {OURS[group][key]}")
+            raise SettingError(where, f"use {OURS[group][key]}")
         if key in REFUSED[group]:
-            raise OptionError(where, f"cannot be set: {REFUSED[group][key]}")
+            raise SettingError(where, f"cannot be set: {REFUSED[group][key]}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise OptionError(
-                where, f": megatron-core's {settings_class.__name__} has no such field, the nearest is {near}"
+            raise SettingError(
+                where, f"megatron-core's {settings_class.__name__} has no such field, the nearest is {near}"
             )
         found[key] = _typed(where, hints[key], value)
         fixed, reason = ALWAYS.get(group, {}).get(key, (found[key], ""))
         if found[key] != fixed:
-            raise OptionError(where, f"cannot be {str(found[key]).lower()}: {reason}")
+            raise SettingError(where, f"cannot be {str(found[key]).lower()}: {reason}")
         if key in PROBABILITIES and not 0 <= found[key] < 1:
-            raise OptionError(where, f"must be in [0, 1), not {found[key]}")
+            raise SettingError(where, f"must be in [0, 1), not {found[key]}")
     return found
 
 
@@ -214,12 +214,12 @@ def _typed(where: str, hint: Any, value: Any) -> Any:
     if torch.dtype in kinds:
         if isinstance(dtype := getattr(torch, str(value), None), torch.dtype):
             return dtype
-        raise OptionError(where, f": write one of torch's dtypes, such as bfloat16, not {value!r}")
+        raise SettingError(where, f"write one of torch's dtypes, such as bfloat16, not {value!r}")
     choices = [
         choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
     ]
     if choices and value not in choices:
-        raise OptionError(where, f": {value!r} is unknown: known are {', '.join(map(str, choices))}")
+        raise SettingError(where, f"{value!r} is unknown: known are {', '.join(map(str, choices))}")
     if not all(kind in (*_SIMPLE, type(None)) for kind in kinds) or type(value) in kinds:
         return value  # megatron-core checks other types itself
     if float in kinds and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -228,4 +228,4 @@ def _typed(where: str, hint: Any, value: Any) -> Any:
         except ValueError:
             pass
     wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-    raise OptionError(where, f": {value!r} is not {wanted}")
+    raise SettingError(where, f"{value!r} is not {wanted}")

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.settings import check_option, options_of
 from dlm_bridge.train.config.objective import ObjectiveOptions
-from dlm_bridge.train.config.options import OptionError, check_option, options_of
 from dlm_bridge.train.config.reinforcement import PREFERRED, RLOptions
 from dlm_bridge.train.config.sections import (
     PASSED_THROUGH,
@@ -34,7 +35,7 @@ INSTANCES = "--optimizer-instances"
 class TrainConfig:
     """The configuration of `pretrain` and `sft`, in sections; `from_flags` makes it of a flat dictionary.
 
-    Checked when it is made: OptionError names the flag."""
+    Checked when it is made: SettingError names the flag."""
 
     task: str = "pretrain"
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -58,7 +59,7 @@ class TrainConfig:
         if unknown := [key for key in flags if key not in options]:
             raise TypeError(f"{cls.__name__} has no option {unknown[0]}")
         if task not in cls.tasks:
-            raise OptionError("task", f"{task!r} is not one of {', '.join(cls.tasks)}")
+            raise SettingError("task", f"{task!r} is not one of {', '.join(cls.tasks)}")
         sections: dict[str, dict[str, Any]] = {}
         for key, option in options.items():
             value = flags.get(key, option.default_for(task))
@@ -81,14 +82,14 @@ class TrainConfig:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
     def check_batch(self, processes: int) -> None:
-        """Raise OptionError where the global batch does not divide over the processes."""
+        """Raise SettingError where the global batch does not divide over the processes."""
         self.data.accumulation(processes)
 
     def __post_init__(self) -> None:
         flags = self.as_flags()
         for key in ("model", "data", "output"):
             if not flags[key]:
-                raise OptionError(f"--{key}", "is missing: give it on the command line or in the --config file")
+                raise SettingError(key, "is missing: give it on the command line or in the --config file")
         for key, option in options_of(type(self)).items():
             check_option(option, flags[key], self.task, flags)
         self._check()
@@ -96,32 +97,32 @@ class TrainConfig:
     def _check(self) -> None:
         """What holds between options. Raises DlmBridgeError."""
         if self.schedule.min_lr > self.optimizer.lr:
-            raise OptionError("--min-lr", f"{self.schedule.min_lr} is more than --lr {self.optimizer.lr}")
+            raise SettingError("min_lr", f"{self.schedule.min_lr} is more than --lr {self.optimizer.lr}")
         if bool(self.logging.sample_interval) != bool(self.logging.sample_prompt):
-            raise OptionError("--sample-interval", "N and --sample-prompt TEXT belong together: give both")
+            raise SettingError("sample_interval", "N and --sample-prompt TEXT belong together: give both")
         for _, size in self.objective.block_sizes:
             if self.data.seq_length % size:
-                raise OptionError(
-                    "--block-schedule", f": block size {size} does not divide --seq-length {self.data.seq_length}"
+                raise SettingError(
+                    "block_schedule", f"block size {size} does not divide --seq-length {self.data.seq_length}"
                 )
         if self.data.valid_paths and self.data.split != DataOptions.split:
-            raise OptionError("--split", "with --valid-data: all of --data is for training: leave one of them out")
+            raise SettingError("split", "with --valid-data: all of --data is for training: leave one of them out")
         if self.data.batch_ramp_up and (self.objective.moe_aux_loss_coeff or self.objective.moe_z_loss_coeff):
-            raise OptionError(
-                "--batch-ramp-up",
+            raise SettingError(
+                "batch_ramp_up",
                 "with losses of MoE routers: megatron-core scales them for one batch size: leave "
                 "--moe-aux-loss-coeff and --moe-z-loss-coeff out",
             )
         if self.objective.auto_balance and self.objective.z_loss_coeff:
-            raise OptionError("--auto-balance", "with --z-loss-coeff, which it would scale too: leave one of them out")
+            raise SettingError("auto_balance", "with --z-loss-coeff, which it would scale too: leave one of them out")
         schedule = self.schedule
         if schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.warmup_steps:
-            raise OptionError(
-                "--lr-decay-steps", f"{schedule.lr_decay_steps} is not after --warmup-steps {schedule.warmup_steps}"
+            raise SettingError(
+                "lr_decay_steps", f"{schedule.lr_decay_steps} is not after --warmup-steps {schedule.warmup_steps}"
             )
         if (decays := schedule.wsd_decay_steps) is not None and decays > schedule.decay_end:
             end = "--lr-decay-steps" if schedule.lr_decay_steps else "--steps"
-            raise OptionError("--wsd-decay-steps", f"{decays} is more than {end} {schedule.decay_end}")
+            raise SettingError("wsd_decay_steps", f"{decays} is more than {end} {schedule.decay_end}")
         self.data.accumulation(processes=1)
         # Made to be checked.
         _ = (
@@ -135,7 +136,7 @@ class TrainConfig:
             self.engine.passed_through(group)
         self._check_adapter()
         if self.parallel.shards and self.precision.name == "fp16":
-            raise OptionError("--precision", "fp16 with --sharding fsdp: gradients are not scaled there: use bf16")
+            raise SettingError("precision", "fp16 with --sharding fsdp: gradients are not scaled there: use bf16")
         check_optimizer(self.optimizer.name, self.engine.name)
         if self.engine.name == "megatron":
             self._check_megatron()
@@ -143,25 +144,25 @@ class TrainConfig:
     def _check_adapter(self) -> None:
         model = self.model
         if model.adapter is not None and model.lora_rank:
-            raise OptionError("--adapter", "has a rank of its own: leave --lora-rank out")
+            raise SettingError("adapter", "has a rank of its own: leave --lora-rank out")
         if model.adapts and model.from_scratch:
-            raise OptionError("--from-scratch", "with an adapter: an adapter needs a base with trained weights")
+            raise SettingError("from_scratch", "with an adapter: an adapter needs a base with trained weights")
         if model.adapts and self.optimizer.ema_decay:
-            raise OptionError("--ema-decay", "with an adapter: only whole models are averaged: leave it out")
+            raise SettingError("ema_decay", "with an adapter: only whole models are averaged: leave it out")
         if model.lora_targets is not None and not model.lora_targets.strip(", "):
-            raise OptionError("--lora-targets", "names nothing: leave it out for the family's own")
+            raise SettingError("lora_targets", "names nothing: leave it out for the family's own")
         if model.lora_mask_only and model.lora_dora:
-            raise OptionError("--lora-mask-only", "with --lora-dora, whose magnitudes act at every token")
+            raise SettingError("lora_mask_only", "with --lora-dora, whose magnitudes act at every token")
         if model.lora_quantize is None:
             return
         if not model.adapts:
-            raise OptionError("--lora-quantize", "needs an adapter: add --lora-rank N, or --adapter")
+            raise SettingError("lora_quantize", "needs an adapter: add --lora-rank N, or --adapter")
         if self.precision.name == "fp8":
-            raise OptionError(
-                "--lora-quantize", "with --precision fp8: quantized layers have no FP8 products: use bf16"
+            raise SettingError(
+                "lora_quantize", "with --precision fp8: quantized layers have no FP8 products: use bf16"
             )
         if self.parallel.shards:
-            raise OptionError("--lora-quantize", "with --sharding fsdp: quantized weights cannot be sharded")
+            raise SettingError("lora_quantize", "with --sharding fsdp: quantized weights cannot be sharded")
 
     def _check_megatron(self) -> None:
         """What holds between options of the Megatron engine. Raises DlmBridgeError."""
@@ -205,7 +206,7 @@ class TrainConfig:
         _ = parallel.context  # made to be checked
 
     def _check_fsdp(self, fsdp: str) -> None:
-        """Raise OptionError for what megatron-core's FSDP does not have."""
+        """Raise SettingError for what megatron-core's FSDP does not have."""
         parallel, optimizer = self.parallel, self.optimizer
         _exclude(
             "--fsdp",
@@ -221,7 +222,7 @@ class TrainConfig:
         )
 
     def _check_local_checkpoints(self) -> None:
-        """Raise OptionError for what keeps a state that local checkpoints do not hold."""
+        """Raise SettingError for what keeps a state that local checkpoints do not hold."""
         lost = "local checkpoints do not hold its state"
         _exclude(
             "--local-folder",
@@ -233,26 +234,24 @@ class TrainConfig:
         )
 
     def _check_offload(self) -> None:
-        """Raise OptionError for an optimizer whose state megatron-core does not keep on the CPU."""
+        """Raise SettingError for an optimizer whose state megatron-core does not keep on the CPU."""
         if self.optimizer.ema_decay:
-            raise OptionError(
-                "--optimizer-cpu-offload", "with --ema-decay: averages stay on the device: leave one out"
-            )
+            raise SettingError("optimizer_cpu_offload", "with --ema-decay: averages stay on the device: leave one out")
         if self.optimizer.name != "adamw":
-            raise OptionError("--optimizer-cpu-offload", "needs --optimizer adamw")
+            raise SettingError("optimizer_cpu_offload", "needs --optimizer adamw")
         if self.precision.name == "fp32":
-            raise OptionError("--optimizer-cpu-offload", "with --precision fp32 is not in megatron-core: use bf16")
+            raise SettingError("optimizer_cpu_offload", "with --precision fp32 is not in megatron-core: use bf16")
 
     def _check_tp_overlap(self) -> None:
-        """Raise OptionError for what Transformer Engine's userbuffers cannot compute, or would compute wrong."""
+        """Raise SettingError for what Transformer Engine's userbuffers cannot compute, or would compute wrong."""
         parallel, precision = self.parallel, self.precision
         if not parallel.sharded_sequence:
-            raise OptionError(
-                "--tp-overlap", "needs --tp above 1 with sequence parallelism, whose communication overlaps"
+            raise SettingError(
+                "tp_overlap", "needs --tp above 1 with sequence parallelism, whose communication overlaps"
             )
         if precision.name not in ("bf16", "fp8"):
-            raise OptionError(
-                "--tp-overlap",
+            raise SettingError(
+                "tp_overlap",
                 f"with --precision {precision.name}: Transformer Engine's userbuffers add up in bf16: use bf16 or fp8",
             )
         _exclude(
@@ -272,11 +271,11 @@ class TrainConfig:
         )
 
     def _check_ep_overlap(self) -> None:
-        """Raise OptionError for what megatron-core's schedule of two micro-batches at a time cannot do."""
+        """Raise SettingError for what megatron-core's schedule of two micro-batches at a time cannot do."""
         parallel, engine = self.parallel, self.engine
         check_ep_overlap(parallel.layout, parallel.moe_dispatcher, parallel.fsdp, engine.recompute, engine.recomputed)
         if self.precision.name == "fp32":
-            raise OptionError("--ep-overlap", "needs --precision bf16, fp16 or fp8: megatron-core has it for these")
+            raise SettingError("ep_overlap", "needs --precision bf16, fp16 or fp8: megatron-core has it for these")
         _exclude(
             "--ep-overlap",
             "",
@@ -291,7 +290,7 @@ class TrainConfig:
         )
 
     def _check_cuda_graphs(self) -> None:
-        """Raise OptionError for what changes the layers' inputs or memory from step to step."""
+        """Raise SettingError for what changes the layers' inputs or memory from step to step."""
         parallel, data, passed = self.parallel, self.data, self.engine.passed_through("transformer")
         masked = "rows have an attention mask, which layers in graphs do not take"
         _exclude(
@@ -327,15 +326,15 @@ class RLConfig(TrainConfig):
     tasks: ClassVar[tuple[str, ...]] = ("rl",)
 
     def check_batch(self, processes: int) -> None:
-        """Raise OptionError where a step's pairs do not divide over the processes, or its completions are not whole
+        """Raise SettingError where a step's pairs do not divide over the processes, or its completions are not whole
         groups for each."""
         if self.rl.method in PREFERRED:
             super().check_batch(processes)
             return
         completions = self.rl.group_size * processes
         if self.data.global_batch_size % completions:
-            raise OptionError(
-                "--global-batch-size",
+            raise SettingError(
+                "global_batch_size",
                 f"{self.data.global_batch_size} must be a multiple of {completions} "
                 f"(--group-size {self.rl.group_size} x {processes} processes)",
             )
@@ -344,49 +343,49 @@ class RLConfig(TrainConfig):
         super()._check()
         options = self.rl
         if not options.method:
-            raise OptionError("--method", "is missing: give it on the command line or in the --config file")
+            raise SettingError("method", "is missing: give it on the command line or in the --config file")
         if self.precision.name == "fp8":
-            raise OptionError("--precision", "fp8: reinforcement learning runs in fp32, bf16 or fp16")
+            raise SettingError("precision", "fp8: reinforcement learning runs in fp32, bf16 or fp16")
         if self.engine.name == "megatron":
             self._check_megatron_updates()
         elif options.rollout_tp > 1 and not self.parallel.shards:
-            raise OptionError(
-                "--rollout-tp",
+            raise SettingError(
+                "rollout_tp",
                 f"{options.rollout_tp} without --sharding fsdp or --engine megatron: each process has the whole model",
             )
         if options.value_model:
             self._check_value_model()
         if options.updates > 1 and self.model.lora_dropout:
-            raise OptionError(
-                "--lora-dropout",
+            raise SettingError(
+                "lora_dropout",
                 f"with --updates {options.updates}: ratios would compare two of its draws: leave it out",
             )
         _ = options.sampler  # made to be checked
         if options.method in PREFERRED:
             if options.reward:
-                raise OptionError("--reward", f": --method {options.method} has preferred rows instead, leave it out")
+                raise SettingError("reward", f"--method {options.method} has preferred rows instead, leave it out")
             if not options.kl_weight:
-                raise OptionError(
-                    "--beta", f"0: {options.method} compares with the model as it began, give a positive number"
+                raise SettingError(
+                    "beta", f"0: {options.method} compares with the model as it began, give a positive number"
                 )
             return
         if not options.reward:
-            raise OptionError("--reward", f"is missing: --method {options.method} needs one")
+            raise SettingError("reward", f"is missing: --method {options.method} needs one")
         if options.rl_normalisation == "steps" and options.method != "tracerl":
-            raise OptionError(
-                "--rl-normalisation", f"steps: --method {options.method} has no steps, take rows or tokens"
+            raise SettingError(
+                "rl_normalisation", f"steps: --method {options.method} has no steps, take rows or tokens"
             )
         if options.group_size < 2:
-            raise OptionError("--group-size", "1: a completion is compared with others of its prompt, take 2 or more")
+            raise SettingError("group_size", "1: a completion is compared with others of its prompt, take 2 or more")
         if options.gen_length >= self.data.seq_length:
-            raise OptionError(
-                "--gen-length",
+            raise SettingError(
+                "gen_length",
                 f"{options.gen_length} leaves no room for a prompt in --seq-length {self.data.seq_length}",
             )
         self.check_batch(processes=1)
 
     def _check_value_model(self) -> None:
-        """Raise OptionError for what cannot have a value model."""
+        """Raise SettingError for what cannot have a value model."""
         _exclude(
             "--value-model",
             "",
@@ -395,7 +394,7 @@ class RLConfig(TrainConfig):
         )
 
     def _check_megatron_updates(self) -> None:
-        """What the Megatron engine cannot do for a method. Raises OptionError."""
+        """What the Megatron engine cannot do for a method. Raises SettingError."""
         passed = self.engine.passed_through("transformer")
         dropout = [name for name in ("hidden_dropout", "attention_dropout") if passed.get(name)]
         twice = "log-probabilities and gradients come from two forward passes: leave it out"
@@ -407,7 +406,7 @@ class RLConfig(TrainConfig):
 
 
 def check_instances(instances: int, fsdp: str | None, optimizer: str, distributed_optimizer: bool) -> None:
-    """Raise OptionError for several instances of an optimizer that is not sharded, or between which megatron-core's
+    """Raise SettingError for several instances of an optimizer that is not sharded, or between which megatron-core's
     FSDP sums no gradients."""
     if instances > 1:
         cut = "there is no sharded state to hold several times"
@@ -434,30 +433,30 @@ def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
 
 
 def check_sequence_of_experts(tp: int, sharded_sequence: bool) -> None:
-    """Raise OptionError for tensor parallelism in which megatron-core trains no experts."""
+    """Raise SettingError for tensor parallelism in which megatron-core trains no experts."""
     if tp > 1 and not sharded_sequence:
-        raise OptionError(
-            "--tp",
+        raise SettingError(
+            "tp",
             f"{tp} without sequence parallelism: megatron-core trains no experts so: leave out --no-sequence-parallel",
         )
 
 
 def check_userbuffers(latent_attention: bool) -> None:
-    """Raise OptionError for a model whose layers have no tensor parallel communication to overlap."""
+    """Raise SettingError for a model whose layers have no tensor parallel communication to overlap."""
     if latent_attention:
-        raise OptionError("--tp-overlap", ": multi-head latent attention's layers have no userbuffers: leave it out")
+        raise SettingError("tp_overlap", "multi-head latent attention's layers have no userbuffers: leave it out")
 
 
 def check_ep_overlap(
     layout: Layout, dispatcher: str, fsdp: str | None, recompute: str, modules: Sequence[str]
 ) -> None:
-    """Raise OptionError for a layout, and recomputation (of `modules` if it is selective), in which megatron-core does
-    not compute two micro-batches at a time."""
+    """Raise SettingError for a layout, and recomputation (of `modules` if it is selective), in which megatron-core
+    cannot compute two micro-batches at a time."""
     if layout.ep == 1:
-        raise OptionError("--ep-overlap", "needs --ep above 1, whose communication overlaps")
+        raise SettingError("ep_overlap", "needs --ep above 1, whose communication overlaps")
     if layout.pp > 1 and layout.vp == 1:
-        raise OptionError(
-            "--ep-overlap", f"with --pp {layout.pp} needs --vp 2 or more, which megatron-core interleaves"
+        raise SettingError(
+            "ep_overlap", f"with --pp {layout.pp} needs --vp 2 or more, which megatron-core interleaves"
         )
     layers = "layers run in parts, which nothing recomputes"
     _exclude(
@@ -472,9 +471,9 @@ def check_ep_overlap(
 
 
 def _exclude(flag: str, value: str, *others: tuple[object, str, str], remedy: str = "") -> None:
-    """Raise OptionError for the first of `others` that is given, each as (whether it is, its name, why it excludes the
-    flag with that value)."""
+    """Raise SettingError for the first of `others` that is given, each as (whether it is, its name, why it excludes
+    `flag` with that value)."""
     for given, name, reason in others:
         if given:
             where, end = f"{value} with" if value else "with", f": {remedy}" if remedy else ""
-            raise OptionError(flag, f"{where} {name}: {reason}{end}")
+            raise SettingError(flag, f"{where} {name}: {reason}{end}")

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import checkpoint_folder
+from dlm_bridge.settings import GUESSES, Option, options_meant, options_of, typed
 from dlm_bridge.train.config import RLConfig, TrainConfig
-from dlm_bridge.train.config.options import GUESSES, Option, OptionError, options_meant, options_of, typed
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -42,37 +43,37 @@ def load_config_as(
         if values.get(key) and (folder := checkpoint_folder(values[key])) != Path(values[key]).expanduser():
             values[key] = str(folder)
     if values.setdefault("task", task) != task:
-        raise OptionError("--config", f"{file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
+        raise SettingError("config", f"{file}: it is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"
     if not (resume and "output" in values and own.is_file()):
         return config_class.from_flags(**values)
     began = read_run_config(own, config_class)
     if began.get("task", "pretrain") != task:
-        raise OptionError("--output", f"{values['output']}: the run there is of dlm-bridge {began['task']}")
+        raise SettingError("output", f"{values['output']}: the run there is of dlm-bridge {began['task']}")
     for key, option in options_of(config_class).items():
         before = began.get(key, option.default_for(task))
         if option.fixed and values.get(key) is not None and values[key] != before:
-            raise OptionError(
-                option.flag,
+            raise SettingError(
+                option.key,
                 f"{values[key]} differs from the {before} that the run in {values['output']} began with: "
                 "resume with that, or choose another --output",
             )
     if _weights(values.get("data") or began["data"]) != _weights(began["data"]):
-        raise OptionError(
-            "--data", f": other weights than those that the run in {values['output']} began with: resume with those"
+        raise SettingError(
+            "data", f"other weights than those that the run in {values['output']} began with: resume with those"
         )
     return config_class.from_flags(**(began | values))
 
 
 def read_yaml(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
-    """The options of a nested file, by their flags with underscores. Raises OptionError for a flat file and for
+    """The options of a nested file, by their flags with underscores. Raises SettingError for a flat file and for
     unknown keys, naming the section or the nearest known key."""
     return _flags_of(_mapping(path), f"--config {path}", config_class)
 
 
 def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
     """The options of the words SECTION.KEY=VALUE, or KEY=VALUE with a flag's key, by their flags with underscores.
-    Values are YAML. Raises OptionError."""
+    Values are YAML. Raises SettingError."""
     flags: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -83,20 +84,20 @@ def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = Train
         try:
             value = parse_yaml(text)
         except ValueError:
-            raise OptionError(word, f": {text} is no value in YAML") from None
+            raise SettingError(word, f"{text} is no value in YAML") from None
         if not section:
-            raise OptionError(word, _unknown(name, key, options_of(config_class).values()))
+            raise SettingError(word, _unknown(name, key, options_of(config_class).values()))
         for option, given in _flags_of({section: {key: value}}, word, config_class).items():
             put(flags, option, given, config_class)
     return flags
 
 
 def put(flags: dict[str, Any], key: str, value: Any, config_class: type[TrainConfig]) -> None:
-    """Set an option. Raises OptionError where it has another value already."""
+    """Set an option. Raises SettingError where it has another value already."""
     if flags.get(key, value) != value:
         option = options_of(config_class)[key]
         name = f"{option.section}.{option.name}"
-        raise OptionError(option.flag, f"({name}) has two values, {flags[key]} and {value}: give one")
+        raise SettingError(option.key, f"({name}) has two values, {flags[key]} and {value}: give one")
     flags[key] = value
 
 
@@ -114,33 +115,33 @@ def _flags_of(values: Mapping[str, Any], where: str, config_class: type[TrainCon
             given: dict[str, str] = {}
             for key, value in section.items():
                 if key not in sections[name]:
-                    raise OptionError(where, _unknown(f"{name}.{key}", str(key), options.values()))
+                    raise SettingError(where, _unknown(f"{name}.{key}", str(key), options.values()))
                 option = sections[name][key]
                 found = typed(option, value, where)
                 if option.key in given and flags[option.key] != found:
-                    raise OptionError(
+                    raise SettingError(
                         where,
-                        f": {name}.{given[option.key]} and {name}.{key} are one option, with two values: give one",
+                        f"{name}.{given[option.key]} and {name}.{key} are one option, with two values: give one",
                     )
                 given[option.key], flags[option.key] = key, found
         elif name in sections and section is None:
             continue  # an empty section
         elif name in options:
             option = options[name]
-            raise OptionError(where, f": options stand in sections: write '{option.section}: {{{option.name}: ...}}'")
+            raise SettingError(where, f"options stand in sections: write '{option.section}: {{{option.name}: ...}}'")
         elif name in sections:
-            raise OptionError(where, f": '{name}' is a section, a mapping of its options is needed")
+            raise SettingError(where, f"'{name}' is a section, a mapping of its options is needed")
         elif meant := options_meant(config_class, str(name)):
-            raise OptionError(where, f": unknown key '{name}', the nearest is '{meant[0].section}.{meant[0].name}'")
+            raise SettingError(where, f"unknown key '{name}', the nearest is '{meant[0].section}.{meant[0].name}'")
         else:
             near = difflib.get_close_matches(str(name), [*sections, *options], n=1, cutoff=0.0)
-            raise OptionError(where, f": unknown key '{name}', the nearest is '{near[0]}'")
+            raise SettingError(where, f"unknown key '{name}', the nearest is '{near[0]}'")
     return flags
 
 
 def read_run_config(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
     """The options of a run's own config.yaml, by their flags with underscores. Runs of earlier versions have a flat
-    one, whose keys are the flags. Raises OptionError."""
+    one, whose keys are the flags. Raises SettingError."""
     values, options = _mapping(path), options_of(config_class)
     if not values.keys() <= {"task", *options} or any(isinstance(value, Mapping) for value in values.values()):
         return read_yaml(path, config_class)
@@ -150,15 +151,15 @@ def read_run_config(path: Path, config_class: type[TrainConfig] = TrainConfig) -
 
 def _mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise OptionError(f"--config {path}", ": no such file")
+        raise SettingError(f"--config {path}", "no such file")
     try:
         values = parse_yaml(path.read_text())
     except ValueError as error:
-        raise OptionError(f"--config {path}", f": not YAML: {' '.join(str(error).split())}") from None
+        raise SettingError(f"--config {path}", f"not YAML: {' '.join(str(error).split())}") from None
     except OSError as error:
-        raise OptionError(f"--config {path}", f": cannot be read: {error.strerror or error}") from None
+        raise SettingError(f"--config {path}", f"cannot be read: {error.strerror or error}") from None
     if values is not None and not isinstance(values, dict):
-        raise OptionError(f"--config {path}", ": a mapping of sections to options is needed")
+        raise SettingError(f"--config {path}", "a mapping of sections to options is needed")
     return values or {}
 
 

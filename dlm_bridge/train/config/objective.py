@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from dlm_bridge.train.config.options import TRAINING, OptionError, comma_separated, megatron_option, option
+from dlm_bridge.errors import SettingError
+from dlm_bridge.settings import TRAINING, comma_separated, megatron_option, option
 
 
 @dataclass(frozen=True)
@@ -111,20 +112,20 @@ class ObjectiveOptions:
 
     @cached_property
     def noise_levels(self) -> tuple[float, float] | None:
-        """`noise_range` as numbers, None without one. Raises OptionError."""
+        """`noise_range` as numbers, None without one. Raises SettingError."""
         if self.noise_range is None:
             return None
         try:
             low, high = map(float, comma_separated(self.noise_range))
         except ValueError:
-            raise OptionError("--noise-range", f"{self.noise_range!r} must be two numbers such as 0.3,0.8") from None
+            raise SettingError("noise_range", f"{self.noise_range!r} must be two numbers such as 0.3,0.8") from None
         if not 0 <= low <= high <= 1 or high == 0:
-            raise OptionError("--noise-range", f"{self.noise_range!r} must be within 0,1, the lower number first")
+            raise SettingError("noise_range", f"{self.noise_range!r} must be within 0,1, the lower number first")
         return low, high
 
     @cached_property
     def block_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(first step, block size) pairs of `block_schedule`, in order; empty without one. Raises OptionError."""
+        """(first step, block size) pairs of `block_schedule`, in order; empty without one. Raises SettingError."""
         if self.block_schedule is None:
             return ()
         try:
@@ -142,5 +143,5 @@ class ObjectiveOptions:
                 raise self._schedule_error(f"must grow in steps and sizes: {step}:{size} is before {later}:{larger}")
         return tuple(pairs)
 
-    def _schedule_error(self, message: str) -> OptionError:
-        return OptionError("--block-schedule", f"{self.block_schedule!r} {message}")
+    def _schedule_error(self, message: str) -> SettingError:
+        return SettingError("block_schedule", f"{self.block_schedule!r} {message}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.files.reading import parse_yaml
-from dlm_bridge.train.config.options import OptionError, option
+from dlm_bridge.settings import option
 
 SAMPLED = ("grpo", "diffu-grpo", "block-grpo", "tracerl")  # methods on sampled completions and their rewards
 PREFERRED = ("dpo", "vrpo")  # methods on rows of preferred and rejected answers
@@ -117,18 +118,18 @@ class RLOptions:
 
     @property
     def sampler(self) -> dict[str, Any]:
-        """The settings of `generation`, as keyword arguments of a model's generate. Raises OptionError."""
+        """The settings of `generation`, as keyword arguments of a model's generate. Raises SettingError."""
         settings = {}
         for item in self.generation:
             name, equals, value = item.partition("=")
             if not (name.isidentifier() and equals and value):
-                raise OptionError("--generation", f"{item}: NAME=VALUE is needed, such as steps=64")
+                raise SettingError("generation", f"{item}: NAME=VALUE is needed, such as steps=64")
             if name in ("gen_length", "max_new_tokens", "temperature", "seed"):
-                raise OptionError("--generation", f"{item}: use --{name.replace('_', '-')}")
+                raise SettingError("generation", f"{item}: use --{name.replace('_', '-')}")
             if name in ROLLOUT_ARGUMENTS:
-                raise OptionError("--generation", f"{item}: a rollout is one completion per prompt: leave it out")
+                raise SettingError("generation", f"{item}: a rollout is one completion per prompt: leave it out")
             try:
                 settings[name] = parse_yaml(value)
             except ValueError:
-                raise OptionError("--generation", f"{item}: {value} is no value in YAML") from None
+                raise SettingError("generation", f"{item}: {value} is no value in YAML") from None
         return settings

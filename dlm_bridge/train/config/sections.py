@@ -10,9 +10,9 @@ from typing import Any
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
 from dlm_bridge.registration import registered
-from dlm_bridge.train.config.options import (
+from dlm_bridge.settings import (
     TRAINING,
-    OptionError,
+    SettingError,
     accelerate_option,
     comma_separated,
     megatron_option,
@@ -129,20 +129,20 @@ class DataOptions:
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
-        """The train, validation and test fractions, which add up to one. Raises OptionError."""
+        """The train, validation and test fractions, which add up to one. Raises SettingError."""
         try:
             numbers = [float(part) for part in self.split.split(",")]
         except ValueError:
             numbers = []
         if len(numbers) != 3 or min(numbers) < 0 or numbers[0] <= 0 or not math.isfinite(sum(numbers)):
-            raise OptionError(
-                "--split", f"{self.split!r} must be three fractions such as 99,1,0, the first of them positive"
+            raise SettingError(
+                "split", f"{self.split!r} must be three fractions such as 99,1,0, the first of them positive"
             )
         return (numbers[0] / sum(numbers), numbers[1] / sum(numbers), numbers[2] / sum(numbers))
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The global batch sizes of `batch_ramp_up`, in order, and the final one. Raises OptionError."""
+        """The global batch sizes of `batch_ramp_up`, in order, and the final one. Raises SettingError."""
         if self.batch_ramp_up is None:
             return (self.global_batch_size,)
         numbers = whole_numbers("--batch-ramp-up", self.batch_ramp_up)
@@ -162,24 +162,24 @@ class DataOptions:
             return 0.0
         return whole_numbers("--batch-ramp-up", self.batch_ramp_up)[2] / (len(self.batch_sizes) - 1)
 
-    def _ramp_error(self, message: str) -> OptionError:
-        return OptionError("--batch-ramp-up", f"{self.batch_ramp_up} {message}")
+    def _ramp_error(self, message: str) -> SettingError:
+        return SettingError("batch_ramp_up", f"{self.batch_ramp_up} {message}")
 
     def accumulation(self, processes: int) -> tuple[int, int]:
-        """(micro-batch size, micro-batches per step) of each process, with the largest batch. Raises OptionError where
-        a global batch is not micro-batch size x processes x a whole number."""
+        """(micro-batch size, micro-batches per step) of each process, with the largest batch. Raises SettingError if a
+        global batch is not micro-batch size x processes x a whole number."""
         sizes = self.batch_sizes
         flags = {self.global_batch_size: "--global-batch-size"}
         for size in sizes:
             if size % processes:
-                raise OptionError(
+                raise SettingError(
                     flags.get(size, "--batch-ramp-up"),
                     f"{size} does not divide over {processes} processes: take a multiple of {processes}",
                 )
         micro = self.micro_batch_size or math.gcd(*sizes) // processes
         for size in sizes:
             if size // processes % micro:
-                raise OptionError(
+                raise SettingError(
                     flags.get(size, "--batch-ramp-up"),
                     f"{size} is not --micro-batch-size {micro} x {processes} processes x an integer: make it a "
                     f"multiple of {micro * processes}",
@@ -219,9 +219,9 @@ class OptimizerOptions:
 
 
 def check_optimizer(name: str, engine: str) -> None:
-    """Raise OptionError for an optimizer that an engine does not have."""
+    """Raise SettingError for an optimizer that an engine does not have."""
     if (needed := OPTIMIZER_ENGINES.get(name, engine)) != engine:
-        raise OptionError("--optimizer", f"{name} needs --engine {needed}")
+        raise SettingError("optimizer", f"{name} needs --engine {needed}")
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class ParallelOptions:
 
     @property
     def hierarchy(self) -> tuple[int, ...] | None:
-        """The sizes of `hierarchical_cp_sizes`; None without. Raises OptionError."""
+        """The sizes of `hierarchical_cp_sizes`; None without. Raises SettingError."""
         return tuple(whole_numbers("--hierarchical-cp-sizes", self.hierarchical_cp_sizes)) or None
 
     @property
@@ -387,10 +387,10 @@ class CheckpointOptions:
 
     @cached_property
     def saves(self) -> frozenset[int]:
-        """The steps of `save_steps`. Raises OptionError."""
+        """The steps of `save_steps`. Raises SettingError."""
         steps = frozenset(whole_numbers("--save-steps", self.save_steps))
         if steps and min(steps) < 1:
-            raise OptionError("--save-steps", f"{self.save_steps}: steps count from 1")
+            raise SettingError("save_steps", f"{self.save_steps}: steps count from 1")
         return steps
 
 
@@ -425,21 +425,21 @@ class LoggingOptions:
 
     @property
     def profiled(self) -> range:
-        """The steps of `profile_steps`, none without it. Raises OptionError."""
+        """The steps of `profile_steps`, none without it. Raises SettingError."""
         if self.profile_steps is None:
             return range(0)
         first, _, last = self.profile_steps.partition(":")
         if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-            raise OptionError("--profile-steps", f"{self.profile_steps} must be FIRST:LAST, such as 10:12")
+            raise SettingError("profile_steps", f"{self.profile_steps} must be FIRST:LAST, such as 10:12")
         return range(int(first), int(last) + 1)
 
     @property
     def tracker_names(self) -> list[str]:
-        """The trackers. Raises OptionError for an unknown one."""
+        """The trackers. Raises SettingError for an unknown one."""
         names = [name for name in comma_separated(self.trackers) if name != "none"]
         for name in names:
             if name not in TRACKERS:
-                raise OptionError("--trackers", f"{name} is unknown: known are {', '.join(TRACKERS)}")
+                raise SettingError("trackers", f"{name} is unknown: known are {', '.join(TRACKERS)}")
         return names
 
 
@@ -490,18 +490,18 @@ class EngineOptions:
 
     def passed_through(self, group: str) -> dict[str, Any]:
         """The `--megatron GROUP.KEY=VALUE` settings of one of `PASSED_THROUGH`, values read as YAML. Raises
-        OptionError."""
+        SettingError."""
         found = {}
         for setting in self.megatron:
             name, equals, value = setting.partition("=")
             target, dot, key = name.partition(".")
             if not (equals and dot and key) or target not in PASSED_THROUGH:
-                raise OptionError(
-                    "--megatron", f"{setting}: write GROUP.KEY=VALUE with a group of {', '.join(PASSED_THROUGH)}"
+                raise SettingError(
+                    "megatron", f"{setting}: write GROUP.KEY=VALUE with a group of {', '.join(PASSED_THROUGH)}"
                 )
             if target == group:
                 try:
                     found[key] = parse_yaml(value)
                 except ValueError:
-                    raise OptionError("--megatron", f"{setting}: {value} is no value in YAML") from None
+                    raise SettingError("megatron", f"{setting}: {value} is no value in YAML") from None
         return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.objectives.registry import own_objective
@@ -25,7 +26,6 @@ from dlm_bridge.plan.dry_run import (
 from dlm_bridge.plan.memory import MemoryPlan
 from dlm_bridge.plan.run import PlannedRun, run_of
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.options import OptionError
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.rl.methods import check_model, check_settings
@@ -78,11 +78,11 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
 
 
 def _check_rewards(config: RLConfig) -> None:
-    """Raise OptionError for a reward in a file that is not there; others are found when the run starts."""
+    """Raise SettingError for a reward in a file that is not there; others are found when the run starts."""
     for name in config.rl.reward:
         path, found, _ = name.rpartition("*")[2].partition(".py:")
         if found and name not in REWARDS and not Path(f"{path}.py").is_file():
-            raise OptionError("--reward", f"{name}: no file {path}.py")
+            raise SettingError("reward", f"{name}: no file {path}.py")
 
 
 def _check_rollout_tp(config: RLConfig, model: Any, gpus: int) -> None:

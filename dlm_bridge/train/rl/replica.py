@@ -18,14 +18,13 @@ from torch import nn
 
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
 from dlm_bridge.distributed import ALONE, Replicas, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.generation.batch_size import free_memory
 from dlm_bridge.generation.runtime.runner import release
 from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
 from dlm_bridge.loading.lazy import HubRange, NotInRangesError, hub_ranges, replace_parameters
 from dlm_bridge.loading.placement import check_tensor_parallel_split
 from dlm_bridge.train.config import RLConfig
-from dlm_bridge.train.config.options import OptionError
 
 GIB = 2**30
 
@@ -122,7 +121,7 @@ class ShardWriter:
 
 def sampler_ranks(config: RLConfig) -> tuple[Replicas, Any]:
     """The `--rollout-tp` neighbouring processes that sample from one model together, and their group on the devices
-    (None for one). Every process calls it. Raises OptionError where the processes do not divide."""
+    (None for one). Every process calls it. Raises SettingError where the processes do not divide."""
     size = config.rl.rollout_tp
     if size == 1:
         return ALONE, None
@@ -138,9 +137,9 @@ def sampler_ranks(config: RLConfig) -> tuple[Replicas, Any]:
 
 
 def check_divides(size: int, processes: int) -> None:
-    """Raise OptionError where `--rollout-tp` does not divide the run's processes, a GPU each."""
+    """Raise SettingError where `--rollout-tp` does not divide the run's processes, a GPU each."""
     if processes % size:
-        raise OptionError("--rollout-tp", f"{size} does not divide {processes} processes: take a divisor")
+        raise SettingError("rollout_tp", f"{size} does not divide {processes} processes: take a divisor")
 
 
 def check_split(model: Any, size: int) -> None:

@@ -15,11 +15,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 
 TASKS = ("pretrain", "sft", "rl")  # the commands that train
 TRAINING = ("pretrain", "sft")
@@ -37,14 +37,6 @@ GUESSES = {
     "use_lora": ("lora_rank",),
     "warmup_ratio": ("warmup_steps",),
 }
-
-
-class OptionError(DlmBridgeError):
-    """An option's value is refused; `flag` names the option."""
-
-    def __init__(self, flag: str, message: str) -> None:
-        super().__init__(f"{flag}{message if message.startswith(':') else f' {message}'}")
-        self.flag = flag
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,9 @@ class Option:
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
     aliases: tuple[str, ...] = ()  # other trainers' names for it, as keys: flags and YAML keys as well
     common: bool = False  # in --help; --help-all has every option
-    section: str = ""
+    metavar: str = ""  # of the value in --help, such as FILE
+    panel: str = ""  # title of its group in --help; the section where nothing else is declared
+    section: str = ""  # "" in a flat class
     name: str = ""  # of the field, and the key in YAML
     type: Any = None
     default: Any = None
@@ -105,28 +99,25 @@ megatron_option = functools.partial(option, engine="megatron")
 
 
 def options_of(config_class: type) -> Mapping[str, Option]:
-    """Every option of a configuration class by its key, in the order of declaration. The fields of the class are
-    sections; a field without a section class (the task) is no option."""
+    """Every option of a dataclass by its key, in the order of declaration. A field that is a dataclass is a section,
+    whose options follow; a field that is neither a section nor declared by `option` is not an option."""
     return _declared(config_class)
 
 
 @functools.cache
 def _declared(config_class: type) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
-    sections = typing.get_type_hints(config_class)
-    for section in dataclasses.fields(config_class):
-        kind = sections[section.name]
-        if not dataclasses.is_dataclass(kind):
-            continue
-        hints = typing.get_type_hints(kind)
-        for known in dataclasses.fields(kind):
-            declared: Option = known.metadata["option"]
+    hints = typing.get_type_hints(config_class)
+    for known in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(section := hints[known.name]):
+            nested = _declared(section)  # type: ignore[arg-type]
+            found |= {key: dataclasses.replace(each, section=known.name) for key, each in nested.items()}
+        elif declared := known.metadata.get("option"):
             flag = declared.flag or "--" + known.name.replace("_", "-")
             bound = dataclasses.replace(
                 declared,
                 flag=flag,
                 negative=declared.negative or f"--no-{flag[2:]}",
-                section=section.name,
                 name=known.name,
                 type=hints[known.name],
                 default=[] if known.default is dataclasses.MISSING else known.default,
@@ -142,26 +133,26 @@ def options_meant(config_class: type, word: str) -> list[Option]:
 
 
 def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]) -> None:
-    """Raise OptionError for a value out of range, or one that the engine, the task or another option excludes.
+    """Raise SettingError for a value out of range, or one that the engine, the task or another option excludes.
 
     Args:
         flags: every option's value by key, for `engine` and `needs`.
     """
     if option.choices and value is not None and value not in option.choices:
-        raise OptionError(option.flag, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
+        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise OptionError(option.flag, f"must be {_range(option)}, not {value}")
+        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):
-        raise OptionError(option.flag, f"is not an option of dlm-bridge {task}")
+        raise SettingError(option.key, f"is not an option of dlm-bridge {task}")
     if option.engine not in (None, flags["engine"]):
-        raise OptionError(option.flag, f"needs --engine {option.engine}")
+        raise SettingError(option.key, f"needs --engine {option.engine}")
     if option.needs is not None:
         flag, needed = option.needs
         given = flags[flag[2:].replace("-", "_")]
         if given != needed if needed is not None else not given:
-            raise OptionError(option.flag, f"needs {flag}{'' if needed is None else f' {needed}'}")
+            raise SettingError(option.key, f"needs {flag}{'' if needed is None else f' {needed}'}")
 
 
 def _in_range(option: Option, value: float) -> bool:
@@ -186,9 +177,9 @@ def _range(option: Option) -> str:
 
 def typed(option: Option, value: Any, where: str) -> Any:
     """`value` as the option's type, where YAML's reading of it is harmless (1 for 1.0, 1e-3, one path for a list).
-    Raises OptionError, whose message begins with `where`."""
+    Raises SettingError, whose message begins with `where`."""
     if isinstance(value, str) and value in option.refusals:
-        raise OptionError(where, f": {option.section}.{option.name} {value!r}: {option.refusals[value]}")
+        raise SettingError(where, f"{option.section}.{option.name} {value!r}: {option.refusals[value]}")
     kinds = typing.get_args(option.type) if isinstance(option.type, types.UnionType) else (option.type,)
     if value is None and type(None) in kinds:
         return None
@@ -208,7 +199,19 @@ def typed(option: Option, value: Any, where: str) -> Any:
     names = [
         "list of texts" if kind == list[str] else "null" if kind is type(None) else kind.__name__ for kind in kinds
     ]
-    raise OptionError(where, f": {option.section}.{option.name} must be {' or '.join(names)}, not {value!r}")
+    raise SettingError(where, f"{option.section}.{option.name} must be {' or '.join(names)}, not {value!r}")
+
+
+def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
+    """Raise SettingError for a value that is not among the choices."""
+    if value not in (known := list(choices)):
+        raise SettingError(field, f"{value!r} is unknown: choose one of {', '.join(known)}")
+
+
+def check_minimum(field: str, value: float | None, minimum: float = 1) -> None:
+    """Raise SettingError for a number below the minimum."""
+    if value is not None and not value >= minimum:
+        raise SettingError(field, f"must be at least {minimum}, not {value}")
 
 
 def comma_separated(text: str | None) -> list[str]:
@@ -217,8 +220,8 @@ def comma_separated(text: str | None) -> list[str]:
 
 
 def whole_numbers(flag: str, text: str | None) -> list[int]:
-    """The numbers of a comma-separated option. Raises OptionError."""
+    """The numbers of a comma-separated option. Raises SettingError."""
     try:
         return [int(word) for word in comma_separated(text)]
     except ValueError:
-        raise OptionError(flag, f"{text}: whole numbers with commas are needed") from None
+        raise SettingError(flag, f"{text}: whole numbers with commas are needed") from None
