@@ -26,7 +26,7 @@ from typing import Any, cast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dlm_bridge.data.messages import Conversation
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, InputFileError, one_line
 from dlm_bridge.files.reading import reading
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -62,7 +62,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
         known = sorted([*own, *(file.stem for file in (folder.glob("*.jinja") if folder else ()))])
         listed = f"; known names: {', '.join(known)}" if known else ", and TRL, which ships some, is not installed"
         raise DlmBridgeError(f"--chat-template {name}: neither a file nor the name of a template{listed}")
-    with reading(f"--chat-template {name}: not a text in UTF-8"):
+    with reading(path, "is not UTF-8 text", kind=InputFileError):
         tokenizer.chat_template = path.read_text("utf-8")
 
 

@@ -20,7 +20,7 @@ import torch
 from datasets.exceptions import DatasetGenerationError
 
 from dlm_bridge.data.blocks import LabelledTokens
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, InputFileError
 from dlm_bridge.files.reading import check_characters, check_readable, reading
 
 TEXT_FIELD = "text"
@@ -149,8 +149,8 @@ def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     """Open a parquet file. Raises DlmBridgeError if it is not one."""
-    check_readable(path)
-    with reading(f"{path}: not a parquet file"):
+    check_readable(path, InputFileError)
+    with reading(path, "not a parquet file", kind=InputFileError):
         return pyarrow.parquet.ParquetFile(path)
 
 
@@ -158,7 +158,7 @@ def read_parquet(
     file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Read the rows of an open parquet file. Raises DlmBridgeError if a part of it is damaged."""
-    with reading(f"{path}: not a whole parquet file"):
+    with reading(path, "truncated or damaged parquet file", kind=InputFileError):
         for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
             yield from batch.to_pylist()
 
@@ -237,7 +237,7 @@ def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart
     if key not in table.rows.column_names:
         raise DlmBridgeError(f"{table.name}: no '{key}' column (it has {', '.join(table.rows.column_names)})")
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
-    with reading(f"{table.name}: not a whole dataset"):
+    with reading(table.name, "truncated or damaged dataset", kind=InputFileError):
         batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
         yield from _column((text for batch in batches for text in batch[key]), key, table.name, cost)
 

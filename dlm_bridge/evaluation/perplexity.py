@@ -75,7 +75,7 @@ def text_perplexity(
     """
     if is_gemma(model):
         raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
-    check_text_file(file, f"--perplexity {file}")
+    check_text_file(file)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

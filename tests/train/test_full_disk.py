@@ -111,20 +111,20 @@ def test_the_loss_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "no space left while writing"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left while writing"),
-        (SafetensorError("I/O error: No space left on device (os error 28)"), "no space left while writing"),
-        (RuntimeError("Worker failure: [Errno 28] No space left on device"), "no space left while writing"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "no space left"),
+        (RuntimeError("Worker failure: [Errno 28] No space left on device"), "no space left"),
         (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
         (PermissionError(errno.EACCES, "Permission denied", "place"), "place: Permission denied"),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"), "cannot be written"),
     ],
 )
 def test_what_the_disk_refuses(error: Exception, says: str, tmp_path: Path) -> None:
-    reason = disk_refusal(error, tmp_path / "out", "free some")
-    assert reason is not None
-    assert says in reason
-    assert reason.endswith("free some")
+    refusal = disk_refusal(error, tmp_path / "out", "free some")
+    assert refusal is not None
+    assert says in str(refusal)
+    assert refusal.reason.endswith("free some")
 
 
 def test_a_file_that_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_file_that_replaces_another(tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", full)
     with (
-        pytest.raises(DlmBridgeError, match=f"no space left while writing {path} .*make room there"),
+        pytest.raises(DlmBridgeError, match=f"{path}: no space left .*make room there"),
         atomic_file(path, overwrite=True) as file,
     ):
         file.write("new")
