@@ -70,7 +70,7 @@ def test_accelerate(size: int, tmp_path: Path, run: Run, monkeypatch: pytest.Mon
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
         limit_save(patch, AccelerateTrainer, size)
-        with pytest.raises(DlmBridgeError, match=r"step-0000004 .*step-0000002 stays the newest checkpoint: free"):
+        with pytest.raises(DlmBridgeError, match=r"step-0000004: .*step-0000002 stays the newest checkpoint: free"):
             run(output, **OPTIONS)
     check_goes_on(output, "step-0000002", rows, run)
 
@@ -185,7 +185,7 @@ def check_disk_without_room(
     rows = chosen(small_disk.parent / "whole", **OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "start_step", start_step)
-        with pytest.raises(DlmBridgeError, match=f"no space left while writing {small_disk / 'run'}"):
+        with pytest.raises(DlmBridgeError, match=f"{small_disk / 'run'}.*: no space left"):
             chosen(small_disk / "run", **OPTIONS)
     filler.unlink()
     check_goes_on(small_disk / "run", newest, rows, chosen)
