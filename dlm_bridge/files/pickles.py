@@ -290,8 +290,8 @@ def read_torch_item(path: Path, offset: int, length: int, where: object | None =
 
 
 def check_torch_file(file: Any, where: object) -> None:
-    """Raise CheckpointError, with the field `where`, for a `torch.save` file (path or stream) that is damaged, written by
-    torch < 1.6, or contains anything but tensors and plain values."""
+    """Raise CheckpointError, with the field `where`, for a `torch.save` file (path or stream) that is damaged, written
+    by torch < 1.6, or contains anything but tensors and plain values."""
     with contextlib.ExitStack() as opened:
         stream = file if hasattr(file, "read") else opened.enter_context(Path(file).open("rb"))
         _read_archive(stream, Path(), where, classes=_LOADED_CLASSES, any_strides=True)

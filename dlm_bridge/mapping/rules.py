@@ -462,8 +462,8 @@ class Mapping:
 
         Raises SettingError if megatron-core cannot compute the model, CheckpointError for a damaged config.
         """
-        if self.engine_lacks:
-            raise SettingError("engine", self.engine_lacks)
+        if reason := self.hub_only or self.engine_lacks:
+            raise SettingError("engine", reason)
         try:
             return self.transformer(config)
         except DlmBridgeError:
