@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_bridge import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import load_model
 from dlm_bridge.parallel.train.checkpoints import find_iteration
 from dlm_bridge.train.config.files import load_config
 from tests.convert.helpers import run_cli
+from tests.refusals import refused
 
 DATA = Path(__file__).parent.parent / "compatibility/data"
 NEWEST = {"accelerate": "step-0000004", "megatron": ""}
@@ -113,7 +114,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     assert isinstance(load_model(run / "checkpoints").model, PeftModel)
     assert run_cli(capsys, "adapter", "export", run / "checkpoints", tmp_path / "merged", "--merge")[0] == 0
     (run / "config.yaml").write_text("model: {path: ./gone}\n")
-    with pytest.raises(DlmBridgeError, match="gone: no such folder"):
+    with refused(CheckpointError, None, "gone: no such folder"):
         load_model(run)
     assert isinstance(load_model(run, like=str(DATA / "sdar")).model, PeftModel)
 
@@ -142,6 +143,6 @@ def test_a_run_whose_files_give_an_error_when_read_is_refused(runs: dict[str, Pa
 
 def test_a_run_without_a_whole_checkpoint_is_refused(runs: dict[str, Path]) -> None:
     shutil.rmtree(runs["accelerate"] / "checkpoints/step-0000004")
-    with pytest.raises(DlmBridgeError, match="accelerate: a training run without a complete checkpoint"):
+    with refused(CheckpointError, runs["accelerate"]):
         checkpoint_folder(runs["accelerate"])
     assert checkpoint_folder(DATA / "llada") == DATA / "llada"
