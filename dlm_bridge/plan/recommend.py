@@ -115,7 +115,8 @@ def recommend(
         raise LayoutError(
             "gpus",
             f"no layout of {model.name} divides {wanted.gpus} GPUs with "
-            f"`global_batch_size={wanted.global_batch_size}` and `seq_length={wanted.seq_length}`: choose numbers with more divisors",
+            f"`global_batch_size={wanted.global_batch_size}` and "
+            f"`seq_length={wanted.seq_length}`: choose numbers with more divisors",
         )
     search = _search(model, timed, hardware, dimensions)
     fits = [found for found in search.values() if isinstance(found, LayoutCandidate)]

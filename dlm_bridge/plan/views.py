@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_bridge.cli.convert import print_json
+from dlm_bridge.cli.help import in_flags
 from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
@@ -53,7 +54,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
         )
     )
     for note in notes(model, run):
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {in_flags(note)}"))
     if found is not None:
         _show_reasons(console, found)
 
@@ -63,9 +64,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    unit, size = memory_unit(
-        max(plan.peak.allocated, 1 << 20)
-    )  # without the fixed overhead, which exceeds a small model
+    unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # fixed overhead exceeds a small model
     table = Table(
         title=f"Memory per GPU in {unit} ({plan.ranks} GPU{'s' * (plan.ranks > 1)} per pipeline stage)",
         title_justify="left",
