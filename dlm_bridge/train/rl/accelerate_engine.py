@@ -73,7 +73,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
     rewards that fail and where a loss is NaN.
     """
     console = console or Console(stderr=True, markup=False)
-    if config.engine.name == "megatron":
+    if config.engine.engine == "megatron":
         from dlm_bridge.train.rl.megatron_engine import train_with_megatron
 
         return train_with_megatron(config, resume, console)
@@ -188,7 +188,7 @@ class AccelerateUpdates(UpdateEngine):
     def _rollout_model(self, model: Any) -> RolloutModel:
         """Of the model before it is sharded. One that processes share has its adapter merged into the weights."""
         config = self.config
-        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+        dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
         self.samplers, group = sampler_ranks(config)
         if group is not None:
             if self.adapter is not None and self.adapter.mask_only is not None:

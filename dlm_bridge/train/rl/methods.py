@@ -28,7 +28,7 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
     check_settings(config, model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
-    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+    align_special_tokens(model, tokenizer, f"--model {config.model.model}")
     return PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer, tokenizer
 
 
@@ -39,7 +39,7 @@ def check_settings(config: RLConfig, model: Any) -> None:
     check_length(config, model)
     if (noise := noise_process(model.config)) not in (None, "mask"):
         raise DlmBridgeError(
-            f"--model {config.model.path}: trained with {noise} noise (noise_process in its config.json), whose "
+            f"--model {config.model.model}: trained with {noise} noise (noise_process in its config.json), whose "
             "answers have no likelihood that --method could use: rl needs a model of masks"
         )
     if config.rl.method in SAMPLED:
@@ -49,7 +49,7 @@ def check_settings(config: RLConfig, model: Any) -> None:
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     """The rows to train on and those held out. Raises DlmBridgeError."""
     token = _mask_token(model)
-    rows = kind.load(config, config.data.paths, tokenizer, token)
+    rows = kind.load(config, config.data.data, tokenizer, token)
     held_out = config.rl.eval_data
     return rows, kind.load(config, held_out, tokenizer, token, "--eval-data") if held_out else []
 
@@ -58,7 +58,7 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
     """Raise DlmBridgeError for a model of no known family, and a method of the other kind of model."""
     if family is None:
         raise DlmBridgeError(
-            f"--model {config.model.path}: of no known family: see dlm-bridge families for what rl takes"
+            f"--model {config.model.model}: of no known family: see dlm-bridge families for what rl takes"
         )
     autoregressive = family.kind == "autoregressive"
     if autoregressive != (config.rl.method in AUTOREGRESSIVE):

@@ -151,8 +151,8 @@ def check_split(model: Any, size: int) -> None:
 def room_makers(config: RLConfig) -> str:
     """The options that leave rollouts more memory, of those that a run does not have yet, in words."""
     found = []
-    if config.engine.name == "megatron":
-        if not config.optimizer.cpu_offload and config.precision.name != "fp32":
+    if config.engine.engine == "megatron":
+        if not config.optimizer.optimizer_cpu_offload and config.precision.precision != "fp32":
             found.append("offload the optimizer with --optimizer-cpu-offload")
         found.append(f"cut the model to sample from with --rollout-tp above {config.rl.rollout_tp}")
         found.append("cut the trained one further with --tp or --pp")
@@ -164,7 +164,7 @@ def room_makers(config: RLConfig) -> str:
         found.append("shard the training state with --sharding fsdp, offloaded with --cpu-offload")
     if config.rl.has_reference and not config.model.lora_rank:
         found.append("train without a reference (--beta 0)" if config.rl.reward else "train an adapter (--lora-rank)")
-    if config.precision.name == "fp32":
+    if config.precision.precision == "fp32":
         found.append("use --precision bf16")
     found.append("sample shorter completions (--gen-length)")
     return "; or ".join(found)
