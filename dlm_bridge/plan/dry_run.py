@@ -119,8 +119,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     config, objective = resolve_objective(config, model, step)
     config = with_lora(config, model)
     _check_tokens(config, found, model, objective.mask_token)
-    config.data.accumulation(gpus if config.engine.name == "accelerate" else 1)
-    memory, more = memory_of(config, run_of(config, str(config.objective.name), gpus), checkpoint, objective)
+    config.data.accumulation(gpus if config.engine.engine == "accelerate" else 1)
+    memory, more = memory_of(config, run_of(config, str(config.objective.objective), gpus), checkpoint, objective)
     groups = parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
     micro_batch_size, micro_batches = config.data.accumulation(replicas)
@@ -134,14 +134,14 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         step=step,
         data=(*data_sources(found), *([] if found.valid is None else data_sources(found.valid, validation=True))),
         memory=memory,
-        notes=(*notes, *more, *([] if Path(config.model.path).is_dir() else [HUB]), DEVICE),
+        notes=(*notes, *more, *([] if Path(config.model.model).is_dir() else [HUB]), DEVICE),
     )
 
 
 def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[str]]:
     """The checkpoint that a run starts from, with notes. Checks the output folder and the engine's settings."""
     check_output(Path(config.checkpoint.output), resume)
-    engine = find_engine(config.engine.name)
+    engine = find_engine(config.engine.engine)
     untested = engine.check_settings(config)
     point = engine.find_checkpoint(config) if resume else ResumePoint()
     return point, [*untested, *point.notes]
@@ -170,7 +170,7 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
     if config.model.tokenizer:
         check_exists(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
-    if not Path(config.model.tokenizer or config.model.path).is_dir():
+    if not Path(config.model.tokenizer or config.model.model).is_dir():
         return
     if needs_tokenizer:
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
@@ -186,11 +186,13 @@ def memory_of(
 ) -> tuple[MemoryPlan | None, list[str]]:
     """Memory plan of a run made by `run_of`, with notes. With `objective`, the engine's limits on its rows are checked
     too."""
-    source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
-    if config.engine.name == "megatron":
+    source = (
+        config.model.model if checkpoint is None or config.engine.engine == "accelerate" else str(checkpoint.parent)
+    )
+    if config.engine.engine == "megatron":
         model = open_model(source, family=config.model.family)
         dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
-        find_engine(config.engine.name).check_model(config, model.family, model.config, dims, objective)
+        find_engine(config.engine.engine).check_model(config, model.family, model.config, dims, objective)
         return memory_plan(model, run), building_notes(model, run)
     if config.model.adapts:
         model_source(config).check_quantization()
@@ -212,7 +214,7 @@ def memory_of(
         recompute="full" if config.engine.gradient_checkpointing else "none",
         gradient_bytes=8 if gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
     )
-    notes = [] if config.precision.name == "fp32" else [MAIN_PARAMS]
+    notes = [] if config.precision.precision == "fp32" else [MAIN_PARAMS]
     notes += [OFFLOADED] if config.parallel.cpu_offload else []
     notes += [AVERAGED] if config.optimizer.ema_decay else []
     return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]

@@ -67,7 +67,7 @@ def _layout(run: DryRun) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{run.gpus} device(s), --engine {run.config.engine.name}"
+    title = f"{run.gpus} device(s), --engine {run.config.engine.engine}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("dimension")
     table.add_column("size", justify="right")

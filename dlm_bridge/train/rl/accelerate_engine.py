@@ -77,7 +77,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
         DlmBridgeError: bad settings, data or checkpoints, as its subclasses say.
     """
     console = console or Console(stderr=True, markup=False)
-    if config.engine.name == "megatron":
+    if config.engine.engine == "megatron":
         from dlm_bridge.train.rl.megatron_engine import train_with_megatron
 
         return train_with_megatron(config, resume, console)
@@ -193,7 +193,7 @@ class AccelerateUpdates(UpdateEngine):
         """Create the rollout model before `model` is sharded. If processes share it, its weights have the adapter
         merged."""
         config = self.config
-        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+        dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
         self.samplers, group = sampler_ranks(config)
         if group is not None:
             if self.adapter is not None and self.adapter.mask_only is not None:

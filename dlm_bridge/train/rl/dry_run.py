@@ -44,11 +44,11 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
     """Dry run of reinforcement learning, see `plan.dry_run.dry_run`. Rewards are not started, and rows not read."""
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
-    found = find_rows(config.data.paths, load=False)
+    found = find_rows(config.data.data, load=False)
     held_out = find_rows(config.rl.eval_data, "eval_data", load=False) if config.rl.eval_data else None
     _check_rewards(config)
     model = empty_model(config, point.folder)
-    if on_hub := not Path(config.model.path).is_dir():
+    if on_hub := not Path(config.model.model).is_dir():
         check_settings(config, model)
     else:
         check_model(config, model)
@@ -107,13 +107,13 @@ def _planned(config: RLConfig, model: Any, gpus: int, replicas: int, rows: int) 
         rows *= 2 * (options.elbo_levels * options.elbo_masks if options.method == "vrpo" else 1)
     batch = rows * replicas * -(-config.data.global_batch_size // (rows * replicas))
     run = run_of(config, objective, gpus)
-    logits = config.engine.name == "accelerate"  # of all positions with a loss at once
+    logits = config.engine.engine == "accelerate"  # of all positions with a loss at once
     return dataclasses.replace(run, micro_batch_size=rows, global_batch_size=batch, all_logits=logits)
 
 
 def _rollouts(config: RLConfig, model: Any, memory: MemoryPlan | None, gpus: int) -> RolloutMemory:
-    options, megatron = config.rl, config.engine.name == "megatron"
-    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    options, megatron = config.rl, config.engine.engine == "megatron"
+    dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
     count = sum(weight.numel() for weight in model.parameters())
     copied = megatron or config.parallel.shards
     new = "max_new_tokens" if options.method in AUTOREGRESSIVE else "gen_length"

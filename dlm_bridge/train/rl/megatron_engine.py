@@ -90,7 +90,7 @@ def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path |
     reference = None
     if config.rl.has_reference and not config.model.lora_rank:  # an adapter's reference is its base
         start = source if checkpoint is None else open_megatron_source(config, None)
-        dtype, parallel = mcore_config.DTYPES[config.precision.name], config.parallel
+        dtype, parallel = mcore_config.DTYPES[config.precision.precision], config.parallel
         with named_refusals(AssertionError):
             reference = build_megatron_model(
                 start.bridge.checkpoint, parallel.layout, dtype, parallel.context, **overrides
@@ -132,7 +132,7 @@ class MegatronUpdates(UpdateEngine):
         self.clipped_step = ClippedOptimizerStep(optimizer, config.optimizer.clip_grad)
         self.rollout_model: RolloutModel | None = None
         if config.rl.method in SAMPLED:
-            dtype = mcore_config.DTYPES[config.precision.name]
+            dtype = mcore_config.DTYPES[config.precision.precision]
             self.samplers, group = sampler_ranks(config)
             empty = _empty_model(source, dtype, self.processes.device)
             self.rollout_model = RolloutModel(empty, dtype, room_makers(config), group)
@@ -161,7 +161,7 @@ class MegatronUpdates(UpdateEngine):
 
     def optimizer_step(self, step: int) -> float:
         _, norm = self.clipped_step()
-        if not math.isfinite(found := float(norm)) and self.config.precision.name != "fp16":
+        if not math.isfinite(found := float(norm)) and self.config.precision.precision != "fp16":
             raise NonFiniteError(f"the gradient norm is {found}: lower `lr`", [f"step {step}"])
         return found
 
@@ -200,7 +200,7 @@ class MegatronUpdates(UpdateEngine):
         if self.adapter is None:
             write_hub_files(output, self.source, tokenizer)
         else:
-            self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.name])
+            self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.precision])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         own = optimizer_weights(self.optimizer)
@@ -274,7 +274,7 @@ class MegatronValueModel(ValueUpdates):
     def update(self, parts: Sequence[UpdatePart], step: int) -> float:
         loss, _ = self.model.forward_backward(self.optimizer, parts)
         norm = float(self.clipped_step()[1])
-        if not math.isfinite(norm) and self.config.precision.name != "fp16":
+        if not math.isfinite(norm) and self.config.precision.precision != "fp16":
             raise self.diverged(step, norm)
         return loss
 

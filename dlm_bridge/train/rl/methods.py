@@ -28,7 +28,7 @@ def check_model(config: RLConfig, model: Any) -> tuple[type[RLTrainer[Any]], Any
     check_settings(config, model)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer, model.get_input_embeddings().weight.shape[0], _mask_token(model))
-    align_special_tokens(model, tokenizer, config.model.path)
+    align_special_tokens(model, tokenizer, config.model.model)
     return PolicyTrainer if config.rl.method in SAMPLED else PreferenceTrainer, tokenizer
 
 
@@ -40,7 +40,7 @@ def check_settings(config: RLConfig, model: Any) -> None:
     if (noise := noise_process(model.config)) not in (None, "mask"):
         raise SettingError(
             "model",
-            f"{config.model.path} was trained with {noise} noise (noise_process in its config.json), under which "
+            f"{config.model.model} was trained with {noise} noise (noise_process in its config.json), under which "
             "answers have no likelihood estimate: reinforcement learning needs a masked diffusion model",
         )
     if config.rl.method in SAMPLED:
@@ -50,7 +50,7 @@ def check_settings(config: RLConfig, model: Any) -> None:
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     """The rows to train on and the held-out rows."""
     token = _mask_token(model)
-    rows = kind.load(config, config.data.paths, tokenizer, token)
+    rows = kind.load(config, config.data.data, tokenizer, token)
     held_out = config.rl.eval_data
     return rows, kind.load(config, held_out, tokenizer, token, "eval_data") if held_out else []
 
@@ -59,7 +59,7 @@ def check_method(config: RLConfig, family: FamilySpec | None) -> None:
     """Raise SettingError for a model of an unknown family, or a method of the other kind of model."""
     if family is None:
         raise SettingError(
-            "model", f"{config.model.path} is of an unknown family: dlm-bridge families lists the known"
+            "model", f"{config.model.model} is of an unknown family: dlm-bridge families lists the known"
         )
     autoregressive = family.kind == "autoregressive"
     if autoregressive != (config.rl.method in AUTOREGRESSIVE):

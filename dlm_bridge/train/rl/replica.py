@@ -151,8 +151,8 @@ def check_split(model: Any, size: int) -> None:
 def room_makers(config: RLConfig) -> str:
     """Settings that leave rollouts more memory and that the run does not use yet, as a sentence."""
     found = []
-    if config.engine.name == "megatron":
-        if not config.optimizer.cpu_offload and config.precision.name != "fp32":
+    if config.engine.engine == "megatron":
+        if not config.optimizer.optimizer_cpu_offload and config.precision.precision != "fp32":
             found.append("offload the optimizer with `optimizer_cpu_offload`")
         found.append(f"shard the rollout model with `rollout_tp` above {config.rl.rollout_tp}")
         found.append("shard the trained model further with `tp` or `pp`")
@@ -164,7 +164,7 @@ def room_makers(config: RLConfig) -> str:
         found.append("shard the training state with `sharding=fsdp`, offloaded with `cpu_offload`")
     if config.rl.has_reference and not config.model.lora_rank:
         found.append("train without a reference (`beta=0`)" if config.rl.reward else "train an adapter (`lora_rank`)")
-    if config.precision.name == "fp32":
+    if config.precision.precision == "fp32":
         found.append("use `precision=bf16`")
     found.append("sample shorter completions (`gen_length`)")
     return "; or ".join(found)
