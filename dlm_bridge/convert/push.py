@@ -117,7 +117,7 @@ def without_tokens(text: str) -> str:
 def _contents(
     folder: Path, repo_id: str, overwrite_card: bool, accept_changed: bool
 ) -> tuple[list[str], list[str], str | None]:
-    """Files to upload, excluded files, and the text of a generated card (None: the folder's own is kept)."""
+    """Files to upload, excluded files, and the text of a generated card (None: the own one is kept)."""
     manifest = read_manifest(folder)
     if is_peft_folder(folder):
         adapter = read_config(folder / ADAPTER_CONFIG)
@@ -130,8 +130,8 @@ def _contents(
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 folder,
-                "is neither a Hub checkpoint (config.json) nor a PEFT adapter (adapter_config.json): export a Megatron "
-                "checkpoint first",
+                "is neither a Hub checkpoint (config.json) nor a PEFT adapter (adapter_config.json): export a "
+                "Megatron checkpoint first",
             )
         checkpoint = HubCheckpoint(folder, manifest.family if manifest else None)
         checkpoint.check()
@@ -150,8 +150,8 @@ def _contents(
 
 
 def _without_local_path(folder: Path, name: str) -> tuple[bytes, str] | None:
-    """(contents, name) of a file, with the local path of the checkpoint's source replaced by its `public_name`; None if
-    the file does not contain a local path."""
+    """(contents, name) of a file, with the local path of the checkpoint's source replaced by its `public_name`; None
+    if the file does not contain a local path."""
     if name == MANIFEST:
         manifest = read_manifest(folder)
         found = None if manifest is None else manifest.source.get("name")
