@@ -61,7 +61,7 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
-    return found
+    return found | ({"model": ("--model", "")} if isinstance(command, ModelCommand) else {})
 
 
 class App(typer.Typer):
