@@ -57,7 +57,7 @@ class Option:
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
     aliases: tuple[str, ...] = ()  # other trainers' names for it, as keys: flags and YAML keys as well
     formerly: str = ""  # its key in YAML files of earlier versions
-    negative: str = ""  # the flag that sets a bool to False, --no-NAME unless declared
+    negative: str | None = ""  # the flag that sets a bool to False: "" for --no-NAME, None for none
     common: bool = False  # in --help; --help-all has every option
     metavar: str = ""  # of the value in --help, such as FILE
     panel: str = ""  # title of its group in --help; the section where nothing else is declared
@@ -112,7 +112,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
         elif declared := known.metadata.get("option"):
             found[known.name] = dataclasses.replace(
                 declared,
-                negative=declared.negative or f"--no-{known.name.replace('_', '-')}",
+                negative=f"--no-{known.name.replace('_', '-')}" if declared.negative == "" else declared.negative,
                 name=known.name,
                 type=hints[known.name],
                 default=[] if known.default is dataclasses.MISSING else known.default,
@@ -132,10 +132,7 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
     Args:
         flags: every option's value by key, for `engine` and `needs`.
     """
-    if option.choices and value is not None and value not in option.choices:
-        raise SettingError(option.name, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise SettingError(option.name, f"must be {_range(option)}, not {value}")
+    check_value(option, value)
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):
@@ -146,6 +143,14 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
         other, needed = option.needs
         if flags[other] != needed if needed is not None else not flags[other]:
             raise SettingError(option.name, f"needs `{other}{'' if needed is None else f'={needed}'}`")
+
+
+def check_value(option: Option, value: Any) -> None:
+    """Raise SettingError for a value that is not among the option's choices, or out of its range."""
+    if option.choices and value is not None and value not in option.choices:
+        raise SettingError(option.name, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
+        raise SettingError(option.name, f"must be {_range(option)}, not {value}")
 
 
 def _in_range(option: Option, value: float) -> bool:

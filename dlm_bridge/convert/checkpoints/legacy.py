@@ -74,7 +74,6 @@ class LegacyCheckpoint(MegatronCheckpoint):
     """Megatron's legacy format, `torch`."""
 
     format = "torch"
-    writable = True
     _ranks: LegacyFiles
 
     @classmethod

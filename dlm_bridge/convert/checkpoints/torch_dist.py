@@ -75,7 +75,6 @@ class TorchDistCheckpoint(DistributedCheckpoint):
     """megatron-core's distributed checkpoint, read and written as version 0.16 does."""
 
     format = "torch_dist"
-    writable = True
     _as_stored: TorchDistReader
 
     @classmethod
