@@ -96,8 +96,8 @@ def is_optimizer_key(key: str) -> bool:
 
 
 def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """Keys that a parameter may be stored under, and the stacked axes of each: all layers in one tensor, one tensor per
-    layer, or one per layer and expert."""
+    """Keys that a parameter may be stored under, and the stacked axes of each: all layers in one tensor, one tensor
+    per layer, or one per layer and expert."""
     of_layer = param.rule.megatron.replace("{expert}.", "").replace("{layer}", str(param.layer))
     found = {param.megatron_name: (), of_layer: param.stack[1:], param.megatron_key: param.stack}
     return list(reversed(found.items()))

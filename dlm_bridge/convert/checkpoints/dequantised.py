@@ -154,8 +154,8 @@ class MXFP4Reader(DequantisedReader):
             ):
                 raise CheckpointError(
                     self.folder,
-                    f"tensor {part} is uint8, but not part of an MXFP4 weight: {name + BLOCKS} [E, R, C, {BLOCK // 2}] "
-                    f"and {name + SCALES} [E, R, C], both uint8",
+                    f"tensor {part} is uint8, but not part of an MXFP4 weight: {name + BLOCKS} [E, R, C, "
+                    f"{BLOCK // 2}] and {name + SCALES} [E, R, C], both uint8",
                 )
             experts, rows, count, _ = blocks.shape
             found[name] = replace(blocks, name=name, stored="BF16", shape=(experts, count * BLOCK, rows))

@@ -59,8 +59,8 @@ class LiveCheckpoint(ByNameCheckpoint):
 
 
 def stored_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers. A tied weight is listed once, because transformers cannot translate its second
-    name back to a Hub name."""
+    """Parameters and persistent buffers. A tied weight is listed once, because transformers cannot translate its
+    second name back to a Hub name."""
     stored = model.state_dict().keys()
     return [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in stored)]
 
@@ -73,8 +73,8 @@ def hub_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dic
 
 
 def keep_hub_names(model: PreTrainedModel) -> None:
-    """Store the name conversions of a model that was not loaded: `hub_tensors` finds them by the class name, which FSDP
-    changes."""
+    """Store the name conversions of a model that was not loaded: `hub_tensors` finds them by the class name, which
+    FSDP changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = get_model_conversion_mapping(model, add_legacy=False)

@@ -210,7 +210,9 @@ class ChunkedReader:
         """Dtype of a stored tensor. Raises CheckpointError for one that weights do not have."""
         tensor = self.tensor(key)
         if tensor.dtype is None:
-            raise CheckpointError(self.folder, f"tensor {key} has dtype {tensor.dtype_name}, which weights do not have")
+            raise CheckpointError(
+                self.folder, f"tensor {key} has dtype {tensor.dtype_name}, which weights do not have"
+            )
         return tensor.dtype
 
     def file_digests(self) -> dict[str, str]:

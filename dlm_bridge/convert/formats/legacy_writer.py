@@ -247,8 +247,8 @@ def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]
 def _names(
     param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: str
 ) -> list[tuple[int, int, str]]:
-    """(stage, chunk, name) of every copy of a parameter. The embedding has one on the last stage if the output layer is
-    tied to it or multi-token prediction needs it."""
+    """(stage, chunk, name) of every copy of a parameter. The embedding has one on the last stage if the output layer
+    is tied to it or multi-token prediction needs it."""
     template, last = param.rule.megatron, (layout.pp - 1, layout.vp - 1)
     expert = None if param.expert is None else param.expert % (param.dims.experts // layout.ep)
     if param.layer is not None and not param.is_mtp:
@@ -328,7 +328,8 @@ def rank_name(template: str, layer: int | None, expert: int | None, style: str, 
 
 
 def extra_state_of(name: str, style: str) -> str | None:
-    """Key of the `_extra_state` beside a weight; None if its module has none. Without FP8 history its value is None."""
+    """Key of the `_extra_state` beside a weight; None if its module has none. Its value is None without FP8
+    history."""
     module, _, last = name.rpartition(".")
     if not last.startswith("weight"):
         return None

@@ -301,8 +301,8 @@ def _rank(known: dict[str, Any], where: str) -> int:
     inner = [tensor.shape for key, tensor in known.items() if key.endswith(".linear_in.weight")]
     ranks = {shape[-2] for shape in inner if len(shape) >= 2}
     if len(ranks) != 1:
-        what = f"has adapters of ranks {sorted(ranks)}: only one rank is supported" if inner else "has no adapter weight"
-        raise CheckpointError(where, what)
+        what = f"adapters of ranks {sorted(ranks)}: only one rank is supported" if inner else "no adapter weight"
+        raise CheckpointError(where, f"has {what}")
     return int(ranks.pop())
 
 

@@ -35,8 +35,8 @@ from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import FamilySpec
 
-# A [rank, columns] and B [rows, rank]: scale * B @ A is added to the weight. DoRA then scales each row to its magnitude
-# [rows].
+# A [rank, columns] and B [rows, rank]: scale * B @ A is added to the weight. DoRA then scales each row to its
+# magnitude [rows].
 LoraFactor = Literal["A", "B", "magnitude"]
 LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
