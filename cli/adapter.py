@@ -99,11 +99,10 @@ def export(
     """
     from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, named_base, open_adapter
-    from dlm_bridge.convert.planning import Options
+    from dlm_bridge.convert.settings import HubSettings
     from dlm_bridge.convert.transfer import write_hub
     from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.hub import checkpoint_folder
-    from dlm_bridge.mapping.dtypes import parse_dtype
 
     if not merge and dtype != "keep":
         raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
@@ -114,14 +113,14 @@ def export(
         _show(export_adapter(adapter, opened, output, overwrite, accept_changed_tensors).as_dict(), as_json)
         return
     with convert.progress_bar("merging") as progress:
-        options = Options(
-            parse_dtype(dtype),
-            workers,
-            overwrite,
+        settings = HubSettings(
+            dtype=dtype,
+            workers=workers,
+            overwrite=overwrite,
             progress=progress,
             accept_changed_tensors=accept_changed_tensors,
         )
-        report = write_hub(MergedCheckpoint(opened, adapter), output, options)
+        report = write_hub(MergedCheckpoint(opened, adapter), output, settings)
     convert.show_report(report.as_dict(), as_json)
 
 

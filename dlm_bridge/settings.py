@@ -45,7 +45,7 @@ class Option:
 
     help: str
     flag: str = ""  # "--name-of-the-field" where nothing else is declared
-    negative: str = ""  # the flag that sets a bool to False, "--no-..." where nothing else is declared
+    negative: str | None = ""  # the flag that sets a bool to False: "--no-..." by default; None: there is none
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     above: float | None = None
@@ -86,7 +86,7 @@ class Option:
         return task in self.tasks
 
 
-def option(default: Any, help: str, flag: str = "", negative: str = "", **constraints: Any) -> Any:
+def option(default: Any, help: str, flag: str = "", negative: str | None = "", **constraints: Any) -> Any:
     """A field of a section of the configuration. `constraints` are the other fields of `Option`."""
     metadata = {"option": Option(help, flag, negative, **constraints)}
     if isinstance(default, list):
@@ -117,7 +117,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
             bound = dataclasses.replace(
                 declared,
                 flag=flag,
-                negative=declared.negative or f"--no-{flag[2:]}",
+                negative=f"--no-{flag[2:]}" if declared.negative == "" else declared.negative,
                 name=known.name,
                 type=hints[known.name],
                 default=[] if known.default is dataclasses.MISSING else known.default,
@@ -138,10 +138,7 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
     Args:
         flags: every option's value by key, for `engine` and `needs`.
     """
-    if option.choices and value is not None and value not in option.choices:
-        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
+    check_value(option, value)
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):
@@ -153,6 +150,14 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
         given = flags[flag[2:].replace("-", "_")]
         if given != needed if needed is not None else not given:
             raise SettingError(option.key, f"needs {flag}{'' if needed is None else f' {needed}'}")
+
+
+def check_value(option: Option, value: Any) -> None:
+    """Raise SettingError for a value that is not among the option's choices, or out of its range."""
+    if option.choices and value is not None and value not in option.choices:
+        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
+        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
 
 
 def _in_range(option: Option, value: float) -> bool:

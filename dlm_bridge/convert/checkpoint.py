@@ -91,7 +91,6 @@ class Checkpoint(ABC):
     """
 
     format: ClassVar[str]
-    writable: ClassVar[bool] = False  # True if `plan_output` can write this format
     root: Path | None = None  # folder that dlm_bridge.json describes
     folder: Path | None = None  # folder of the weights
     iteration: str | None = None  # folder name of a Megatron checkpoint's iteration: "iter_0000000" or "release"

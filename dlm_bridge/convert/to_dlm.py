@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, json_bytes, open_hub
-from dlm_bridge.convert.planning import ConversionReport, Options
+from dlm_bridge.convert.planning import ConversionReport
+from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError, one_line
@@ -76,8 +77,14 @@ def convert_to_dlm(
         raise DlmBridgeError(f"--block-size {block_size}: a block has at least one position")
     token = mask_token(opened.folder, mask)
     checkpoint = _Converted(opened, target, token, seed, block_size)
-    options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
-    report = write_hub(checkpoint, Path(output), options)
+    settings = HubSettings(
+        workers=workers,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        progress=progress,
+        accept_changed_tensors=accept_changed_tensors,
+    )
+    report = write_hub(checkpoint, Path(output), settings)
     report.action = "convert-to-dlm"
     rows = checkpoint.dims.vocab - opened.dims.vocab
     attention_pattern = target.attention_pattern.replace("_", "-")

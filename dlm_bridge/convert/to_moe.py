@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
-from dlm_bridge.convert.planning import ConversionReport, Options
+from dlm_bridge.convert.planning import ConversionReport
+from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.convert.workers import Progress
 from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.dtypes import parse_size
 from dlm_bridge.models.derived import forms_of
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
@@ -128,8 +128,15 @@ def upcycle(
     way = known[opened.family.name]
     _check_sizes(experts, top_k, granularity, opened)
     checkpoint = _Upcycled(opened, way, experts, top_k, granularity, seed)
-    options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
-    report = write_hub(checkpoint, Path(output), options, parse_size(shard_size))
+    settings = HubSettings(
+        shard_size=shard_size,
+        workers=workers,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        progress=progress,
+        accept_changed_tensors=accept_changed_tensors,
+    )
+    report = write_hub(checkpoint, Path(output), settings)
     report.action = "upcycle"
     sizes = checkpoint.dims
     report.notes += [

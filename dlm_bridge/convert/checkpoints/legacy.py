@@ -79,7 +79,6 @@ class LegacyCheckpoint(MegatronCheckpoint):
     """Checkpoint in Megatron's legacy format."""
 
     format = "torch"
-    writable = True
     _ranks: LegacyFiles
 
     @classmethod

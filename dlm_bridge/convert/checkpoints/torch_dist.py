@@ -75,7 +75,6 @@ class TorchDistCheckpoint(DistributedCheckpoint):
     """Checkpoint in megatron-core's distributed format."""
 
     format = "torch_dist"
-    writable = True
     _as_stored: TorchDistReader
 
     @classmethod

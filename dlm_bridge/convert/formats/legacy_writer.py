@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
+from dlm_bridge.convert.settings import KEY_STYLES
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
@@ -43,7 +44,6 @@ from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
 RANK_FILE = "model_optim_rng.pt"
-KEY_STYLES = ("te", "te-sequential", "local")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # offsets in bytes
 LAYER_OF = re.compile(r"decoder\.layers\.(\d+)\.")
