@@ -378,7 +378,7 @@ def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     section = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     panel = option.panel or section or None
-    known = COMPLETED.get(option.key, tuple(filter(None, option.choices)))
+    known = COMPLETED.get(option.name, tuple(filter(None, option.choices)))
     more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
     if option.metavar:
         more["metavar"] = option.metavar

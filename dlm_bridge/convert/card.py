@@ -101,7 +101,7 @@ def training_run(folder: Path) -> dict[str, Any] | None:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's options without their sections, which runs of earlier versions do not have."""
+    """Options of a run without their sections. Runs of earlier versions have none, or other names of some options."""
     named = {("model", "path"): "model", ("data", "paths"): "data", ("schedule", "name"): "lr_schedule"}
     flat: dict[str, Any] = {}
     for section, options in config.items():
