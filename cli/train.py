@@ -39,9 +39,9 @@ On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
 Rows of --data are {"messages": [{"role": ..., "content": ...}, ...]}, "prompt" and "completion" (two texts or two
-lists of messages), or in the format of ShareGPT or Alpaca. The chat template of the tokenizer, or --chat-template,
-formats them; --preview N shows the trained tokens. Masks, padding and the divisor of the loss follow the model's
-family. Options can also be set in a YAML file, as for pretrain.
+lists of messages), or in the format of ShareGPT or Alpaca. The chat template of the tokenizer, or --chat-template, formats
+them; --preview N shows the trained tokens. Masks, padding and the divisor of the loss follow the model's family.
+Options can also be set in a YAML file, as for pretrain.
 
 Example:
 
@@ -55,14 +55,21 @@ SFT_DATA = (
 PRETRAIN_DATA = (
     "Text, JSONL, parquet, a folder, a glob, a dataset NAME:CONFIG:SPLIT, the prefix of a Megatron .bin/.idx pair, or "
     "mock. Several are concatenated; W PATH W PATH ... blends them by weight."
-) RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")] DRY_RUN =
-Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")] GPUS =
-Annotated[int | None, typer.Option(help="With --dry-run: number of GPUs to plan for. Default: the launcher's process
-count, or 1.")] AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")] PREVIEW =
-Annotated[
+)
+RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")]
+DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
+GPUS = Annotated[
+    int | None,
+    typer.Option(help="With --dry-run: number of GPUs to plan for. Default: the launcher's process count, or 1."),
+]
+AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
+PREVIEW = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Show the first N rows with trained tokens in colour, and exit.")
-] SFT_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one per
-row.")] WORDS = Annotated[
+]
+SFT_JSON = Annotated[
+    bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one per row.")
+]
+WORDS = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL|FILE.yaml|SECTION.KEY=VALUE",
@@ -103,8 +110,7 @@ class TrainingCommand(Command):
         return super().parse_args(ctx, words)
 
     def answer(self, word: str) -> str:
-        """Answer to an unknown option: the option with another name, the command or engine that has it, or the
-        nearest."""
+        """Answer to an unknown option: the option meant, the command or engine that has it, or the nearest name."""
         flags, options = self.flags, options_of(RLConfig)
         meant = options_meant(RLConfig, word.lstrip("-").replace("-", "_"))
         if here := [option for option in meant if option.flag in flags]:
@@ -264,7 +270,7 @@ def quieten() -> None:
 
 
 def quieten_peft() -> None:
-    """Turn off warnings of PEFT, which uses a name that transformers will rename, and imports bitsandbytes, which
-    warns about its 4-bit layers on a CPU."""
+    """Turn off warnings of PEFT, which uses a name that transformers will rename, and of bitsandbytes, which PEFT
+    imports, about 4-bit layers on a CPU."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
