@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -352,7 +352,12 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
 
 
 # What options complete that declare no choices, by key.
-COMPLETED = {"family": family_names, "objective": objective_names}
+COMPLETED = {
+    "algorithm": sampler_names,
+    "dtype": cast_dtypes,
+    "family": family_names,
+    "objective": objective_names,
+}
 
 
 def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
@@ -367,11 +372,20 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
     return command
 
 
+def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
+    return {
+        each.name: (option_annotation(each), each.default)
+        for each in options_of(config_class).values()
+        if each.name not in names
+    }
+
+
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
     help = help or option.help
     is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
+    names = [f"{option.flag}/{option.negative}"] if is_bool and not option.switch else list(option.flags)
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     if option.engine is not None:

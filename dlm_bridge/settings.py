@@ -60,6 +60,7 @@ class Option:
     refusals: Mapping[str, str] = field(default_factory=dict)  # values known from elsewhere, and why they are refused
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
     aliases: tuple[str, ...] = ()  # other trainers' names for it, as keys: flags and YAML keys as well
+    switch: bool = False  # a bool without a negative flag
     common: bool = False  # in --help; --help-all has every option
     metavar: str = ""  # of the value in --help, such as FILE
     panel: str = ""  # title of its group in --help; the section where nothing else is declared
@@ -132,16 +133,70 @@ def options_meant(config_class: type, word: str) -> list[Option]:
     return [each for each in options_of(config_class).values() if {each.key, *each.aliases} & set(keys)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions:
+    """Options of the commands that load a model: which tensors, and on which devices. `source` are keywords of
+    `dlm_bridge.loading.load_model`; `dlm_bridge.loading.Placement.of` reads the others."""
+
+    dtype: str = option("keep", "keep (as stored), bf16, fp16 or fp32.", panel="Loading", common=True)
+    device: str | None = option(
+        None, "Such as cpu, cuda or cuda:1; a GPU by default.", metavar="TEXT", panel="Loading", common=True
+    )
+    device_map: str | None = option(
+        None,
+        "Several GPUs, CPU and disk: auto, or a JSON object of devices.",
+        metavar="MAP",
+        panel="Loading",
+        common=True,
+    )
+    offload_folder: str | None = option(
+        None, "Folder for the weights that `device_map` offloads to disk.", metavar="DIR", panel="Loading", common=True
+    )
+    tp_plan: str | None = option(
+        None, "Tensor parallelism over torchrun's processes.", metavar="auto", panel="Loading", common=True
+    )
+    tp: int | None = option(
+        None,
+        "Shard the model over N processes; each group of N processes gets a part of the rows.",
+        minimum=1,
+        metavar="N",
+        panel="Loading",
+        common=True,
+    )
+    tokenizer: str | None = option(
+        None, "Tokenizer folder or id; the model's own by default.", metavar="TEXT", panel="Loading", common=True
+    )
+    family: str | None = option(
+        None, "Model family, if config.json does not identify it.", metavar="TEXT", panel="Loading", common=True
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a Hub id.", metavar="TEXT", panel="Loading", common=True
+    )
+    like: str | None = option(
+        None, "Hub model of a Megatron checkpoint of another program.", metavar="HF", panel="Loading", common=True
+    )
+
+    @property
+    def source(self) -> dict[str, str | None]:
+        """Keywords of `load_model` that select the tensors and the tokenizer."""
+        return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}
+
+
+def check_range(option: Option, value: Any) -> None:
+    """Raise SettingError for a value that is not among the option's choices or out of its range."""
+    if option.choices and value is not None and value not in option.choices:
+        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
+        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
+
+
 def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]) -> None:
     """Raise SettingError for a value out of range, or one that the engine, the task or another option excludes.
 
     Args:
         flags: every option's value by key, for `engine` and `needs`.
     """
-    if option.choices and value is not None and value not in option.choices:
-        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
+    check_range(option, value)
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):

@@ -11,6 +11,7 @@ import torch
 
 from dlm_bridge.distributed import Replicas, local_rank, world_size
 from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.settings import LoadingOptions, check_minimum
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -27,6 +28,11 @@ class Placement:
     replicated: bool = False  # True: the launcher's processes may hold several copies of the model
     tp: int | None = None  # number of neighbouring processes that share one copy; None: all
 
+    @classmethod
+    def of(cls, options: LoadingOptions, replicated: bool = False) -> Placement:
+        """The placement that a command's options select."""
+        return cls(options.device, options.device_map, options.offload_folder, options.tp_plan, replicated, options.tp)
+
     @property
     def tensor_parallel(self) -> bool:
         """True if processes hold shards of the model."""
@@ -40,6 +46,7 @@ class Placement:
     def arguments(self) -> dict[str, Any]:
         """Arguments for `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
         processes = world_size()
+        check_minimum("tp", self.tp)
         if sum([self.device is not None, self.device_map is not None, self.tensor_parallel]) > 1:
             cut = "--tp-plan" if self.tp is None else "--tp"
             raise DlmBridgeError(f"--device, --device-map and {cut} exclude each other: set one of them")
