@@ -21,6 +21,7 @@ from typing import Any
 
 from dlm_bridge.errors import SettingError
 
+_Missing = type(dataclasses.MISSING)
 TASKS = ("pretrain", "sft", "rl")  # the commands that train
 TRAINING = ("pretrain", "sft")
 # Other trainers' names for what has another unit or other values here: refused, with these options' names.
@@ -88,10 +89,11 @@ class Option:
 
 
 def option(default: Any, help: str, flag: str = "", negative: str = "", **constraints: Any) -> Any:
-    """A field of a section of the configuration. `constraints` are the other fields of `Option`."""
+    """A field of a section of the configuration; it is required if `default` is dataclasses.MISSING. `constraints` are
+    the other fields of `Option`."""
     metadata = {"option": Option(help, flag, negative, **constraints)}
-    if isinstance(default, list):
-        return field(default_factory=list, metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -121,7 +123,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
                 negative=declared.negative or f"--no-{flag[2:]}",
                 name=known.name,
                 type=hints[known.name],
-                default=[] if known.default is dataclasses.MISSING else known.default,
+                default=known.default if isinstance(known.default_factory, _Missing) else known.default_factory(),
             )
             found[bound.key] = bound
     return types.MappingProxyType(found)
@@ -182,8 +184,8 @@ class LoadingOptions:
         return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}
 
 
-def check_range(option: Option, value: Any) -> None:
-    """Raise SettingError for a value that is not among the option's choices or out of its range."""
+def check_value(option: Option, value: Any) -> None:
+    """Raise SettingError for a value that is not among the option's choices, or out of its range."""
     if option.choices and value is not None and value not in option.choices:
         raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
@@ -196,7 +198,7 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
     Args:
         flags: every option's value by key, for `engine` and `needs`.
     """
-    check_range(option, value)
+    check_value(option, value)
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):

@@ -274,9 +274,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
             f"what {config.task} takes"
         )
     objective = config.objective.name or own_objective(model.config, family)
-    check_objective(
-        objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
-    )
+    check_objective(objective, family)
     check_length(config, model)
     config = config.replace(objective=objective)
     if config.task == "sft":

@@ -144,8 +144,7 @@ def check_divides(size: int, processes: int) -> None:
 
 def check_split(model: Any, size: int) -> None:
     """Raise DlmBridgeError for a model that so many processes cannot share."""
-    name = f"--rollout-tp {size}: {type(model).__name__}"
-    check_tensor_parallel_split(model.config, size, name, "--rollout-tp", "leave it out")
+    check_tensor_parallel_split(model.config, size, "rollout_tp", "use one process per copy")
 
 
 def room_makers(config: RLConfig) -> str:
