@@ -21,7 +21,6 @@ from typing import Any
 
 from dlm_bridge.errors import SettingError
 
-_Missing = type(dataclasses.MISSING)
 TASKS = ("pretrain", "sft", "rl")  # the commands that train
 TRAINING = ("pretrain", "sft")
 # Other trainers' names for what has another unit or other values here: refused, with these options' names.
@@ -123,7 +122,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
                 negative=declared.negative or f"--no-{flag[2:]}",
                 name=known.name,
                 type=hints[known.name],
-                default=known.default if isinstance(known.default_factory, _Missing) else known.default_factory(),
+                default=known.default_factory() if callable(known.default_factory) else known.default,
             )
             found[bound.key] = bound
     return types.MappingProxyType(found)

@@ -1,6 +1,5 @@
 """Settings of `preprocess`."""
 
-
 from __future__ import annotations
 
 import functools
