@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -363,7 +364,7 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
 def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
     return {
-        each.name: (option_annotation(each), each.default)
+        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
         for each in options_of(config_class).values()
         if each.name not in names
     }

@@ -90,10 +90,11 @@ class Option:
 
 
 def option(default: Any, help: str, **constraints: Any) -> Any:
-    """Dataclass field that declares an option. `constraints` are the other fields of `Option`."""
+    """Dataclass field that declares an option, which is required if `default` is dataclasses.MISSING. `constraints`
+    are the other fields of `Option`."""
     metadata = {"option": Option(help, **constraints)}
-    if isinstance(default, list):
-        return field(default_factory=list, metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -122,7 +123,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
                 negative=negative,
                 name=known.name,
                 type=hints[known.name],
-                default=[] if known.default is dataclasses.MISSING else known.default,
+                default=known.default_factory() if callable(known.default_factory) else known.default,
             )
     return types.MappingProxyType(found)
 

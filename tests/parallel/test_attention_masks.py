@@ -18,7 +18,7 @@ from dlm_bridge.parallel.attention import (
     plain_mask,
 )
 from dlm_bridge.parallel.batch import rank_positions
-from dlm_bridge.parallel.core_attention import non_sink_mass, masked_attention, tile_options
+from dlm_bridge.parallel.core_attention import masked_attention, non_sink_mass, tile_options
 
 LENGTH = 24
 
