@@ -66,7 +66,7 @@ class Call:
             raise queue_full(self._metrics) from None
         except ClosedError:
             raise closed() from None
-        self._metrics.prompt_tokens += self.answer.prompt_tokens
+        self._metrics.accepted(self.answer.prompt_tokens)
         self._timer = self._loop.call_at(self._began + timeout_s, self._expire, timeout_s)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
@@ -135,7 +135,7 @@ class Call:
         if isinstance(error, RowError):
             return RequestError(f"{choice}{error.reason}")
         if isinstance(error, DlmBridgeError):
-            return RequestError(str(error))
+            return RequestError(str(error), param=error.field)
         return RequestError("sampling failed: see the server's log", 500, kind="server_error")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")  # names of this machine in the header Host
 GRACE_S = 2.5
@@ -192,12 +192,12 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
+    """A socket bound to the address, which does not accept connections yet. Raises SettingError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise DlmBridgeError(f"port {port} of {host}: {error.strerror}: name another --port or --host") from error
+        raise SettingError("port", f"{port} of {host}: {error.strerror}: set another `port` or `host`") from error
     return sock

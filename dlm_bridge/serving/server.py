@@ -16,12 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,6 +32,7 @@ from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, time
 from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.options import ServeOptions
 from dlm_bridge.serving.protocol import RequestError, parse_request
 from dlm_bridge.serving.scheduler import Scheduler
 
@@ -45,25 +45,6 @@ READER = "read-requests"  # the thread's name
 COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the server takes.
-
-    Args:
-        body_bytes: of a request.
-        timeout_s: from a request's header to the last token of its answer.
-        api_key: that requests must carry; None: none.
-        hosts: values of the header Host; "*" is any.
-        origins: of pages whose scripts a browser lets read the answers; "*" is any.
-    """
-
-    body_bytes: int
-    timeout_s: float
-    api_key: str | None = None
-    hosts: tuple[str, ...] = ("*",)
-    origins: tuple[str, ...] = ()
-
-
 class Server(HttpServer):
     """The server of a model. At its end every request gets an answer, 503 if it is unfinished."""
 
@@ -71,13 +52,13 @@ class Server(HttpServer):
         self,
         served: ServedModel,
         scheduler: Scheduler,
-        limits: Limits,
+        options: ServeOptions,
         sock: socket.socket,
         when_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, limits)
+        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, options)
         requests = scheduler.batch_size + scheduler.queue_size
-        super().__init__(build_app(self._routes, limits), sock, when_ready, requests=requests)
+        super().__init__(build_app(self._routes, options), sock, when_ready, requests=requests)
 
     def serve_forever(self) -> None:
         self._scheduler.start()
@@ -99,9 +80,9 @@ class Server(HttpServer):
         await super().shutdown(sockets)
 
 
-def build_app(routes: _Routes, limits: Limits) -> FastAPI:
-    """The application of these routes."""
-    # No pages of FastAPI's own: they load scripts from elsewhere.
+def build_app(routes: _Routes, options: ServeOptions) -> FastAPI:
+    """FastAPI application of the routes."""
+    # Without FastAPI's documentation pages, which load scripts from other sites.
     app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in ((COMPLETIONS, False), (CHAT, True)):
         app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
@@ -113,22 +94,22 @@ def build_app(routes: _Routes, limits: Limits) -> FastAPI:
     app.add_api_route("/health", routes.answering(routes.health), methods=read)
     app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
     app.add_exception_handler(HTTPException, routes.refuse)
-    if limits.origins:
+    if options.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=limits.origins,
+            allow_origins=options.cors_origin,
             allow_methods=[*read, "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=limits.hosts, www_redirect=False)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.allowed_host or ["*"], www_redirect=False)
     return app
 
 
 class _Routes:
-    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self._served, self._scheduler, self._limits = served, scheduler, limits
-        self._metrics = Metrics()
+    def __init__(self, served: ServedModel, scheduler: Scheduler, options: ServeOptions) -> None:
+        self._served, self._scheduler, self._options = served, scheduler, options
+        self._metrics = Metrics(scheduler)
         # Reads requests and encodes prompts, which takes time that the event loop does not have.
         self.reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
         self._reading = 0  # texts of the requests that it has
@@ -190,11 +171,7 @@ class _Routes:
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
     async def figures(self, request: Request) -> Response:
-        scheduler = self._scheduler
-        text = self._metrics.text(
-            waiting=scheduler.waiting, running=scheduler.running, tokens=scheduler.tokens, forwards=scheduler.forwards
-        )
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def complete(self, request: Request, *, chat: bool) -> Response:
         """A completion or a chat completion, whole or as a stream."""
@@ -227,7 +204,7 @@ class _Routes:
                 jobs = await loop.run_in_executor(self.reader, self._served.jobs, asked, call.listener)
             for job in jobs:
                 job.stream = live or asked.stream or bool(job.stop_strings)
-            call.submit(jobs, self._limits.timeout_s)
+            call.submit(jobs, self._options.timeout)
         return call
 
     @asynccontextmanager
@@ -235,7 +212,7 @@ class _Routes:
         """Context of a request that has no jobs yet. Raises RequestError at the request's timeout and at `close`."""
         if self._closed:
             raise closed()
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._options.timeout
         timeout = asyncio.timeout_at(began + timeout_s)
         self._arriving.add(timeout)
         try:
@@ -263,7 +240,7 @@ class _Routes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError("the header Content-Type must be application/json", 415)
-        limit = self._limits.body_bytes
+        limit = int(self._options.max_body * 2**20)
         too_large = RequestError(f"the body is larger than {limit} bytes", 413, code="body_too_large")
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -282,7 +259,7 @@ class _Routes:
         return bytes(body)
 
     def _check_key(self, request: Request) -> None:
-        key = self._limits.api_key
+        key = self._options.api_key
         if key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -27,7 +27,7 @@ from dlm_bridge.display.trace import (
     TraceFrame,
     confidence_colour,
 )
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
@@ -203,7 +203,7 @@ class PageModel:
         """The arguments of `write_texts`: what is not at its default."""
         known = self.controls()
         if algorithm not in known:
-            raise DlmBridgeError(f"algorithm {algorithm!r}: the page has {', '.join(known)}")
+            raise SettingError("algorithm", f"{algorithm!r} is unknown: the page has {', '.join(known)}")
         found = {one.name: one.value(shown.get(one.name)) for one in known[algorithm]}
         settings = {name: value for name, value in found.items() if value is not None}
         if self.diffusion:
