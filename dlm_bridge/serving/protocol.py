@@ -285,8 +285,8 @@ def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> tuple[str
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt[0], int):
-        return (tuple(prompt),)  # type: ignore[arg-type]
-    return tuple(one if isinstance(one, str) else tuple(one) for one in prompt)  # type: ignore[arg-type]
+        return (tuple(prompt),)
+    return tuple(one if isinstance(one, str) else tuple(one) for one in prompt)
 
 
 def _template_args(body: _Chat) -> dict[str, Any]:
