@@ -93,7 +93,7 @@ def verify_original(
         )
     bridge = Bridge.from_hf(folder)
     if bridge.family.kind != "diffusion":
-        raise CheckpointError(folder, f"{bridge.family.name} is a class of transformers: there is no code to compare")
+        raise CheckpointError(folder, f"{bridge.family.name} is a class of transformers, without code of its own")
     bridge.checkpoint.check()
     interpreter = make_environment(requirements(folder, requires)) if python is None else Path(python).expanduser()
     model = bridge.build_hf_model(torch.float32)

@@ -79,7 +79,7 @@ def serve(model: str, **given: Any) -> None:
         "an origin, such as https://example.com",
     )
     defaults, batch_size = parse_settings(options.settings), parse_batch_size(options.batch_size)
-    sock = bind(host, options.port)  # before the model is loaded, which may take minutes
+    sock = bind(host, options.port)  # before the model is loaded, which can take minutes
     if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         hosts += [*LOOPBACK, host]
     elif key is None:
@@ -138,7 +138,7 @@ def web_app(model: str, **given: Any) -> None:
     from dlm_bridge.serving.connections import HttpServer, bind
     from dlm_bridge.serving.web_page import PageModel, page_app
 
-    sock = bind("127.0.0.1", options.port)  # before the model is loaded, which may take minutes
+    sock = bind("127.0.0.1", options.port)  # before the model is loaded, which can take minutes
     loaded = _load(model, options)
     shown = printable(model)
     page_model = PageModel(loaded.model, loaded.tokenizer, shown, diffusion=loaded.diffusion)

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from dlm_bridge.serving.scheduler import Scheduler
 
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
-RECENT = 32  # number of requests whose mean duration a client with a full queue is told to wait
+RECENT = 32  # number of requests whose mean duration is the Retry-After of a full queue
 PREFIX = "dlm_bridge"
 
 

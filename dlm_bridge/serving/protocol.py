@@ -300,11 +300,11 @@ def _template_args(body: _Chat) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswerBodies:
-    """The bodies of one answer.
+    """Bodies of one answer.
 
     Args:
-        model: the served model's name.
-        prompt_tokens: of all prompts.
+        model: name of the served model.
+        prompt_tokens: total number of prompt tokens.
     """
 
     chat: bool
@@ -314,7 +314,7 @@ class AnswerBodies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Body of an answer that is not streamed."""
         found = []
         for index, choice in enumerate(choices):
             text: dict[str, Any] = {"text": choice.text}
@@ -325,7 +325,7 @@ class AnswerBodies:
         return {**self._head(kind), "choices": found, "usage": self.usage(choices)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a chat's choice."""
+        """First chunk of a choice: only chats have one."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None) if self.chat else None
 
     def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class AnswerBodies:
         return {**self._head("text_completion"), "choices": [choice]}
 
     def last(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The chunk with the usage."""
+        """Chunk with the usage."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": self.usage(choices)}
 
