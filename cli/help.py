@@ -372,7 +372,7 @@ def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[s
 
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
-    help = help or option.help
+    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
     names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)
