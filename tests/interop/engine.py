@@ -90,7 +90,7 @@ def _whole_logits(local: list[torch.Tensor], batch: int, length: int) -> torch.T
 
 def finalize_gradients(chunks: list[Any]) -> None:
     """Reduce gradients as megatron-core's `finalize_model_grads`, for parameters that tensor parallel ranks replicate
-    but use on their own tokens or heads, and as its data parallelism for experts, which see several replicas' tokens."""
+    but use on their own tokens or heads, and of experts, which see tokens of several replicas."""
     replicas = parallel_state.get_data_parallel_world_size() // parallel_state.get_expert_data_parallel_world_size()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
