@@ -9,7 +9,7 @@ import typer
 
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import SettingError, printable
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -37,8 +37,7 @@ def import_(
     style: Annotated[
         str,
         typer.Option(
-            help="canonical (q, k, v, gate and up have separate adapters), fused (they share A), or auto: fused if "
-            "that is exact."
+            help="canonical (separate adapters for q, k, v, gate and up), fused (shared A), or auto: fused if exact."
         ),
     ] = "auto",
     family: convert.Family = None,
@@ -101,11 +100,10 @@ def export(
     from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, named_base, open_adapter
     from dlm_bridge.convert.settings import HubSettings
     from dlm_bridge.convert.transfer import write_hub
-    from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.hub import checkpoint_folder
 
     if not merge and dtype != "keep":
-        raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
+        raise SettingError("dtype", "casts merged weights: it needs `merge`")
     source = checkpoint_folder(source)
     opened = open_checkpoint(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)

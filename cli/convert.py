@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -54,36 +54,46 @@ SHOWN = 20  # number of differences and files printed; --json lists all
 
 def register(app: typer.Typer) -> None:
     """Add the conversion commands to the app."""
-    megatron = {"source": _argument("MEGATRON", "Megatron checkpoint.")}
-    to_megatron = {"output": _argument("OUT", "The Megatron checkpoint to write.", Path)}
-    _add(
+    megatron = {"source": argument("MEGATRON", "Megatron checkpoint.")}
+    to_megatron = {"output": argument("OUT", "The Megatron checkpoint to write.", Path)}
+    add_command(
         app,
         "import",
         import_,
-        {"source": _argument("HF", "Hub folder or Hub id.")} | to_megatron,
-        _flags(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
+        {"source": argument("HF", "Hub folder or Hub id.")} | to_megatron,
+        flags(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
     )
-    to_hub = {"output": _argument("OUT", "The Hub folder to write.", Path)}
-    _add(app, "export", export, megatron | to_hub, _flags(MegatronSourceSettings, HubSettings))
-    reshard_flags = _flags(LayoutSettings, MegatronSourceSettings, MegatronSettings, without=("dtype", "ema"))
+    to_hub = {"output": argument("OUT", "The Hub folder to write.", Path)}
+    add_command(app, "export", export, megatron | to_hub, flags(MegatronSourceSettings, HubSettings))
+    reshard_flags = flags(LayoutSettings, MegatronSourceSettings, MegatronSettings, without=("dtype", "ema"))
     context = {"context": (typer.Context, Parameter.empty)}
-    _add(app, "reshard", reshard, context | megatron | to_megatron, reshard_flags)
+    add_command(app, "reshard", reshard, context | megatron | to_megatron, reshard_flags)
     app.command("inspect", cls=ModelCommand)(inspect)
 
 
-def _add(app: typer.Typer, name: str, command: Callable[..., None], arguments: Parameters, flags: Parameters) -> None:
-    parameters = arguments | flags | {"as_json": (Json, False)}
+def add_command(
+    app: typer.Typer, name: str, command: Callable[..., None], arguments: Parameters, options: Parameters
+) -> None:
+    """Add a command with these arguments and options, and --json."""
+    parameters = arguments | options | {"as_json": (Json, False)}
     app.command(name, cls=ModelCommand)(with_parameters(command, parameters))
 
 
-def _argument(metavar: str, help: str, kind: type = str) -> tuple[Any, Any]:
+def argument(metavar: str, help: str, kind: type = str) -> tuple[Any, Any]:
+    """Annotation and default of a positional argument."""
     return Annotated[kind, typer.Argument(metavar=metavar, help=help)], Parameter.empty
 
 
-def _flags(*settings: type, without: Container[str] = ()) -> Parameters:
-    """The parameters of a command that has the settings of these classes."""
-    options = {key: option for each in settings for key, option in options_of(each).items() if key not in without}
-    return {key: (option_annotation(option), option.default) for key, option in options.items()}
+def flags(*settings: type, without: Iterable[str] = ()) -> Parameters:
+    """The parameters of a command that has the settings of these classes, each class's own before inherited ones."""
+    found: Parameters = {}
+    for each in settings:
+        for key in sorted(
+            options_of(each).keys() - set(without), key=[*each.__annotations__, *options_of(each)].index
+        ):
+            option = options_of(each)[key]
+            found[key] = (option_annotation(option), option.default)
+    return found
 
 
 def _chosen(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:

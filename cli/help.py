@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -340,7 +341,12 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
 
 
 # What options complete that declare no choices, by key.
-COMPLETED = {"family": family_names, "objective": objective_names}
+COMPLETED = {
+    "algorithm": sampler_names,
+    "dtype": cast_dtypes,
+    "family": family_names,
+    "objective": objective_names,
+}
 
 
 def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
@@ -355,9 +361,18 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
     return command
 
 
+def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
+    return {
+        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
+        for each in options_of(config_class).values()
+        if each.name not in names
+    }
+
+
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
-    help = help or option.help
+    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
     names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)

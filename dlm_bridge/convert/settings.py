@@ -206,6 +206,62 @@ class MegatronSettings(ConversionSettings):
             )
 
 
+@dataclass(frozen=True)
+class NewModelSettings(HubSourceSettings, HubSettings):
+    """Settings of converting a Hub checkpoint to another model: those of reading and of writing it, and a seed.
+
+    Args:
+        seed: seed of new random weights. Values depend on the seed and the tensor's name alone.
+    """
+
+    seed: int = option(0, "Seed of new random weights.", common=True)
+
+
+@dataclass(frozen=True)
+class ToDlmSettings(NewModelSettings):
+    """Settings of `convert_to_dlm`, besides those of `NewModelSettings`.
+
+    Args:
+        mask_token: text of the mask token, which is added to the tokenizer if it is new. None: the tokenizer's own
+            mask token, or else <|mask|>.
+        to: attention pattern and shift ("bidirectional", "shifted" or "block-causal"), or the name of a target family;
+            None: the first of `to_dlm.TARGETS`.
+        block_size: block size of a block-causal model; None: the source's, or else the target family's.
+    """
+
+    mask_token: str | None = option(
+        None,
+        "The mask token, added if new. Default: the tokenizer's own, or else <|mask|>.",
+        metavar="TEXT",
+        common=True,
+    )
+    to: str | None = option(
+        None,
+        "Form of the result: bidirectional, shifted, block-causal, or a family's name.",
+        metavar="FORM",
+        common=True,
+    )
+    block_size: int | None = option(
+        None, "Block size of a block-causal model (default 4).", metavar="N", minimum=1, common=True
+    )
+
+
+@dataclass(frozen=True)
+class UpcycleSettings(NewModelSettings):
+    """Settings of `upcycle`, besides those of `NewModelSettings`.
+
+    Args:
+        top_k: number of copies of an MLP that process a token.
+        granularity: number of experts that each copy is split into, a power of two, so that scaling is exact in every
+            dtype. The model has `experts * granularity` experts, of which `top_k * granularity` process a token.
+        shard_size: largest weight file, in bytes or as text such as "5GB", the default.
+    """
+
+    top_k: int = option(2, "Copies per token.", metavar="K", minimum=1, common=True)
+    granularity: int = option(1, "Experts per copy, a power of two.", metavar="G", minimum=1, common=True)
+    shard_size: ByteSize = _output(None, "Largest weight file. Default: 5GB.", metavar="SIZE")
+
+
 def settings_from(cls: type[S], **values: Any) -> S:
     """Build settings from keyword arguments, by name or alias.
 

@@ -35,6 +35,7 @@ from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
@@ -131,6 +132,7 @@ def assemble(
 
     # The main process reads and packs the data, the others find them in the cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
+    config = with_steps(config, len(data[0]))
 
     wrapped, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)
