@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import ModelCommand, option_annotation, with_parameters
+from dlm_bridge.cli.help import ModelCommand, in_flags, option_annotation, with_parameters
 from dlm_bridge.convert.settings import (
     HubSettings,
     HubSourceSettings,
@@ -200,7 +200,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         ("files", _files(report["files"])),
         ("side files", ", ".join(report["side_files"]) or "none"),
         ("excluded files", ", ".join(report["left_out"]) or "none"),
-        *(("note", note) for note in report["notes"]),
+        *(("note", in_flags(note)) for note in report["notes"]),
     ]
     if report["dry_run"]:
         speed = size_text(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
@@ -236,7 +236,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("excluded files", ", ".join(facts["left_out"]) or "none"),
         ("source", f"{source.get('name', '-')}{revision}"),
         ("written by", facts["tool"] or "-"),
-        *(("note", note) for note in facts["notes"]),
+        *(("note", in_flags(note)) for note in facts["notes"]),
     ]
     _table(facts["path"], rows)
     _show_derived(facts["derived"])

@@ -61,7 +61,7 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
-    return found
+    return found | ({"model": ("--model", "")} if isinstance(command, ModelCommand) else {})
 
 
 class App(typer.Typer):
@@ -366,7 +366,7 @@ def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     section = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     panel = option.panel or section or None
-    known = COMPLETED.get(option.key, tuple(filter(None, option.choices)))
+    known = COMPLETED.get(option.name, tuple(filter(None, option.choices)))
     more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
     if option.metavar:
         more["metavar"] = option.metavar

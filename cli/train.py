@@ -224,7 +224,7 @@ def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
     from dlm_bridge.train.engine import find_engine
 
-    find_engine(config.engine.name).train(config, resume)
+    find_engine(config.engine.engine).train(config, resume)
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:

@@ -44,8 +44,6 @@ class Option:
     """What `option` declares, and where `options_of` found it."""
 
     help: str
-    flag: str = ""  # "--name-of-the-field" where nothing else is declared
-    negative: str | None = ""  # the flag that sets a bool to False: "--no-..." by default; None: there is none
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     above: float | None = None
@@ -53,30 +51,29 @@ class Option:
     maximum: float | None = None
     engine: str | None = None  # the only engine that has it
     tasks: tuple[str, ...] = TASKS
-    needs: tuple[str, str | None] | None = (
-        None  # another flag, and the value that it must have (None: any but default)
-    )
+    needs: tuple[str, str | None] | None = None  # another option, and its value (None: any but 0, False and None)
     fixed: bool = False  # a resume must not change it
     refusals: Mapping[str, str] = field(default_factory=dict)  # values known from elsewhere, and why they are refused
     task_defaults: Mapping[str, Any] = field(default_factory=dict)  # where a task's default differs
     aliases: tuple[str, ...] = ()  # other trainers' names for it, as keys: flags and YAML keys as well
+    formerly: str = ""  # its key in YAML files of earlier versions
+    negative: str | None = ""  # the flag that sets a bool to False: "" for --no-NAME, None for none
     common: bool = False  # in --help; --help-all has every option
     metavar: str = ""  # of the value in --help, such as FILE
     panel: str = ""  # title of its group in --help; the section where nothing else is declared
     section: str = ""  # "" in a flat class
-    name: str = ""  # of the field, and the key in YAML
+    name: str = ""  # of the field: the key in YAML, and the flag with dashes
     type: Any = None
     default: Any = None
 
     @property
-    def key(self) -> str:
-        """The flag with underscores: the name in flat dictionaries of options."""
-        return self.flag[2:].replace("-", "_")
+    def flag(self) -> str:
+        return self.flags[0]
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The flag and its aliases."""
-        return (self.flag, *(f"--{alias.replace('_', '-')}" for alias in self.aliases))
+        return tuple(f"--{name.replace('_', '-')}" for name in (self.name, *self.aliases))
 
     def default_for(self, task: str) -> Any:
         return self.task_defaults.get(task, self.default)
@@ -86,9 +83,9 @@ class Option:
         return task in self.tasks
 
 
-def option(default: Any, help: str, flag: str = "", negative: str | None = "", **constraints: Any) -> Any:
+def option(default: Any, help: str, **constraints: Any) -> Any:
     """A field of a section of the configuration. `constraints` are the other fields of `Option`."""
-    metadata = {"option": Option(help, flag, negative, **constraints)}
+    metadata = {"option": Option(help, **constraints)}
     if isinstance(default, list):
         return field(default_factory=list, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -99,7 +96,7 @@ megatron_option = functools.partial(option, engine="megatron")
 
 
 def options_of(config_class: type) -> Mapping[str, Option]:
-    """Every option of a dataclass by its key, in the order of declaration. A field that is a dataclass is a section,
+    """Every option of a dataclass by its name, in the order of declaration. A field that is a dataclass is a section,
     whose options follow; a field that is neither a section nor declared by `option` is not an option."""
     return _declared(config_class)
 
@@ -113,23 +110,20 @@ def _declared(config_class: type) -> Mapping[str, Option]:
             nested = _declared(section)  # type: ignore[arg-type]
             found |= {key: dataclasses.replace(each, section=known.name) for key, each in nested.items()}
         elif declared := known.metadata.get("option"):
-            flag = declared.flag or "--" + known.name.replace("_", "-")
-            bound = dataclasses.replace(
+            found[known.name] = dataclasses.replace(
                 declared,
-                flag=flag,
-                negative=f"--no-{flag[2:]}" if declared.negative == "" else declared.negative,
+                negative=f"--no-{known.name.replace('_', '-')}" if declared.negative == "" else declared.negative,
                 name=known.name,
                 type=hints[known.name],
                 default=[] if known.default is dataclasses.MISSING else known.default,
             )
-            found[bound.key] = bound
     return types.MappingProxyType(found)
 
 
 def options_meant(config_class: type, word: str) -> list[Option]:
     """The options that have a word, with underscores, for a key or an alias, or that answer it as a guess."""
     keys = GUESSES.get(word, (word,))
-    return [each for each in options_of(config_class).values() if {each.key, *each.aliases} & set(keys)]
+    return [each for each in options_of(config_class).values() if {each.name, *each.aliases} & set(keys)]
 
 
 def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]) -> None:
@@ -142,22 +136,21 @@ def check_option(option: Option, value: Any, task: str, flags: Mapping[str, Any]
     if value in (None, option.default, option.default_for(task)):
         return
     if not option.belongs_to(task):
-        raise SettingError(option.key, f"is not an option of dlm-bridge {task}")
+        raise SettingError(option.name, f"is not an option of dlm-bridge {task}")
     if option.engine not in (None, flags["engine"]):
-        raise SettingError(option.key, f"needs --engine {option.engine}")
+        raise SettingError(option.name, f"needs `engine={option.engine}`")
     if option.needs is not None:
-        flag, needed = option.needs
-        given = flags[flag[2:].replace("-", "_")]
-        if given != needed if needed is not None else not given:
-            raise SettingError(option.key, f"needs {flag}{'' if needed is None else f' {needed}'}")
+        other, needed = option.needs
+        if flags[other] != needed if needed is not None else not flags[other]:
+            raise SettingError(option.name, f"needs `{other}{'' if needed is None else f'={needed}'}`")
 
 
 def check_value(option: Option, value: Any) -> None:
     """Raise SettingError for a value that is not among the option's choices, or out of its range."""
     if option.choices and value is not None and value not in option.choices:
-        raise SettingError(option.key, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
+        raise SettingError(option.name, f"{value!r} is unknown: known are {', '.join(filter(None, option.choices))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise SettingError(option.key, f"must be {_range(option)}, not {value}")
+        raise SettingError(option.name, f"must be {_range(option)}, not {value}")
 
 
 def _in_range(option: Option, value: float) -> bool:

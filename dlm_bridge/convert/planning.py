@@ -21,7 +21,7 @@ from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
 from dlm_bridge.convert.settings import ConversionSettings, HubSettings, MegatronSettings
 from dlm_bridge.convert.streaming import BAND
 from dlm_bridge.convert.workers import in_flight, worker_count
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.atomic import check_output
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.mapping.dtypes import dtype_name, promote
@@ -54,7 +54,7 @@ class ConversionReport:
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    derived: list[dict[str, Any]] = field(default_factory=list)  # of a derived config: key, value, origin, assumed
+    derived: list[dict[str, Any]] = field(default_factory=list)  # derived config: key, value, origin, assumed
     largest_tensor: int = 0  # bytes
     workers: int = 1  # threads per process
     processes: int = 1
@@ -94,10 +94,15 @@ class HubOutput:
 
 @gc_paused()
 def plan_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) -> MegatronOutput:
-    """Plan a Megatron checkpoint. Raises DlmBridgeError for a source that is incomplete or does not match its family,
-    a layout that does not fit the model, or a refused output."""
+    """Plan a Megatron checkpoint.
+
+    Raises:
+        CheckpointError: the source is incomplete or does not match its family.
+        LayoutError: the model does not fit the layout.
+        SettingError: the output is refused.
+    """
     if source.mapping.hub_only:
-        raise DlmBridgeError(f"{source.where}: {source.mapping.hub_only}")
+        raise CheckpointError(source.where, source.mapping.hub_only)
     layout = settings.layout
     _check_output(source, output, settings)
     notes = source.check()
@@ -139,8 +144,8 @@ def plan_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) 
 
 @gc_paused()
 def plan_hub(source: Checkpoint, output: Path, settings: HubSettings) -> HubOutput:
-    """Plan a Hub folder. Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the
-    model."""
+    """Plan a Hub folder. Raises the errors of `plan_megatron`, and CheckpointError for a shard map that does not fit
+    the model."""
     _check_output(source, output, settings)
     notes = source.check()
     specs = _target_specs(source, settings.cast_dtype)
@@ -155,8 +160,8 @@ def plan_hub(source: Checkpoint, output: Path, settings: HubSettings) -> HubOutp
 
 
 def _check_output(source: Checkpoint, output: Path, settings: ConversionSettings) -> None:
-    """Raise DlmBridgeError for a refused output. With `resume`, an existing output may be the conversion's own, which
-    is checked after planning."""
+    """Raise SettingError for a refused output. With `resume`, an existing output may be the conversion's own, which is
+    checked after planning."""
     if not (settings.resume and (output / MANIFEST).is_file()):
         check_output(output, source.folders(), settings.overwrite)
 
@@ -272,7 +277,7 @@ def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
 def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardFile]:
     """Plan the safetensors files: by `shard_size` if given, else by the Hub's shard map, else by the default size.
 
-    Raises DlmBridgeError for a shard map that does not list each tensor of the model once, in plain files.
+    Raises CheckpointError for a shard map that does not list each tensor of the model once, in plain files.
     """
     names = source.hub_names()
     if shard_size is not None or not source.hub.shards:
@@ -282,12 +287,12 @@ def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: i
 
 
 def _check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
-    """Raise DlmBridgeError unless the map lists exactly `names` and all files are inside the folder."""
+    """Raise CheckpointError unless the map lists exactly `names` and all files are inside the folder."""
     listed = [name for shard in shards for name in shard.tensors]
     if sorted(listed) != sorted(names):
         odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
-        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: set --shard-size")
+        raise CheckpointError(where, f"shard map and model do not agree on tensor {odd[0]}: set `shard_size`")
     for shard in shards:
         path = PurePosixPath(shard.file)
         if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":
-            raise DlmBridgeError(f"{where}: its shard map names the file '{shard.file}', outside the output")
+            raise CheckpointError(where, f"its shard map names the file '{shard.file}', outside the output")

@@ -66,15 +66,15 @@ from dlm_bridge.hub import TRACKER
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
 
-# Files of the output that are not side files. The last two may be left by a conversion that was killed at its end.
+# Files of the output that are not side files. A conversion that was killed at its end may leave the last two.
 _NO_SIDE_FILES = (JOURNAL, MANIFEST, TRACKER)
 
 
 def write_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) -> ConversionReport:
     """Write `source` as a Megatron checkpoint; with `dry_run`, only return the report.
 
-    Raises DlmBridgeError for a source that is incomplete or does not match its family, a layout that does not fit the
-    model, or a refused output. Then no file or folder with the name of the output remains.
+    Raises the errors of `plan_megatron`, and ChangedTensorsError. Then no file or folder with the name of the output
+    remains.
     """
     started = time.monotonic()
     plan = plan_megatron(source, output, settings)
@@ -111,7 +111,7 @@ def write_megatron(source: Checkpoint, output: Path, settings: MegatronSettings)
 def write_hub(source: Checkpoint, output: Path, settings: HubSettings) -> ConversionReport:
     """Write `source` as a Hub folder, with its own shard map if known, or in files of at most `shard_size`.
 
-    Raises DlmBridgeError as `write_megatron` does.
+    Raises the errors of `plan_hub`, and ChangedTensorsError.
     """
     started = time.monotonic()
     plan = plan_hub(source, output, settings)
@@ -172,7 +172,7 @@ class Transfer(ABC):
         """Convert every parameter, and every passthrough tensor that is not derived from another.
 
         Raises:
-            DlmBridgeError: a tensor differs from the one that it must be a copy of.
+            CheckpointError: a tensor differs from its original.
             ChangedTensorsError: the source differs from the digests recorded when it was written, without
                 `accept_changed_tensors`.
         """
@@ -424,7 +424,7 @@ def _is_finished(
 ) -> bool:
     """With `resume`, True if an earlier run has written the complete output; adds a note to the report.
 
-    Raises DlmBridgeError if the output exists and is something else.
+    Raises SettingError if the output exists and is something else.
     """
     if not settings.resume:
         return False

@@ -40,7 +40,7 @@ def with_lora(config: Config, model: Any) -> Config:
     """The configuration with its adapter's settings resolved. Raises DlmBridgeError for targets that are no linear
     layers of the model nor its experts, and for an adapter that is not plain LoRA or names another base."""
     if config.model.adapter is not None:
-        check_adapter(Path(config.model.adapter), config.model.path)
+        check_adapter(Path(config.model.adapter), config.model.model)
     if not config.model.lora_rank:
         return config
     family = model_family(model)
@@ -53,8 +53,8 @@ def with_lora(config: Config, model: Any) -> Config:
         raise DlmBridgeError(f"--lora-dropout: PEFT has none for {EXPERTS}: leave one of them out")
     if EXPERTS in targets and config.model.lora_dora:
         raise DlmBridgeError(f"--lora-dora: there is no DoRA of stacked {EXPERTS}: leave one of them out")
-    if config.model.lora_mask_only and config.objective.name != "idlm":
-        raise DlmBridgeError(f"--lora-mask-only: is I-DLM's, of objective idlm, not of {config.objective.name}")
+    if config.model.lora_mask_only and config.objective.objective != "idlm":
+        raise DlmBridgeError(f"--lora-mask-only: is I-DLM's, of objective idlm, not of {config.objective.objective}")
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 
@@ -125,17 +125,17 @@ def add_adapter(
     mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     where = f"--adapter {folder}" if folder is not None else "--lora-rank"
-    with opening(folder or config.model.path, f"{where}: is not an adapter of --model {config.model.path}"):
+    with opening(folder or config.model.model, f"{where}: is not an adapter of --model {config.model.model}"):
         if folder is not None:
             with key_is_known():
                 settings = LoraConfig.from_pretrained(str(folder))
             mask_only = mask_only_token(folder)
             settings.inference_mode = False
-            settings.base_model_name_or_path = _base_name(config.model.path)
-            check_base(folder, found, config.model.path)
+            settings.base_model_name_or_path = _base_name(config.model.model)
+            check_base(folder, found, config.model.model)
         with contextlib.nullcontext() if weights is None else _stand_ins(model):
             peft = get_peft_model(model, settings)
-        peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.path)
+        peft.peft_config["default"].base_model_name_or_path = _base_name(config.model.model)
         if folder is None and weights is not None:
             for name, weight in model.named_parameters():
                 if MAGNITUDE in name:
@@ -151,7 +151,7 @@ def add_adapter(
         _share_between_towers(model)
     if mask_only is not None:
         restrict_to_masks(peft, mask_only)
-    return Adapter(peft, _base_name(config.model.path), found, mask_only)
+    return Adapter(peft, _base_name(config.model.model), found, mask_only)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class TextSamples:
         self._tokenizer = tokenizer
         self._prompts = read_prompts(config.logging.sample_prompt)
         chat = config.task == "sft" and tokenizer.chat_template is not None
-        name = config.model.tokenizer or config.model.path
+        name = config.model.tokenizer or config.model.model
         self._tokens = [
             (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
             for text in self._prompts

@@ -35,7 +35,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     schedule, peak = config.schedule, config.optimizer.lr
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
-    if schedule.name == "inverse-square-root":
+    if schedule.lr_schedule == "inverse-square-root":
         return max(schedule.min_lr, peak * math.sqrt(max(1, schedule.warmup_steps) / step))
     return schedule.min_lr + (peak - schedule.min_lr) * _remaining(schedule, step)
 
@@ -110,7 +110,7 @@ def scheduled_block_size(config: TrainConfig, step: int) -> int | None:
 
 def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
     """Raise DlmBridgeError where the objective or the family does not support a schedule."""
-    name = str(config.objective.name)
+    name = str(config.objective.objective)
     kind = find_objective(name).kind
     if kind.answer_blocks:
         _check_canvases(config, family)
@@ -155,17 +155,17 @@ def _check_resizing(config: TrainConfig) -> None:
     }
     for flag, (given, why) in refused.items():
         if given:
-            raise DlmBridgeError(f"{flag}: objective '{config.objective.name}': {why}: leave it out")
+            raise DlmBridgeError(f"{flag}: objective '{config.objective.objective}': {why}: leave it out")
 
 
 def _remaining(schedule: ScheduleOptions, step: int) -> float:
     """The part of the way from the least to the peak rate that is left at a step after the warm-up: from 1 to 0."""
-    if schedule.name == "constant":
+    if schedule.lr_schedule == "constant":
         return 1.0
-    if schedule.name == "wsd":
+    if schedule.lr_schedule == "wsd":
         begin = max(schedule.warmup_steps, schedule.decay_end - decay_steps(schedule))
         return decay(schedule.wsd_decay_style, _progress(step, begin, schedule.decay_end))
-    return decay(schedule.name, _progress(step, schedule.warmup_steps, schedule.decay_end))
+    return decay(schedule.lr_schedule, _progress(step, schedule.warmup_steps, schedule.decay_end))
 
 
 def decay_steps(schedule: ScheduleOptions) -> int:

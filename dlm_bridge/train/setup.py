@@ -125,7 +125,7 @@ def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoi
 def trains_on_cpu(config: TrainConfig) -> bool:
     """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that needs a GPU."""
     cpu = not torch.accelerator.is_available()
-    if cpu and config.precision.name == "fp16":
+    if cpu and config.precision.precision == "fp16":
         raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
     return cpu
 
@@ -188,15 +188,15 @@ def check_output(output: Path, resume: bool) -> None:
 def check_same_model(config: TrainConfig, saved: Path) -> None:
     """Raise DlmBridgeError where `--model` has another family or other sizes than the run's `saved` checkpoint. A
     model that no longer exists, or is on the Hub, is not compared."""
-    if not Path(config.model.path).is_dir():
+    if not Path(config.model.model).is_dir():
         return
     try:
-        asked, own = (_family_and_dims(place, config.model.family) for place in (config.model.path, saved))
+        asked, own = (_family_and_dims(place, config.model.family) for place in (config.model.model, saved))
     except DlmBridgeError:  # an adapter's checkpoint, which has no config of the model
         return
     if asked != own:
         raise DlmBridgeError(
-            f"--model {config.model.path} is another model than that of the run in {config.checkpoint.output}: resume "
+            f"--model {config.model.model} is another model than that of the run in {config.checkpoint.output}: resume "
             "with that, or choose another --output"
         )
 
@@ -212,9 +212,9 @@ def model_source(config: TrainConfig, checkpoint: Path | None = None) -> ModelSo
     fp32; the frozen base of an adapter in the run's precision, or quantized."""
     model = config.model
     resumes = checkpoint is not None and not model.adapts
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.name, torch.bfloat16)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.precision, torch.bfloat16)
     return ModelSource(
-        str(checkpoint) if resumes else model.path,
+        str(checkpoint) if resumes else model.model,
         model.family,
         config.data.seed if model.from_scratch and not resumes else None,
         model.mask_token_id,
@@ -240,7 +240,7 @@ def empty_model(config: TrainConfig, checkpoint: Path | None) -> Any:
     """The Hub model without weights of a run that goes on from `checkpoint`. Names and shapes of a local checkpoint's
     tensors are checked."""
     checkpoint = None if config.model.adapts else checkpoint
-    if config.engine.name == "megatron" and Path(config.model.path).is_dir():
+    if config.engine.engine == "megatron" and Path(config.model.model).is_dir():
         return open_megatron_source(config, checkpoint).model
     return model_source(config, checkpoint).empty()
 
@@ -251,7 +251,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
     if config.model.tokenizer:
         tokenizer = open_tokenizer(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
     else:
-        tokenizer = open_tokenizer(config.model.path, f"--model {config.model.path}", ": name one with --tokenizer")
+        tokenizer = open_tokenizer(config.model.model, f"--model {config.model.model}", ": name one with --tokenizer")
     if config.model.chat_template is not None:
         set_chat_template(tokenizer, config.model.chat_template)
     return tokenizer
@@ -270,12 +270,14 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     family = model_family(model)
     if family is None:
         raise DlmBridgeError(
-            f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for "
+            f"--model {config.model.model}: {type(model).__name__} is of no known family: see dlm-bridge families for "
             f"what {config.task} takes"
         )
-    objective = config.objective.name or own_objective(model.config, family)
+    objective = config.objective.objective or own_objective(model.config, family)
     check_objective(
-        objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
+        objective,
+        family,
+        f"--objective {objective}" if config.objective.objective else f"--model {config.model.model}",
     )
     check_length(config, model)
     config = config.replace(objective=objective)
@@ -290,12 +292,12 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
 def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
     """The configuration, with its objective resolved, and the family's fine-tuning defaults for what is not given.
     Raises DlmBridgeError for padding that the objective or packing excludes."""
-    kind = find_objective(str(config.objective.name)).kind
+    kind = find_objective(str(config.objective.objective)).kind
     blocks = kind.streams == 2
     chosen = config.data.eos_padding
     if chosen == "block" and not blocks:
         raise DlmBridgeError(
-            f"--eos-padding block: objective '{config.objective.name}' has no blocks: choose none or row"
+            f"--eos-padding block: objective '{config.objective.objective}' has no blocks: choose none or row"
         )
     if chosen == "row" and config.data.packing:
         raise DlmBridgeError("--eos-padding row fills a row with one answer: leave --packing out, or choose none")
@@ -329,7 +331,7 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
     if (size := scheduled_block_size(config, step + 1)) is not None:
         model.config.block_size = size
     options = config.objective
-    name, weight = str(options.name), options.certainty_weight
+    name, weight = str(options.objective), options.certainty_weight
     objective = build_objective(
         name,
         noise_token_id(model, name),
@@ -363,7 +365,7 @@ def record_noise(config: TrainConfig, model_config: Any, objective: Objective) -
         return
     if config.model.adapts:
         raise DlmBridgeError(
-            f"--objective {config.objective.name}: an adapter cannot record its {objective.noise_process} noise: "
+            f"--objective {config.objective.objective}: an adapter cannot record its {objective.noise_process} noise: "
             "train all weights"
         )
     for key, value in objective.model_config.items():
@@ -373,7 +375,7 @@ def record_noise(config: TrainConfig, model_config: Any, objective: Objective) -
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
     """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
     W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: the checks that need no model."""
-    found = find_run_data(config.data.paths, config.data.valid_paths, load)
+    found = find_run_data(config.data.data, config.data.valid_data, load)
     found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.all_parts:
@@ -384,7 +386,7 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
     """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
     `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
-    found = find_run_data(config.data.paths, config.data.valid_paths)
+    found = find_run_data(config.data.data, config.data.valid_data)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(
@@ -401,7 +403,7 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
         if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
     if tokenizer is not None:
-        align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+        align_special_tokens(model, tokenizer, f"--model {config.model.model}")
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
 
@@ -425,10 +427,10 @@ def conversation_settings(config: TrainConfig, model: Any, mask_token: int | Non
     """The tokenizer and the settings of the rows of a configuration from `with_family_defaults`. Raises
     DlmBridgeError."""
     tokenizer = load_tokenizer(config)
-    kind = find_objective(str(config.objective.name)).kind
+    kind = find_objective(str(config.objective.objective)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
-    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+    align_special_tokens(model, tokenizer, f"--model {config.model.model}")
     return tokenizer, ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
@@ -446,7 +448,7 @@ def conversation_settings(config: TrainConfig, model: Any, mask_token: int | Non
 
 def _largest_block(config: TrainConfig, model: Any) -> int:
     """The largest block size of the run, which the schedule's smaller ones divide; 1 without blocks."""
-    kind = find_objective(str(config.objective.name)).kind
+    kind = find_objective(str(config.objective.objective)).kind
     if kind.streams == 1:
         return 1
     if config.objective.block_sizes:

@@ -264,7 +264,7 @@ class Trainer(TrainingLoop):
         self.micro_batch_size, _ = config.data.accumulation(processes.replicas)
         self.sampler = batch_sampler(config)
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
-        self.peak_flops = peak_flops(processes.device_name, config.precision.name)
+        self.peak_flops = peak_flops(processes.device_name, config.precision.precision)
         self.z_loss_coeff = config.objective.z_loss_coeff
         self.prefetcher: Prefetcher[StepInputs] | None = None
 

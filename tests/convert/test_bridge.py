@@ -13,7 +13,7 @@ import torch
 
 import dlm_bridge
 from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.setup import model_source
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
@@ -91,7 +91,7 @@ def test_a_missing_tensor_is_never_initialised(tmp_path: Path) -> None:
     tensors = llada_tensors(config)
     del tensors["model.transformer.blocks.1.up_proj.weight"]
     source = write_hub_folder(tmp_path / "hub", config, tensors)
-    with pytest.raises(DlmBridgeError, match=r"blocks\.1\.up_proj\.weight is missing"):
+    with refused(CheckpointError, source, "blocks.1.up_proj.weight"):
         Bridge.from_hf(source).build_hf_model()
 
 
@@ -100,7 +100,7 @@ def test_meta_models_have_no_values(llada: Path) -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llada))
-    with pytest.raises(DlmBridgeError, match="is on the meta device"):
+    with pytest.raises(DlmBridgeError, match="meta"):
         Bridge.from_model(model)
 
 

@@ -114,7 +114,6 @@ def test_a_flipped_bit_is_refused_or_recorded(
     with pytest.raises(ChangedTensorsError) as refused:
         convert(opened(folder), output, **options)
     assert refused.value.names == sorted(names)
-    assert "4 in all" in str(refused.value)
     assert not output.exists()
     assert no_leftovers(tmp_path)
     assert tree(folder) == before

@@ -15,8 +15,8 @@ from tests.plan import configs
 
 
 def training_plan(config: TrainConfig, hub_config: dict[str, Any], gpus: int) -> MemoryPlan:
-    model = model_of(hub_config, config.model.path, config.model.family)
-    return memory_plan(model, run_of(config, config.objective.name or model.family.objective, gpus))
+    model = model_of(hub_config, config.model.model, config.model.family)
+    return memory_plan(model, run_of(config, config.objective.objective or model.family.objective, gpus))
 
 
 def settings(**changes: Any) -> TrainConfig:

@@ -186,7 +186,7 @@ def train_run(root: Path, name: str, subject: str, resume: bool = False, **chang
     AcceleratorState._reset_state(reset_partial_state=True)
     config = configuration(root, name, subject, **changes)
     kept: list[dict[str, torch.Tensor]] = []
-    if config.engine.name == "megatron":
+    if config.engine.engine == "megatron":
         make_way(config.parallel.layout, config.parallel.context)
         owner, gradients = MegatronUpdates, megatron_gradients
     else:

@@ -74,7 +74,7 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
 def test_a_run_does_not_go_on_with_another_model(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
     output, other = tmp_path / "run", tmp_path / "other"
     run(output, **{**options, "steps": 1})
-    shutil.copytree(yaml.safe_load((output / "config.yaml").read_text())["model"]["path"], other)
+    shutil.copytree(yaml.safe_load((output / "config.yaml").read_text())["model"]["model"], other)
     config = json.loads((other / "config.json").read_text())
     layers = "n_layers" if "n_layers" in config else "num_hidden_layers"
     (other / "config.json").write_text(json.dumps({**config, layers: 2}))

@@ -36,7 +36,7 @@ def prepare_canvas_model(model: Any, config: TrainConfig) -> None:
     backend = config.engine.attention_backend
     if backend not in (None, "sdpa", "eager"):
         raise DlmBridgeError(f"--attention-backend {backend}: DiffusionGemma's masks need sdpa or eager")
-    if config.precision.name == "fp8":
+    if config.precision.precision == "fp8":
         raise DlmBridgeError("--precision fp8: DiffusionGemma's shared weights would be cast twice: use bf16")
     encoder = model.model.encoder
     frozen = [encoder.vision_tower, encoder.embed_vision]

@@ -27,9 +27,9 @@ def with_launcher_settings(config: Config) -> Config:
     """The configuration with the settings of `accelerate launch` for FSDP. Decoder layers are the units, whatever its
     wrapping policy. Raises DlmBridgeError for another precision and for FSDP1."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", config.precision.name):
+    if precision not in ("no", config.precision.precision):
         raise DlmBridgeError(
-            f"accelerate is configured for {precision}, the run for --precision {config.precision.name}: give "
+            f"accelerate is configured for {precision}, the run for --precision {config.precision.precision}: give "
             f"--precision {precision}, or launch with --mixed_precision no"
         )
     if not _env_flag("ACCELERATE_USE_FSDP"):
@@ -74,7 +74,7 @@ def shard_model(model: nn.Module, weights: LazyWeights | None, config: TrainConf
     (routers) computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole
     model. With `--cpu-offload` params, gradients and optimizer state stay in the CPU's memory.
     """
-    dtype = None if config.precision.name == "fp32" else torch.bfloat16
+    dtype = None if config.precision.precision == "fp32" else torch.bfloat16
     offload = config.parallel.cpu_offload
     mesh = device_mesh(config, device)
     source = shard_source(model, weights, device)

@@ -16,7 +16,11 @@ from dlm_bridge.train.muon import muon_parameters, trained_parameters
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
     """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how AdamW is computed."""
-    return MuonAndAdamW(config, model, fused) if config.optimizer.name == "muon" else adamw(config, model, fused=fused)
+    return (
+        MuonAndAdamW(config, model, fused)
+        if config.optimizer.optimizer == "muon"
+        else adamw(config, model, fused=fused)
+    )
 
 
 def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:

@@ -129,7 +129,7 @@ class AccelerateTrainer(Trainer):
         backend = config.engine.attention_backend
         if backend not in (None, FLASH):
             set_attention(model, backend)
-        self.uses_flash = uses_flash_attention(model, backend, self.device, config.precision.name)
+        self.uses_flash = uses_flash_attention(model, backend, self.device, config.precision.precision)
         model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
         if config.engine.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -138,10 +138,10 @@ class AccelerateTrainer(Trainer):
         stays = self.fsdp or config.model.lora_quantize is not None
         self.plain_model = model if stays else model.to(self.device)
         # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
-        half = config.precision.name in HALF and accelerator.mixed_precision == "no" and not self.fsdp
+        half = config.precision.precision in HALF and accelerator.mixed_precision == "no" and not self.fsdp
         self.half = transforms.HalfPrecisionParams(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
-        if config.precision.name == "fp8":
+        if config.precision.precision == "fp8":
             transforms.convert_to_float8(self.computing)
         self.compiled = self.device.type == "cuda" if config.engine.compile is None else config.engine.compile
         if self.compiled:
@@ -299,7 +299,7 @@ def processes_of(accelerator: Accelerator) -> Processes:
 def build_accelerator(config: TrainConfig) -> Accelerator:
     """Accelerate in the run's precision. Raises DlmBridgeError for what this machine, or the launcher, excludes."""
     cpu = trains_on_cpu(config)
-    precision, is_rl = config.precision.name, config.task == "rl"
+    precision, is_rl = config.precision.precision, config.task == "rl"
     if precision == "fp8":
         transforms.check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[precision]

@@ -105,7 +105,7 @@ class TrainConfig:
                 raise SettingError(
                     "block_schedule", f"block size {size} does not divide --seq-length {self.data.seq_length}"
                 )
-        if self.data.valid_paths and self.data.split != DataOptions.split:
+        if self.data.valid_data and self.data.split != DataOptions.split:
             raise SettingError("split", "with --valid-data: all of --data is for training: leave one of them out")
         if self.data.batch_ramp_up and (self.objective.moe_aux_loss_coeff or self.objective.moe_z_loss_coeff):
             raise SettingError(
@@ -135,10 +135,10 @@ class TrainConfig:
         for group in PASSED_THROUGH:
             self.engine.passed_through(group)
         self._check_adapter()
-        if self.parallel.shards and self.precision.name == "fp16":
+        if self.parallel.shards and self.precision.precision == "fp16":
             raise SettingError("precision", "fp16 with --sharding fsdp: gradients are not scaled there: use bf16")
-        check_optimizer(self.optimizer.name, self.engine.name)
-        if self.engine.name == "megatron":
+        check_optimizer(self.optimizer.optimizer, self.engine.engine)
+        if self.engine.engine == "megatron":
             self._check_megatron()
 
     def _check_adapter(self) -> None:
@@ -157,7 +157,7 @@ class TrainConfig:
             return
         if not model.adapts:
             raise SettingError("lora_quantize", "needs an adapter: add --lora-rank N, or --adapter")
-        if self.precision.name == "fp8":
+        if self.precision.precision == "fp8":
             raise SettingError(
                 "lora_quantize", "with --precision fp8: quantized layers have no FP8 products: use bf16"
             )
@@ -170,7 +170,7 @@ class TrainConfig:
         if parallel.fsdp is not None:
             self._check_fsdp(parallel.fsdp)
         check_instances(
-            parallel.optimizer_instances, parallel.fsdp, self.optimizer.name, parallel.distributed_optimizer
+            parallel.optimizer_instances, parallel.fsdp, self.optimizer.optimizer, parallel.distributed_optimizer
         )
         if parallel.tp_overlap:
             self._check_tp_overlap()
@@ -178,7 +178,7 @@ class TrainConfig:
             self._check_ep_overlap()
         if self.engine.cuda_graphs:
             self._check_cuda_graphs()
-        if self.optimizer.name == "muon":
+        if self.optimizer.optimizer == "muon":
             cut = "megatron-core cuts its state anywhere, and knows AdamW's only: add --no-distributed-optimizer"
             _exclude(
                 "--optimizer",
@@ -194,14 +194,14 @@ class TrainConfig:
                 (parallel.fsdp, f"--fsdp {parallel.fsdp}", "megatron-core's FSDP shards no frozen weights"),
                 (self.checkpoint.local_folder, "--local-folder", "local checkpoints do not hold adapters"),
                 (self.logging.sample_interval, "--sample-interval", "it samples from the base's weights"),
-                (self.precision.name == "fp8", "--precision fp8", "adapters have no FP8 products there"),
+                (self.precision.precision == "fp8", "--precision fp8", "adapters have no FP8 products there"),
                 remedy="leave it out",
             )
         if self.checkpoint.local_folder is not None:
             self._check_local_checkpoints()
         if parallel.ep > 1:
             check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
-        if self.optimizer.cpu_offload:
+        if self.optimizer.optimizer_cpu_offload:
             self._check_offload()
         _ = parallel.context  # made to be checked
 
@@ -212,8 +212,12 @@ class TrainConfig:
             "--fsdp",
             fsdp,
             (parallel.pp > 1, f"--pp {parallel.pp}", "megatron-core's FSDP has no pipeline"),
-            (optimizer.name != "adamw", f"--optimizer {optimizer.name}", "megatron-core's FSDP has AdamW only"),
-            (optimizer.cpu_offload, "--optimizer-cpu-offload", "megatron-core's FSDP does not offload"),
+            (
+                optimizer.optimizer != "adamw",
+                f"--optimizer {optimizer.optimizer}",
+                "megatron-core's FSDP has AdamW only",
+            ),
+            (optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload", "megatron-core's FSDP does not offload"),
             (not parallel.distributed_optimizer, "--no-distributed-optimizer", "FSDP shards the optimizer"),
             (self.checkpoint.async_save, "--async-save", "FSDP's checkpoints are written at once"),
             (self.logging.norm_interval, "--norm-interval", "norms of its shards are not measured"),
@@ -229,7 +233,7 @@ class TrainConfig:
             "",
             (self.parallel.fsdp, "--fsdp", lost),
             (self.precision.fp8_params, "--fp8-params", lost),
-            (self.optimizer.cpu_offload, "--optimizer-cpu-offload", lost),
+            (self.optimizer.optimizer_cpu_offload, "--optimizer-cpu-offload", lost),
             (self.optimizer.ema_decay, "--ema-decay", lost),
         )
 
@@ -237,9 +241,9 @@ class TrainConfig:
         """Raise SettingError for an optimizer whose state megatron-core does not keep on the CPU."""
         if self.optimizer.ema_decay:
             raise SettingError("optimizer_cpu_offload", "with --ema-decay: averages stay on the device: leave one out")
-        if self.optimizer.name != "adamw":
+        if self.optimizer.optimizer != "adamw":
             raise SettingError("optimizer_cpu_offload", "needs --optimizer adamw")
-        if self.precision.name == "fp32":
+        if self.precision.precision == "fp32":
             raise SettingError("optimizer_cpu_offload", "with --precision fp32 is not in megatron-core: use bf16")
 
     def _check_tp_overlap(self) -> None:
@@ -249,16 +253,16 @@ class TrainConfig:
             raise SettingError(
                 "tp_overlap", "needs --tp above 1 with sequence parallelism, whose communication overlaps"
             )
-        if precision.name not in ("bf16", "fp8"):
+        if precision.precision not in ("bf16", "fp8"):
             raise SettingError(
                 "tp_overlap",
-                f"with --precision {precision.name}: Transformer Engine's userbuffers add up in bf16: use bf16 or fp8",
+                f"with --precision {precision.precision}: Transformer Engine's userbuffers add up in bf16: use bf16 or fp8",
             )
         _exclude(
             "--tp-overlap",
             "",
             (
-                precision.name == "fp8" and precision.fp8_recipe == "blockwise",
+                precision.precision == "fp8" and precision.fp8_recipe == "blockwise",
                 "--fp8-recipe blockwise",
                 "Transformer Engine's userbuffers do not hold it: use another recipe",
             ),
@@ -274,7 +278,7 @@ class TrainConfig:
         """Raise SettingError for what megatron-core's schedule of two micro-batches at a time cannot do."""
         parallel, engine = self.parallel, self.engine
         check_ep_overlap(parallel.layout, parallel.moe_dispatcher, parallel.fsdp, engine.recompute, engine.recomputed)
-        if self.precision.name == "fp32":
+        if self.precision.precision == "fp32":
             raise SettingError("ep_overlap", "needs --precision bf16, fp16 or fp8: megatron-core has it for these")
         _exclude(
             "--ep-overlap",
@@ -299,7 +303,7 @@ class TrainConfig:
             (parallel.pp > 1, f"--pp {parallel.pp}", "each micro-batch of a stage would have graphs of its own"),
             (parallel.fsdp, f"--fsdp {parallel.fsdp}", "weights have no place of their own in memory"),
             (self.engine.recompute == "full", "--recompute full", "a recomputed layer is in no graph"),
-            (self.precision.name == "fp8", "--precision fp8", "FP8's scaling in graphs was never compared"),
+            (self.precision.precision == "fp8", "--precision fp8", "FP8's scaling in graphs was never compared"),
             (parallel.ep_overlap, "--ep-overlap", "its layers run in parts"),
             (data.document_attention, "--document-attention", masked),
             (self.objective.mask_annealing_steps, "--mask-annealing-steps", masked),
@@ -344,9 +348,9 @@ class RLConfig(TrainConfig):
         options = self.rl
         if not options.method:
             raise SettingError("method", "is missing: give it on the command line or in the --config file")
-        if self.precision.name == "fp8":
+        if self.precision.precision == "fp8":
             raise SettingError("precision", "fp8: reinforcement learning runs in fp32, bf16 or fp16")
-        if self.engine.name == "megatron":
+        if self.engine.engine == "megatron":
             self._check_megatron_updates()
         elif options.rollout_tp > 1 and not self.parallel.shards:
             raise SettingError(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.distributed import is_main
+from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of, typed
 from dlm_bridge.train.config import RLConfig, TrainConfig
 
+logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound=TrainConfig)
 
 
@@ -54,7 +58,7 @@ def load_config_as(
         before = began.get(key, option.default_for(task))
         if option.fixed and values.get(key) is not None and values[key] != before:
             raise SettingError(
-                option.key,
+                option.name,
                 f"{values[key]} differs from the {before} that the run in {values['output']} began with: "
                 "resume with that, or choose another --output",
             )
@@ -78,7 +82,7 @@ def read_overrides(words: Iterable[str], config_class: type[TrainConfig] = Train
     for word in words:
         name, _, text = word.partition("=")
         section, _, key = name.replace("-", "_").rpartition(".")
-        flat = [option for option in options_of(config_class).values() if key in (option.key, *option.aliases)]
+        flat = [option for option in options_of(config_class).values() if key in (option.name, *option.aliases)]
         if not section and flat:
             section, key = flat[0].section, flat[0].name
         try:
@@ -97,7 +101,7 @@ def put(flags: dict[str, Any], key: str, value: Any, config_class: type[TrainCon
     if flags.get(key, value) != value:
         option = options_of(config_class)[key]
         name = f"{option.section}.{option.name}"
-        raise SettingError(option.key, f"({name}) has two values, {flags[key]} and {value}: give one")
+        raise SettingError(option.name, f"({name}) has two values, {flags[key]} and {value}: give one")
     flags[key] = value
 
 
@@ -106,8 +110,10 @@ def _flags_of(values: Mapping[str, Any], where: str, config_class: type[TrainCon
     options = options_of(config_class)
     sections: dict[str, dict[str, Option]] = {}
     for option in options.values():
-        sections.setdefault(option.section, {}).update(dict.fromkeys((option.name, *option.aliases), option))
+        keys = filter(None, (option.name, *option.aliases, option.formerly))
+        sections.setdefault(option.section, {}).update(dict.fromkeys(keys, option))
     flags: dict[str, Any] = {}
+    renamed: list[str] = []
     for name, section in values.items():
         if name == "task" and isinstance(section, str):
             flags["task"] = section
@@ -117,13 +123,15 @@ def _flags_of(values: Mapping[str, Any], where: str, config_class: type[TrainCon
                 if key not in sections[name]:
                     raise SettingError(where, _unknown(f"{name}.{key}", str(key), options.values()))
                 option = sections[name][key]
+                if key == option.formerly:
+                    renamed.append(f"{name}.{key} is now {name}.{option.name}")
                 found = typed(option, value, where)
-                if option.key in given and flags[option.key] != found:
+                if option.name in given and flags[option.name] != found:
                     raise SettingError(
                         where,
-                        f"{name}.{given[option.key]} and {name}.{key} are one option, with two values: give one",
+                        f"{name}.{given[option.name]} and {name}.{key} are one option, with two values: give one",
                     )
-                given[option.key], flags[option.key] = key, found
+                given[option.name], flags[option.name] = key, found
         elif name in sections and section is None:
             continue  # an empty section
         elif name in options:
@@ -136,7 +144,16 @@ def _flags_of(values: Mapping[str, Any], where: str, config_class: type[TrainCon
         else:
             near = difflib.get_close_matches(str(name), [*sections, *options], n=1, cutoff=0.0)
             raise SettingError(where, f"unknown key '{name}', the nearest is '{near[0]}'")
+    if renamed:
+        _warn_once(f"{where}: {', '.join(renamed)}: the old names are read for now, write the new ones")
     return flags
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Log a warning on the main process. A run's config.yaml is read more than once."""
+    if is_main():
+        logger.warning(printable(text))
 
 
 def read_run_config(path: Path, config_class: type[TrainConfig] = TrainConfig) -> dict[str, Any]:
@@ -168,7 +185,7 @@ def _unknown(name: str, key: str, options: Iterable[Option]) -> str:
     known = {
         f"{option.section}.{word}": f"{option.section}.{option.name}"
         for option in options
-        for word in (*option.aliases, option.key, option.name)
+        for word in (*option.aliases, option.name, option.name)
     }
     same = [word for word in known if word.partition(".")[2] in GUESSES.get(key, (key,))]
     near = same or difflib.get_close_matches(name, known, n=1, cutoff=0.0)

@@ -14,9 +14,9 @@ from dlm_bridge.settings import TRAINING, comma_separated, megatron_option, opti
 class ObjectiveOptions:
     """What is minimised."""
 
-    name: str | None = option(
+    objective: str | None = option(
         None, "masked, shifted, block, uniform, uniform_hybrid, causal, ...; the model's own by default.",
-        "--objective", tasks=TRAINING, fixed=True, common=True,
+        formerly="name", tasks=TRAINING, fixed=True, common=True,
     )  # fmt: skip
     length_variation: float = option(
         0.01, "Fraction of sequences truncated to a random length.", minimum=0, maximum=1, tasks=TRAINING, fixed=True,
@@ -78,7 +78,7 @@ class ObjectiveOptions:
     )  # fmt: skip
     certainty_temperature: float = option(
         1.0, "Temperature of the prediction whose entropy that is.", above=0, tasks=TRAINING, fixed=True,
-        needs=("--certainty-weight", None),
+        needs=("certainty_weight", None),
     )  # fmt: skip
     z_loss_coeff: float = option(
         0.0,

@@ -89,14 +89,14 @@ class RLOptions:
         False, "Of tracerl: train a value model of the family too, for an advantage of each token.", fixed=True,
     )  # fmt: skip
     value_lr: float | None = option(
-        None, "Peak learning rate of the value model (--lr).", minimum=0, needs=("--value-model", None)
+        None, "Peak learning rate of the value model (--lr).", minimum=0, needs=("value_model", None)
     )
     discount: float = option(
-        1.0, "Of a reward, per aggregated step.", above=0, maximum=1, fixed=True, needs=("--value-model", None)
+        1.0, "Of a reward, per aggregated step.", above=0, maximum=1, fixed=True, needs=("value_model", None)
     )
     gae_lambda: float = option(
         1.0, "Generalised advantages: from one step ahead (0) to all (1).", minimum=0, maximum=1, fixed=True,
-        needs=("--value-model", None),
+        needs=("value_model", None),
     )  # fmt: skip
     elbo_levels: int = option(8, "Of vrpo: noise levels per likelihood bound.", minimum=1, fixed=True)
     elbo_masks: int = option(1, "Of vrpo: masks per noise level.", minimum=1, fixed=True)

@@ -34,8 +34,8 @@ DYNAMIC_CP = (
 class ModelOptions:
     """Which model is trained: its weights, or an adapter of them."""
 
-    path: str = option(
-        "", "Hub folder or id, Megatron checkpoint, or a config.json's folder.", "--model",
+    model: str = option(
+        "", "Hub folder or id, Megatron checkpoint, or a config.json's folder.", formerly="path",
         aliases=("model_name_or_path",), common=True,
     )  # fmt: skip
     family: str | None = option(None, "The model family, where config.json does not determine it.", fixed=True)
@@ -54,25 +54,25 @@ class ModelOptions:
         aliases=("lora_r",), common=True,
     )  # fmt: skip
     lora_alpha: float | None = option(
-        None, "Its scale times its rank; twice the rank by default.", above=0, needs=("--lora-rank", None), fixed=True,
+        None, "Its scale times its rank; twice the rank by default.", above=0, needs=("lora_rank", None), fixed=True,
         common=True,
     )  # fmt: skip
     lora_dropout: float = accelerate_option(
-        0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("--lora-rank", None)
+        0.0, "Dropout before the adapter.", minimum=0, below=1, needs=("lora_rank", None)
     )
     lora_targets: str | None = option(
-        None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("--lora-rank", None),
+        None, "Layers with an adapter: q_proj,v_proj,experts; the family's by default.", needs=("lora_rank", None),
         fixed=True, aliases=("lora_target_modules",),
     )  # fmt: skip
     lora_dora: bool = option(
         False,
         "Train DoRA: the adapter has a magnitude of each output row too.",
-        needs=("--lora-rank", None),
+        needs=("lora_rank", None),
         fixed=True,
     )
     lora_mask_only: bool = accelerate_option(
         False, "The adapter acts at mask tokens alone, of objective idlm: all others are the base's.",
-        needs=("--lora-rank", None), tasks=TRAINING, fixed=True,
+        needs=("lora_rank", None), tasks=TRAINING, fixed=True,
     )  # fmt: skip
     lora_quantize: str | None = accelerate_option(
         None, "Quantize the base's linear layers to 4bit (NF4) or 8bit, with bitsandbytes.", choices=("4bit", "8bit"),
@@ -90,11 +90,11 @@ class ModelOptions:
 class DataOptions:
     """What a step reads."""
 
-    paths: list[str] = option(
-        [], "Training data. May be repeated.", "--data", aliases=("dataset", "train_file"), common=True
+    data: list[str] = option(
+        [], "Training data. May be repeated.", formerly="paths", aliases=("dataset", "train_file"), common=True
     )
-    valid_paths: list[str] = option(
-        [], "Validation data, in place of a part of --data. May be repeated.", "--valid-data", tasks=TRAINING,
+    valid_data: list[str] = option(
+        [], "Validation data, in place of a part of --data. May be repeated.", formerly="valid_paths", tasks=TRAINING,
         aliases=("validation_file",), common=True,
     )  # fmt: skip
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
@@ -191,8 +191,8 @@ class DataOptions:
 class OptimizerOptions:
     """The optimizer and its peak learning rate."""
 
-    name: str = option(
-        "adamw", "adamw; muon for the layers' matrices; sgd (--engine megatron).", "--optimizer",
+    optimizer: str = option(
+        "adamw", "adamw; muon for the layers' matrices; sgd (--engine megatron).", formerly="name",
         choices=("adamw", "muon", "sgd"), tasks=TRAINING, fixed=True, common=True,
     )  # fmt: skip
     lr: float = option(
@@ -206,15 +206,15 @@ class OptimizerOptions:
     beta2: float = option(0.95, "AdamW's second beta.", minimum=0, below=1, aliases=("adam_beta2",))
     adam_eps: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_epsilon",))
     muon_momentum: float = option(
-        0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("--optimizer", "muon")
+        0.95, "Muon's momentum.", minimum=0, below=1, tasks=TRAINING, needs=("optimizer", "muon")
     )
     clip_grad: float = option(1.0, "Largest gradient norm, 0: no clipping.", minimum=0, aliases=("max_grad_norm",))
     ema_decay: float = option(
         0.0, "Decay of the weights' moving average, saved in each checkpoint, 0: none.", minimum=0, below=1,
         tasks=TRAINING, fixed=True,
     )  # fmt: skip
-    cpu_offload: bool = megatron_option(
-        False, "Keep the optimizer's state and step on the CPU.", "--optimizer-cpu-offload"
+    optimizer_cpu_offload: bool = megatron_option(
+        False, "Keep the optimizer's state and step on the CPU.", formerly="cpu_offload"
     )
 
 
@@ -229,9 +229,9 @@ class ScheduleOptions:
     """How long a run takes, and the learning rate over its steps."""
 
     steps: int = option(1000, "Optimizer steps.", minimum=1, aliases=("max_steps", "train_iters"), common=True)
-    name: str = option(
+    lr_schedule: str = option(
         "cosine", "cosine, linear, constant, wsd (constant until a last decay) or inverse-square-root.",
-        "--lr-schedule", choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
+        formerly="name", choices=("cosine", "linear", "constant", "wsd", "inverse-square-root"),
         task_defaults={"rl": "constant"}, aliases=("lr_scheduler_type",), common=True,
     )  # fmt: skip
     warmup_steps: int = option(0, "Steps of linear warm-up.", minimum=0, common=True)
@@ -241,11 +241,11 @@ class ScheduleOptions:
         minimum=1,
     )  # fmt: skip
     wsd_decay_steps: int | None = option(
-        None, "The last steps, in which wsd decays; a tenth by default.", minimum=1, needs=("--lr-schedule", "wsd")
+        None, "The last steps, in which wsd decays; a tenth by default.", minimum=1, needs=("lr_schedule", "wsd")
     )
     wsd_decay_style: str = option(
         "exponential", "exponential, linear, cosine or minus-sqrt.",
-        choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("--lr-schedule", "wsd"),
+        choices=("exponential", "linear", "cosine", "minus-sqrt"), needs=("lr_schedule", "wsd"),
     )  # fmt: skip
     exit_duration: float | None = option(None, "Minutes after which the run saves and exits.", minimum=0)
 
@@ -265,10 +265,10 @@ class ParallelOptions:
     )  # fmt: skip
     fsdp_replicas: int = accelerate_option(
         1, "With --sharding fsdp: groups of processes that each hold all shards (HSDP).", minimum=1,
-        needs=("--sharding", "fsdp"),
+        needs=("sharding", "fsdp"),
     )  # fmt: skip
     cpu_offload: bool = accelerate_option(
-        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", needs=("--sharding", "fsdp")
+        False, "With --sharding fsdp: keep weights and optimizer state in CPU memory.", needs=("sharding", "fsdp")
     )  # fmt: skip
     rank_timeout: float = option(
         10.0, "Minutes without a sign of life of a process after which the run ends and names it, 0: never.", minimum=0
@@ -349,20 +349,20 @@ class ParallelOptions:
 class PrecisionOptions:
     """Number formats of weights and matrix products."""
 
-    name: str = option(
-        "fp32", "fp32, bf16, fp16 or fp8.", "--precision", choices=("fp32", "bf16", "fp16", "fp8"),
+    precision: str = option(
+        "fp32", "fp32, bf16, fp16 or fp8.", formerly="name", choices=("fp32", "bf16", "fp16", "fp8"),
         aliases=("mixed_precision",), common=True,
     )  # fmt: skip
     fp8_format: str = megatron_option(
-        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("--precision", "fp8"),
+        "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("precision", "fp8"),
         tasks=TRAINING,
     )  # fmt: skip
     fp8_recipe: str = megatron_option(
         "delayed", "With --precision fp8: delayed, tensorwise, blockwise, mxfp8 scaling.",
-        choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("--precision", "fp8"), tasks=TRAINING,
+        choices=("delayed", "tensorwise", "blockwise", "mxfp8"), needs=("precision", "fp8"), tasks=TRAINING,
     )  # fmt: skip
     fp8_params: bool = megatron_option(
-        False, "Keep the weights themselves in FP8.", needs=("--precision", "fp8"), tasks=TRAINING
+        False, "Keep the weights themselves in FP8.", needs=("precision", "fp8"), tasks=TRAINING
     )
 
 
@@ -379,10 +379,10 @@ class CheckpointOptions:
         None, "Folder on each node's own disk, or in its memory, for local checkpoints.", tasks=TRAINING
     )
     local_interval: int = megatron_option(
-        100, "Steps between local checkpoints.", minimum=1, needs=("--local-folder", None), tasks=TRAINING
+        100, "Steps between local checkpoints.", minimum=1, needs=("local_folder", None), tasks=TRAINING
     )
     local_copies: int = megatron_option(
-        1, "Nodes that hold each rank's local checkpoint.", minimum=1, needs=("--local-folder", None), tasks=TRAINING
+        1, "Nodes that hold each rank's local checkpoint.", minimum=1, needs=("local_folder", None), tasks=TRAINING
     )
 
     @cached_property
@@ -447,9 +447,9 @@ class LoggingOptions:
 class EngineOptions:
     """The engine, its kernels and its memory."""
 
-    name: str = option(
-        "accelerate", "accelerate (one machine) or megatron (megatron-core).", "--engine", choices=ENGINES, fixed=True,
-        common=True,
+    engine: str = option(
+        "accelerate", "accelerate (one machine) or megatron (megatron-core).", formerly="name", choices=ENGINES,
+        fixed=True, common=True,
     )  # fmt: skip
     attention_backend: str | None = option(
         None,
@@ -465,10 +465,10 @@ class EngineOptions:
         aliases=("recompute_granularity",),
     )  # fmt: skip
     recompute_modules: str | None = megatron_option(
-        None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", needs=("--recompute", "selective")
+        None, "For selective: core_attn,layernorm,mlp,moe,moe_act,...", needs=("recompute", "selective")
     )
     recompute_layers: int | None = megatron_option(
-        None, "For full: recomputed layers per stage; all by default.", minimum=1, needs=("--recompute", "full")
+        None, "For full: recomputed layers per stage; all by default.", minimum=1, needs=("recompute", "full")
     )
     moe_grouped_gemm: bool | None = megatron_option(
         None, "Grouped matrix product of experts; on with Transformer Engine."
