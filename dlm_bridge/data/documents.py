@@ -152,8 +152,8 @@ def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
     """Open a parquet file. Raises InputFileError if it is not one."""
-    check_readable(path)
-    with reading(f"{path}: not a parquet file"):
+    check_readable(path, InputFileError)
+    with reading(path, "not a parquet file", kind=InputFileError):
         return pyarrow.parquet.ParquetFile(path)
 
 
@@ -161,7 +161,7 @@ def read_parquet(
     file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Read the rows of an open parquet file. Raises InputFileError if a part of it is damaged."""
-    with reading(f"{path}: not a whole parquet file"):
+    with reading(path, "truncated or damaged parquet file", kind=InputFileError):
         for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
             yield from batch.to_pylist()
 
@@ -238,7 +238,7 @@ def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]
 def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart, float]]:
     _check_column(key, table.rows.column_names, table.name)
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
-    with reading(f"{table.name}: not a whole dataset"):
+    with reading(table.name, "truncated or damaged dataset", kind=InputFileError):
         batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
         yield from _column((text for batch in batches for text in batch[key]), key, table.name, cost)
 

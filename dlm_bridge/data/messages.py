@@ -66,7 +66,7 @@ def check_sources(sources: Sequence[Any]) -> None:
 def read_data_rows(source: Source) -> Iterator[DataRecord]:
     """Read the rows of a JSONL, parquet or CSV file or a dataset. Raises InputFileError for an invalid row."""
     if isinstance(source, NamedDataset):
-        with reading(f"{source.name}: not a whole dataset"):
+        with reading(source.name, "truncated or damaged dataset", kind=InputFileError):
             for number, row in enumerate(source.rows.with_format(None), 1):
                 yield DataRecord(row, f"{source.name}, row {number}")
     elif source.suffix == ".parquet":
@@ -82,10 +82,11 @@ def read_data_rows(source: Source) -> Iterator[DataRecord]:
 
 def _parquet_rows(path: Path) -> Iterator[DataRecord]:
     with open_parquet(path) as file:
-        with reading(f"{path}: not a table of rows"):  # without metadata, which could name types that open files
+        with reading(path, "not a table of rows", kind=InputFileError):
+            # Metadata could name types that open files.
             features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
         for number, row in enumerate(read_parquet(file, path), 1):
-            with reading(f"{path}, row {number}: not JSON"):
+            with reading(f"{path}, row {number}", "not JSON", kind=InputFileError):
                 decoded = features.decode_example(row)  # columns of the type Json
             yield DataRecord(decoded, f"{path}, row {number}")
 

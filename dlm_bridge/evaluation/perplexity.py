@@ -77,7 +77,7 @@ def text_perplexity(
     model, tokenizer = opened.model, opened.tokenizer
     if is_gemma(model):
         raise SettingError("perplexity", NO_LIKELIHOOD)
-    check_text_file(file, str(file))
+    check_text_file(file)
     try:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:

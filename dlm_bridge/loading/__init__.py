@@ -150,13 +150,13 @@ def _load_adapter(
     if placement is not None and placement.tensor_parallel:
         setting = "tp_plan" if placement.tp is None else "tp"
         raise LayoutError(setting, f"does not support adapters: merge {name} first (dlm-bridge adapter export)")
-    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known():
+    with opening(folder, name, f"is not an adapter of {base}"), key_is_known():
         adapter = PeftConfig.from_pretrained(str(folder))
     refuse_prompt_learning(adapter, name)
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)
-    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known(), restricted_loading():
+    with opening(folder, name, f"is not an adapter of {base}"), key_is_known(), restricted_loading():
         model = PeftModel.from_pretrained(opened.model, str(folder))
         if token is not None:
             restrict_to_masks(model, token)

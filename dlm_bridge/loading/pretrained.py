@@ -66,7 +66,7 @@ def find_config(folder: Path, name: str, family: str | None = None) -> tuple[Fam
     if spec is not None and family is None:
         _check_model_type(raw, spec, name)
     config_class = AutoConfig if spec is None else spec.load("config_class")
-    with opening(folder, f"{name}: its config does not load"):
+    with opening(folder, name, "its config does not load"):
         try:
             config = config_class.from_pretrained(folder, trust_remote_code=False, name_or_path=str(folder))
         except ValueError as error:
@@ -148,7 +148,7 @@ def _load_pretrained(model_class: Any, folder: Path, name: str, **arguments: Any
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with opening(folder, f"{name}: does not load"), restricted_loading():
+        with opening(folder, name, "does not load"), restricted_loading():
             model, info = model_class.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
@@ -228,7 +228,7 @@ def load_tokenizer(place: str | os.PathLike[str], name: str | None = None, remed
     name = str(place) if name is None else name
 
     def fetch(source: str | Path, local: bool) -> Any:
-        with opening(source, f"{name}: no tokenizer that loads there", remedy):
+        with opening(source, name, "its tokenizer does not load", remedy):
             # False, not unset: transformers would ask on the terminal whether to run the folder's code.
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
 

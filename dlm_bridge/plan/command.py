@@ -223,7 +223,7 @@ def plan(
         all_logits=all_logits,
         **objective_settings(objective or model.family.objective),
     )
-    memory = parse_size(gpu_memory, "--gpu-memory")
+    memory = parse_size(gpu_memory, "gpu_memory")
     assert memory is not None
     hardware = Hardware(
         memory=memory, flops=gpu_tflops * 1e12, nvlink=nvlink * 1e9, network=network * 1e9, per_node=gpus_per_node

@@ -124,8 +124,8 @@ def add_adapter(
     settings = _new(config, model)
     mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
-    where = f"--adapter {folder}" if folder is not None else "--lora-rank"
-    with opening(folder or config.model.path, f"{where}: is not an adapter of --model {config.model.path}"):
+    where = folder if folder is not None else "lora_rank"
+    with opening(folder or config.model.path, where, f"is not an adapter of {config.model.path}"):
         if folder is not None:
             with key_is_known():
                 settings = LoraConfig.from_pretrained(str(folder))
@@ -190,7 +190,7 @@ def check_adapter(folder: Path, base: str) -> None:
     settings = read_config(folder / ADAPTER_CONFIG)
     check_plain(settings, folder / ADAPTER_CONFIG)
     named = settings.get("base_model_name_or_path")
-    check_named_base(named, base, f"--adapter {folder}", compared=(folder / BASE).is_file())  # by `check_base`
+    check_named_base(named, base, folder, compared=(folder / BASE).is_file())  # by `check_base`
 
 
 def fingerprint(model: Any, read: Callable[[str], torch.Tensor] | None = None) -> str:

@@ -132,7 +132,7 @@ def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, A
 def test_an_invalid_character_and_an_image_are_named(
     tokenizer: PreTrainedTokenizerFast, message: dict[str, Any]
 ) -> None:
-    with pytest.raises(DlmBridgeError, match="chats.jsonl:7"):
+    with pytest.raises(DlmBridgeError, match=r"chats\.jsonl:7"):
         list(encode_conversations([DataRecord({"messages": [TALK[0], message]}, "chats.jsonl:7")], chatty(tokenizer)))
 
 
