@@ -29,10 +29,10 @@ class PreprocessOptions:
     inputs: list[str]
     output: str = _option(MISSING, "Writes PREFIX.bin and PREFIX.idx.", metavar="PREFIX")
     tokenizer: str = _option(MISSING, "Tokenizer folder or Hub id.")
-    append_eod: bool = _option(False, "End each document with the tokenizer's EOS token.", switch=True)
+    append_eod: bool = _option(False, "End each document with the tokenizer's EOS token.", negative=None)
     json_key: str = _option("text", "Field or column that contains the text.", aliases=("text_key",))
     workers: int | None = _option(
         None, "Number of processes; 1 uses the tokenizer's own threads. Default: one per core.", minimum=1
     )
-    resume: bool = _option(False, "Continue a killed or interrupted run of the same command.", switch=True)
-    overwrite: bool = _option(False, "Replace an existing pair once the new one is complete.", switch=True)
+    resume: bool = _option(False, "Continue a killed or interrupted run of the same command.", negative=None)
+    overwrite: bool = _option(False, "Replace an existing pair once the new one is complete.", negative=None)

@@ -45,11 +45,11 @@ class EvaluationOptions:
     )
     perplexity: Path | None = _option(None, "Text file whose perplexity is measured.", metavar="FILE")
     output: Path | None = _option(None, "Write results.json and samples.jsonl.", metavar="DIR")
-    overwrite: bool = _option(False, "Replace the results in --output.", switch=True)
-    resume: bool = _option(False, "Continue an interrupted evaluation in --output.", switch=True)
+    overwrite: bool = _option(False, "Replace the results in --output.", negative=None)
+    resume: bool = _option(False, "Continue an interrupted evaluation in --output.", negative=None)
     limit: int | None = _measuring(None, "Maximum documents per task, and windows of a text.", minimum=1)
     shots: int | None = _measuring(None, "Few-shot examples per prompt. Default: the task's.", minimum=0)
-    chat: bool = _measuring(False, "Format prompts with the tokenizer's chat template.", switch=True)
+    chat: bool = _measuring(False, "Format prompts with the tokenizer's chat template.", negative=None)
     system: str | None = _measuring(None, "System message.", metavar="TEXT")
     fewshot_as_multiturn: bool | None = _measuring(
         None, "With --chat: few-shot examples are turns of the chat (default)."
@@ -60,7 +60,7 @@ class EvaluationOptions:
         metavar="KEY=VALUE",
     )
     confirm_run_unsafe_code: bool = _measuring(
-        False, "Allow tasks that execute code written by the model.", switch=True
+        False, "Allow tasks that execute code written by the model.", negative=None
     )
     mc_samples: int = _measuring(128, "Monte-Carlo samples per likelihood of a diffusion model.", minimum=1)
     batch_size: int | None = _measuring(
@@ -70,7 +70,7 @@ class EvaluationOptions:
     window: int = _measuring(1024, "Tokens per window of --perplexity.", minimum=2)
     seed: int = _measuring(0, "Seed of the noise, the few-shot examples and the sampler.", minimum=0)
     sampler: dict[str, Any] = _measuring(
-        {}, "A setting of generate, such as steps=64. Repeatable.", flag="--set", metavar="NAME=VALUE"
+        {}, "A setting of generate, such as steps=64. Repeatable.", aliases=("set",), metavar="NAME=VALUE"
     )
 
     def check(self) -> None:
