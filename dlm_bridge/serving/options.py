@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dlm_bridge.settings import LoadingOptions, check_range, option, options_of
+from dlm_bridge.settings import LoadingOptions, check_value, option, options_of
 
 _option = functools.partial(option, common=True)
 _limit = functools.partial(_option, panel="Limits")
@@ -19,7 +19,7 @@ class AppOptions(LoadingOptions):
 
     def __post_init__(self) -> None:
         for each in options_of(type(self)).values():
-            check_range(each, getattr(self, each.name))
+            check_value(each, getattr(self, each.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,9 @@ class ServeOptions(AppOptions):
         panel="Browsers",
         common=True,
     )
-    settings: list[str] = option(
+    set: list[str] = option(
         [],
         "Sampler setting for requests that do not set it. Repeatable.",
-        "--set",
         metavar="NAME=VALUE",
         common=True,
     )
