@@ -21,7 +21,7 @@ PARSED: dict[str, tuple[type, Any]] = {
     "tasks": (list[str], lambda names: comma_separated(",".join(names))),
     "batch_size": (str, parse_batch_size),
     "chat_template_args": (list[str], parse_template_args),
-    "sampler": (list[str], parse_settings),
+    "set": (list[str], parse_settings),
 }
 Json = Annotated[bool, typer.Option("--json", help="Print results.json to stdout.")]
 

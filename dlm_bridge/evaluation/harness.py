@@ -206,7 +206,7 @@ class DiffusionHarness(TemplateLM):
         The caller's settings take precedence over the task's. As with the harness's own models, decoding is greedy
         unless the task or the caller asks for sampling.
         """
-        rest, own = dict(asked), combine_settings(self.model, {}, self.options.sampler)
+        rest, own = dict(asked), combine_settings(self.model, {}, self.options.set)
         until = rest.pop("until", None) or []
         until = [string for string in ([until] if isinstance(until, str) else until) if string]
         lengths = [rest.pop(name, None) for name in LENGTHS]
@@ -269,7 +269,7 @@ class GemmaHarness(DiffusionHarness):
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         settings, until = super()._sampler(asked)
-        own = self.options.sampler
+        own = self.options.set
         return {
             name: value
             for name, value in settings.items()
@@ -515,7 +515,7 @@ def _harness_model(
 
 def _transformers_settings(options: EvaluationOptions) -> dict[str, Any]:
     """Sampler settings under the harness's names, for autoregressive models."""
-    given = merge_names(options.sampler)
+    given = merge_names(options.set)
     given.pop("seed", None)  # the harness sets all seeds
     if "max_new_tokens" in given:  # the first of the harness's names takes precedence; tasks use it
         given[LENGTHS[0]] = given.pop("max_new_tokens")

@@ -37,7 +37,7 @@ class EvaluationOptions:
         batch_size: rows per forward pass; None: as many as fit into memory.
         max_length: tokens of a prompt and its answer; longer prompts are truncated at the start.
         window: tokens per window of `perplexity`.
-        sampler: settings of `generate`, which take precedence over a task's.
+        set: settings of `generate`, which take precedence over a task's.
     """
 
     tasks: list[str] = _option(
@@ -69,9 +69,7 @@ class EvaluationOptions:
     max_length: int = _measuring(2048, "Maximum tokens of a prompt and its answer.", minimum=2)
     window: int = _measuring(1024, "Tokens per window of --perplexity.", minimum=2)
     seed: int = _measuring(0, "Seed of the noise, the few-shot examples and the sampler.", minimum=0)
-    sampler: dict[str, Any] = _measuring(
-        {}, "A setting of generate, such as steps=64. Repeatable.", aliases=("set",), metavar="NAME=VALUE"
-    )
+    set: dict[str, Any] = _measuring({}, "A setting of generate, such as steps=64. Repeatable.", metavar="NAME=VALUE")
 
     def check(self) -> None:
         """Raise SettingError or MissingExtraError for settings that are invalid for every model."""
@@ -81,7 +79,7 @@ class EvaluationOptions:
             raise SettingError("tasks", "nothing to evaluate: set `tasks` or `perplexity`")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             raise MissingExtraError("tasks", "needs lm-evaluation-harness: pip install 'dlm-bridge[eval]'")
-        if unsupported := [name for name in SINGLE_ANSWER if name in self.sampler]:
+        if unsupported := [name for name in SINGLE_ANSWER if name in self.set]:
             raise SettingError(unsupported[0], "tasks have one answer per prompt: remove this setting")
         if self.resume and self.output is None:
             raise SettingError("resume", "continues the evaluation in `output`: set `output`")

@@ -74,7 +74,7 @@ def _fit(options: EvaluationOptions, name: str, opened: LoadedModel, replicas: R
     max_length, rows = min(options.max_length, context), options.batch_size
     if rows is None:
         plan = plan_shared_batch(
-            replicas, opened.model, [max_length], options.sampler, diffusion=opened.diffusion, scored=True
+            replicas, opened.model, [max_length], options.set, diffusion=opened.diffusion, scored=True
         )
         rows = plan.rows
         if replicas.leads:

@@ -78,7 +78,7 @@ def serve(model: str, **given: Any) -> None:
         r"\*|[a-z][a-z0-9+.-]*://[^\s*/]+",
         "an origin, such as https://example.com",
     )
-    defaults, batch_size = parse_settings(options.settings), parse_batch_size(options.batch_size)
+    defaults, batch_size = parse_settings(options.set), parse_batch_size(options.batch_size)
     sock = bind(host, options.port)  # before the model is loaded, which can take minutes
     if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         hosts += [*LOOPBACK, host]

@@ -28,7 +28,7 @@ def test_evaluation_by_what_it_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         facts: dict[str, Any] = json.loads((tmp_path / "out/results.json").read_text())
         return facts
 
-    found = run(tasks=["sums"], limit=2, sampler=["steps=2", "gen_length=8", "t_max=0.9"])
+    found = run(tasks=["sums"], limit=2, set=["steps=2", "gen_length=8", "t_max=0.9"])
     assert (found["kind"], found["likelihood"]) == ("diffusion", "none")
     recorded = found["tasks"]["sums"]["sampler"]
     assert (recorded["max_denoising_steps"], recorded["max_new_tokens"], recorded["t_max"]) == (2, 8, 0.9)

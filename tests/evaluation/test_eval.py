@@ -134,7 +134,7 @@ def test_local_tasks_say_what_is_true() -> None:
 def test_diffusion_model(run: Eval, opened: dict[str, LoadedModel], capsys: pytest.CaptureFixture[str]) -> None:
     """Choices by the bounds, texts by the sampler with the settings that are recorded; the same again the same."""
     model = opened["llada"]
-    options = {"tasks": ["orders,sums"], "limit": 3, "sampler": ["steps=8", "gen_length=16"]}
+    options = {"tasks": ["orders,sums"], "limit": 3, "set": ["steps=8", "gen_length=16"]}
     facts = run("llada", **options)
     assert "orders" in capsys.readouterr().out
     rows = {task: [row for row in facts["samples"] if row["task"] == task] for task in ("orders", "sums")}
@@ -191,12 +191,12 @@ def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
         ({"do_sample": False}, {"do_sample": True}, 0.7),  # the checkpoint's
         ({"do_sample": True}, {"do_sample": False}, 0.0),
     ]:
-        assert _ask(model, asked, sampler=sampler)[1]["temperature"] == expected
+        assert _ask(model, asked, set=sampler)[1]["temperature"] == expected
     drawn = _ask(model, {"do_sample": True, "temperature": 0.2, "top_p": 0.95})[1]
     assert (drawn["top_p"], drawn["gen_length"]) == (0.95, 8)
     assert _ask(model, {"do_sample": False, "top_p": 0.95})[1]["top_p"] is None
-    assert _ask(model, {"do_sample": True, "top_p": 0.95}, sampler={"do_sample": False})[1]["top_p"] is None
-    penalised = _ask(model, {"repetition_penalty": 1.5}, sampler={"suppress_tokens": [5]})[1]
+    assert _ask(model, {"do_sample": True, "top_p": 0.95}, set={"do_sample": False})[1]["top_p"] is None
+    penalised = _ask(model, {"repetition_penalty": 1.5}, set={"suppress_tokens": [5]})[1]
     assert (penalised["repetition_penalty"], penalised["suppress_tokens"]) == (1.5, [5])
     with pytest.raises(DlmBridgeError, match="num_beams"):
         _ask(model, {"num_beams": 5})
@@ -206,8 +206,8 @@ def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, Loade
     model = opened["llada"]
     assert _ask(model, {"max_gen_toks": None, "max_new_tokens": 16, "until": [""]})[1]["gen_length"] == 16
     for name in ("gen_length", "max_new_tokens"):
-        assert _ask(model, {}, sampler={name: 4})[1]["gen_length"] == 4
-    assert _ask(model, {"block_length": 8}, sampler={"block_size": 4})[1]["block_length"] == 4
+        assert _ask(model, {}, set={name: 4})[1]["gen_length"] == 4
+    assert _ask(model, {"block_length": 8}, set={"block_size": 4})[1]["block_length"] == 4
 
 
 def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, LoadedModel]) -> None:
@@ -217,7 +217,7 @@ def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Loaded
     assert len({*answers}) == 6
     assert _ask(opened["llada"], drawn, count=6, batch_size=4)[0] == answers
     assert _ask(opened["llada"], drawn, count=6, seed=1)[0] != answers
-    unseeded = [_ask(opened["llada"], drawn, sampler={"seed": None})[0] for _ in range(2)]
+    unseeded = [_ask(opened["llada"], drawn, set={"seed": None})[0] for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
@@ -369,7 +369,7 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
     run: Eval, opened: dict[str, LoadedModel], name: str
 ) -> None:
     model = opened["llama"]
-    for row in run("llama", tasks=["sums"], limit=2, sampler=[f"{name}=3"])["samples"]:
+    for row in run("llama", tasks=["sums"], limit=2, set=[f"{name}=3"])["samples"]:
         ids = model.tokenizer(f"{row['doc']['question']}\nAnswer:", return_tensors="pt")["input_ids"]
         written = model.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         assert row["resps"] == [[model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]]]
@@ -383,7 +383,7 @@ def test_what_an_autoregressive_model_draws_does_not_depend_on_the_batch(run: Ev
     drawn = texts("2")
     assert texts("5") == drawn
     assert texts("2", seed=1) != drawn
-    assert texts("2", sampler=["gen_length=8"]) != drawn
+    assert texts("2", set=["gen_length=8"]) != drawn
 
 
 def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_a_number_may_name_a_task(
 ) -> None:
     task = tmp_path / "own.yaml"
     task.write_text(json.dumps({**local_task("sums"), "task": 7077}))
-    evaluate(str(folders["llada"]), tasks=[str(task)], limit=1, sampler=["gen_length=4"], max_length=128, device="cpu")
+    evaluate(str(folders["llada"]), tasks=[str(task)], limit=1, set=["gen_length=4"], max_length=128, device="cpu")
     assert "7077" in capsys.readouterr().out
 
 
@@ -455,7 +455,7 @@ def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
     task = tmp_path / "own.yaml"
     task.write_text(wrong if isinstance(wrong, str) else json.dumps({**local_task("sums"), "task": "own", **wrong}))
     with refused(InputFileError, task) as error:
-        run("llada", tasks=[str(task)], limit=1, sampler=["gen_length=4"])
+        run("llada", tasks=[str(task)], limit=1, set=["gen_length=4"])
     assert "\n" not in str(error.value)
 
 
@@ -516,7 +516,7 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
 
     monkeypatch.setattr(harness, "PromptSampler", fail)
     with pytest.raises(TypeError, match="a mistake"):
-        run("llada", tasks=["sums"], limit=1, sampler=["gen_length=4"])
+        run("llada", tasks=["sums"], limit=1, set=["gen_length=4"])
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_several_processes_evaluate_as_one(
         (root / "commands.json").write_text(json.dumps(own_commands))
         said |= launch("tests.cli.tp_worker", root, processes)
     options = {"limit": 5, "mc_samples": 3, "max_length": 128, "batch_size": "2"}
-    alone = {name: run(name, tasks=[tasks], sampler=drawn[name], **options) for name in folders}
+    alone = {name: run(name, tasks=[tasks], set=drawn[name], **options) for name in folders}
     for command in commands:
         layout, name = command.split()
         assert command in said, said
