@@ -303,18 +303,6 @@ def sampler_names() -> list[str]:
     return list(SAMPLERS)
 
 
-def general_choices(setting: str) -> Callable[[], Iterable[str]]:
-    """The values of a setting that every sampler has."""
-
-    def choices() -> Iterable[str]:
-        from dlm_bridge.generation.samplers import GENERAL_SETTINGS
-
-        check = GENERAL_SETTINGS[setting]
-        return check.choices if check is not None else ()
-
-    return choices
-
-
 def objective_names() -> list[str]:
     from dlm_bridge.objectives.registry import OBJECTIVES
 
@@ -373,11 +361,12 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
 
 
 def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
+    """Parameters for `with_parameters`: options of a dataclass by field name, without `names` and options of
+    sections."""
     return {
         each.name: (option_annotation(each), each.default)
         for each in options_of(config_class).values()
-        if each.name not in names
+        if not each.section and each.name not in names
     }
 
 
