@@ -27,29 +27,31 @@ class GenerateOptions:
     settings: dict[str, Any]
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     prompt: str | None = common_option(None, "The prompt.", metavar="TEXT")
-    chat: bool = common_option(False, "Format the prompt as a user message with the chat template.", switch=True)
+    chat: bool = common_option(False, "Format the prompt as a user message with the chat template.", negative=None)
     system: str | None = common_option(None, "With --chat: system message.", metavar="TEXT")
     chat_template_args: list[str] = common_option(
         [], "Variable of the chat template: enable_thinking=false. Repeatable.", metavar="KEY=VALUE"
     )
-    infill: bool = common_option(False, "Fill in the prompt's [MASK] (one token) or [MASK:n] (n tokens).", switch=True)
+    infill: bool = common_option(
+        False, "Fill in the prompt's [MASK] (one token) or [MASK:n] (n tokens).", negative=None
+    )
     jsonl: str | None = common_option(None, "File of prompts, one JSON object per line; - is stdin.", metavar="FILE")
     field: str = common_option("prompt", "With --jsonl: the field that holds the prompt.")
     batch_size: str = common_option(
         "8", "With --jsonl: rows per batch; auto: as many as fit into memory.", metavar="N|auto"
     )
     commit_steps: bool = common_option(
-        False, "With --jsonl: write prompt_token_ids and commit_steps, for sft on trajectories.", switch=True
+        False, "With --jsonl: write prompt_token_ids and commit_steps, for sft on trajectories.", negative=None
     )
     output: Path | None = common_option(None, "Output file, written atomically. Default: stdout.", metavar="FILE")
-    overwrite: bool = common_option(False, "Replace --output, --html and --svg.", switch=True)
+    overwrite: bool = common_option(False, "Replace --output, --html and --svg.", negative=None)
     resume: bool = common_option(
-        False, "With --jsonl: continue from OUTPUT.partial after an interruption.", switch=True
+        False, "With --jsonl: continue from OUTPUT.partial after an interruption.", negative=None
     )
-    show: bool = common_option(False, "Show the denoising in the terminal.", switch=True)
+    show: bool = common_option(False, "Show the denoising in the terminal.", negative=None)
     html: Path | None = common_option(None, "Write an animated page of the denoising.", metavar="FILE")
     svg: Path | None = common_option(None, "Write an animated picture of the denoising.", metavar="FILE")
-    json: bool = common_option(False, "Print one JSON object to stdout.", switch=True)
+    json: bool = common_option(False, "Print one JSON object to stdout.", negative=None)
 
     @property
     def template_args(self) -> dict[str, Any]:

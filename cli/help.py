@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -61,7 +62,7 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
-    return found
+    return found | ({"model": ("--model", "")} if isinstance(command, ModelCommand) else {})
 
 
 class App(typer.Typer):
@@ -79,7 +80,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _command[:] = [self]
         for option in self.params:
-            if len(option.opts) > 1 and not getattr(option, "multiple", False):
+            if len(option.opts) > 1 and not (getattr(option, "multiple", False) or getattr(option, "is_flag", False)):
                 given = dict(split_option(args, option.opts)[1])
                 if len(set(given.values())) > 1:
                     (one, a), (other, b) = list(given.items())[:2]
@@ -309,18 +310,6 @@ def objective_names() -> list[str]:
     return list(OBJECTIVES)
 
 
-def format_names() -> Iterable[str]:
-    from dlm_bridge.convert.planning import FORMATS
-
-    return FORMATS
-
-
-def key_styles() -> Iterable[str]:
-    from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
-
-    return KEY_STYLES
-
-
 def cast_dtypes() -> list[str]:
     from dlm_bridge.mapping.dtypes import CAST_DTYPES
 
@@ -364,7 +353,7 @@ def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[s
     """Parameters for `with_parameters`: options of a dataclass by field name, without `names` and options of
     sections."""
     return {
-        each.name: (option_annotation(each), each.default)
+        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
         for each in options_of(config_class).values()
         if not each.section and each.name not in names
     }
@@ -372,16 +361,16 @@ def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[s
 
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
-    help = help or option.help
+    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool and not option.switch else list(option.flags)
+    names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     if option.engine is not None:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     section = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     panel = option.panel or section or None
-    known = COMPLETED.get(option.key, tuple(filter(None, option.choices)))
+    known = COMPLETED.get(option.name, tuple(filter(None, option.choices)))
     more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
     if option.metavar:
         more["metavar"] = option.metavar
@@ -407,47 +396,3 @@ def _whole_number(option: Option) -> Callable[[str], int]:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
-# Options of the commands that load a model.
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="keep (as stored), bf16, fp16 or fp32.",
-        autocompletion=completes(cast_dtypes),
-        rich_help_panel=LOADING,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MAP",
-        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-        rich_help_panel=LOADING,
-    ),
-]
-TpPlan = Annotated[
-    str | None,
-    typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
-]
-ChatTemplateArgs = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Variable of the chat template: enable_thinking=false. Repeatable."),
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
-]
-Family = Annotated[
-    str | None,
-    typer.Option(
-        help="The model family, where config.json cannot tell.",
-        autocompletion=completes(family_names),
-        rich_help_panel=LOADING,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
-Like = Annotated[
-    str | None,
-    typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING),
-]

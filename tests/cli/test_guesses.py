@@ -89,13 +89,13 @@ def test_a_file_is_the_first_word(configs: list[TrainConfig], monkeypatch: pytes
     """The file's own keys may be aliases; overrides and flags win over it."""
     file = tmp_path / "run.yml"
     file.write_text(
-        "model: {path: m}\noptimizer: {learning_rate: 0.5, beta1: 0.5}\nschedule: {max_steps: 3, warmup_steps: 1}\n"
+        "model: {model: m}\noptimizer: {learning_rate: 0.5, beta1: 0.5}\nschedule: {max_steps: 3, warmup_steps: 1}\n"
     )
     for given in ([str(file)], ["--config", str(file)], [str(file), "--config", str(file)]):
         words = ["sft", *given, "optimizer.beta1=0.6", "--max-steps", "4", "--data", "d", "--output", "o"]
         assert run(monkeypatch, *words) == 0
         config = configs.pop()
-        assert (config.model.path, config.optimizer.lr, config.optimizer.beta1) == ("m", 0.5, 0.6)
+        assert (config.model.model, config.optimizer.lr, config.optimizer.beta1) == ("m", 0.5, 0.6)
         assert (config.schedule.steps, config.schedule.warmup_steps) == (4, 1)
     file.write_text("optimizer: {learning_rate: 0.5, lr: 0.4}\n")
     with pytest.raises(SettingError, match=r"optimizer\.learning_rate.*optimizer\.lr"):
@@ -109,7 +109,7 @@ def test_a_data_file_with_an_equals_sign_is_no_override(
     for name in ("part=1.txt", "part=2.txt"):
         (tmp_path / name).write_text("text")
     assert run(monkeypatch, *["pretrain", "m", "--output", "o", "--data", "part=1.txt", "part=2.txt"]) == 0
-    assert configs[0].data.paths == ["part=1.txt", "part=2.txt"]
+    assert configs[0].data.data == ["part=1.txt", "part=2.txt"]
 
 
 @pytest.mark.parametrize(

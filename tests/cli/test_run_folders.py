@@ -103,7 +103,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     assert run_cli(capsys, "import", DATA / "sdar", tmp_path / "base")[0] == 0
     code, _, err = run_cli(capsys, "adapter", "import", peft, run / "checkpoints", "--base", tmp_path / "base")
     assert code == 0, err
-    (run / "config.yaml").write_text(f"task: pretrain\nmodel: {{path: {tmp_path / 'base'}}}\n")
+    (run / "config.yaml").write_text(f"task: pretrain\nmodel: {{model: {tmp_path / 'base'}}}\n")
     wanted = load_model(runs["adapter"]).model.state_dict()
     loaded = load_model(run).model
     assert isinstance(loaded, PeftModel)
@@ -112,7 +112,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     (run / "config.yaml").unlink()  # of an adapter that was converted
     assert isinstance(load_model(run / "checkpoints").model, PeftModel)
     assert run_cli(capsys, "adapter", "export", run / "checkpoints", tmp_path / "merged", "--merge")[0] == 0
-    (run / "config.yaml").write_text("model: {path: ./gone}\n")
+    (run / "config.yaml").write_text("model: {model: ./gone}\n")
     with pytest.raises(DlmBridgeError, match="gone: no such folder"):
         load_model(run)
     assert isinstance(load_model(run, like=str(DATA / "sdar")).model, PeftModel)
@@ -121,9 +121,9 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
 def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:
     flags = {"data": ["mock"], "output": "x", "lora_rank": 0}
     config = load_config({**flags, "model": str(runs["accelerate"]), "adapter": str(runs["adapter"])})
-    assert config.model.path == str(runs["accelerate"] / "checkpoints/step-0000004")
+    assert config.model.model == str(runs["accelerate"] / "checkpoints/step-0000004")
     assert config.model.adapter == str(runs["adapter"] / "checkpoints/step-0000004")
-    assert load_config({**flags, "model": "./nowhere"}).model.path == "./nowhere"
+    assert load_config({**flags, "model": "./nowhere"}).model.model == "./nowhere"
 
 
 @pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "dlm_bridge.json"])

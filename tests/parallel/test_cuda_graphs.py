@@ -126,7 +126,7 @@ def test_what_models_and_machines_exclude(monkeypatch: pytest.MonkeyPatch) -> No
         check_overlap(config, 0, True, {})
     one, two = MaskedDiffusion(mask_token_id=0), BlockDiffusion(mask_token_id=0, block_size=4)
     check_cuda_graphs(config, one, "bidirectional")
-    check_cuda_graphs(dataclasses.replace(config, engine=type(config.engine)(name="megatron")), two, "block_causal")
+    check_cuda_graphs(dataclasses.replace(config, engine=type(config.engine)(engine="megatron")), two, "block_causal")
     for objective, pattern in ((two, "bidirectional"), (one, "block_causal")):
         with pytest.raises(DlmBridgeError, match="--cuda-graphs"):
             check_cuda_graphs(config, objective, pattern)

@@ -118,7 +118,7 @@ def train(root: Path, name: str, subject: str, resume: bool = False, **changes: 
     AcceleratorState._reset_state(reset_partial_state=True)
     options = {**OPTIONS, "steps": STEPS, "model": str(root / subject), "data": [str(root / "chats.jsonl")], **changes}
     config = TrainConfig.from_flags(**options, output=str(root / name), tokenizer=str(root / "tokenizer"))
-    kind: Any = MuonAndAdamW if config.optimizer.name == "muon" else torch.optim.AdamW
+    kind: Any = MuonAndAdamW if config.optimizer.optimizer == "muon" else torch.optim.AdamW
     step = kind.step
     kept: list[list[torch.Tensor]] = []
 

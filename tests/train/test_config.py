@@ -15,6 +15,7 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.settings import GUESSES, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, read_yaml
+from tests.refusals import refused
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -28,10 +29,10 @@ def _yaml(tmp_path: Path, text: str) -> Path:
 def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path: Path) -> None:
     file = _yaml(
         tmp_path,
-        "schedule: {steps: 7}\ndata: {paths: one.txt, split: '90,5,5'}\noptimizer: {lr: 1e-3, clip_grad: 2}\n",
+        "schedule: {steps: 7}\ndata: {data: one.txt, split: '90,5,5'}\noptimizer: {lr: 1e-3, clip_grad: 2}\n",
     )
     config = load_config({"model": "m", "output": "o", "steps": 9}, file)
-    assert (config.optimizer.lr, config.schedule.steps, config.data.paths, config.optimizer.clip_grad) == (
+    assert (config.optimizer.lr, config.schedule.steps, config.data.data, config.optimizer.clip_grad) == (
         1e-3,
         9,
         ["one.txt"],
@@ -50,7 +51,7 @@ def test_resume_takes_the_runs_own_options_and_keeps_its_data_order(tmp_path: Pa
     output = {"output": str(tmp_path)}
     (tmp_path / "config.yaml").write_text(TrainConfig.from_flags(**{**GIVEN, **output}, lr=0.5, seed=3).to_yaml())
     config = load_config({**output, "steps": 5}, resume=True)
-    assert (config.model.path, config.optimizer.lr, config.data.seed, config.schedule.steps) == ("m", 0.5, 3, 5)
+    assert (config.model.model, config.optimizer.lr, config.data.seed, config.schedule.steps) == ("m", 0.5, 3, 5)
     of_data = ({"seed": 4}, {"seq_length": 8}, {"global_batch_size": 8}, {"split": "9,1,0"})
     for change in (*of_data, {"optimizer": "sgd"}, {"distributed_optimizer": False}):
         with pytest.raises(SettingError) as raised:
@@ -68,13 +69,38 @@ def test_resume_reads_the_flat_file_of_an_earlier_version(tmp_path: Path) -> Non
         load_config({"output": str(tmp_path), "objective": "shifted"}, resume=True)
 
 
+OLD_KEYS = """
+model: {path: m}
+data: {paths: [a, b], valid_paths: [c]}
+objective: {name: masked}
+optimizer: {name: muon, cpu_offload: true}
+schedule: {name: linear}
+precision: {name: bf16}
+engine: {name: megatron}
+"""
+
+
+def test_keys_of_earlier_versions_are_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = _yaml(tmp_path, OLD_KEYS)
+    found = {
+        "model": "m", "data": ["a", "b"], "valid_data": ["c"], "objective": "masked", "optimizer": "muon",
+        "optimizer_cpu_offload": True, "lr_schedule": "linear", "precision": "bf16", "engine": "megatron",
+    }  # fmt: skip
+    assert read_yaml(file) == read_yaml(file) == found
+    (warning,) = caplog.messages
+    for section, keys in yaml.safe_load(OLD_KEYS).items():
+        assert all(f"{section}.{key} is now {section}." in warning for key in keys)
+    with refused(SettingError, None, "optimizer.name", "optimizer.optimizer"):
+        read_yaml(_yaml(tmp_path, "optimizer: {name: muon, optimizer: adamw}\n"))
+
+
 def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
-    file = _yaml(tmp_path, "data: {paths: [0.3, a, 7e-1, b]}\n")
+    file = _yaml(tmp_path, "data: {data: [0.3, a, 7e-1, b]}\n")
     output = {"output": str(tmp_path)}
     config = load_config({**GIVEN, **output, "data": read_yaml(file)["data"]})
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert load_config(output, resume=True).data.paths == ["0.3", "a", "7e-1", "b"]
-    assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data.paths[1] == "c"  # moved
+    assert load_config(output, resume=True).data.data == ["0.3", "a", "7e-1", "b"]
+    assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data.data[1] == "c"  # moved
     for other in (["0.4", "a", "0.6", "b"], ["a", "b"]):
         with pytest.raises(SettingError, match="--data"):
             load_config({**output, "data": other}, resume=True)
@@ -88,12 +114,12 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
         ("data: {lr: 1}\n", "optimizer.lr"),  # of another section
         ("optimiser: {lr: 1}\n", "'optimizer'"),
         ("lr: 1\n", "optimizer: {lr: ...}"),  # a flat file, as earlier versions took it
-        ("model: m\n", "model: {path: ...}"),
+        ("model: m\n", "model: {model: ...}"),
         ("schedule: 3\n", "'schedule'"),
         ("schedule: {steps: many}\n", "schedule.steps"),
         ("schedule: {steps: 1.5}\n", "schedule.steps"),
         ("model: {from_scratch: 1}\n", "model.from_scratch"),
-        ("data: {paths: [1]}\n", "data.paths"),
+        ("data: {data: [1]}\n", "data.data"),
         ("optimizer: {lr: fast}\n", "optimizer.lr"),
         ("parallel: {cp: auto}\n", "docs/megatron.md"),
         ("- 1\n", "run.yaml"),

@@ -64,7 +64,7 @@ def test_loss_falls_and_the_folder_holds_what_it_should(tmp_path: Path, run: Run
     output = tmp_path / "run"
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-0000050", "step-0000060"]
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert yaml.safe_load((output / "config.yaml").read_text())["objective"]["name"] == "masked"
+    assert yaml.safe_load((output / "config.yaml").read_text())["objective"]["objective"] == "masked"
     checkpoint = output / "checkpoints" / "step-0000060"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert json.loads((checkpoint / "config.json").read_text())["d_model"] == 32
@@ -216,7 +216,7 @@ def test_objective_must_be_the_one_that_the_model_is_read_with(
     model = SimpleNamespace(family=family, config=transformers.PretrainedConfig())
     config = TrainConfig.from_flags(**values, output="o")
     if message is None:
-        assert with_objective(config, model).objective.name == "masked"
+        assert with_objective(config, model).objective.objective == "masked"
     else:
         with pytest.raises(DlmBridgeError, match=message):
             with_objective(config, model)

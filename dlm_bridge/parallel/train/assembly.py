@@ -35,6 +35,7 @@ from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
@@ -131,6 +132,7 @@ def assemble(
 
     # The main process reads and packs the data, the others find them in the cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
+    config = with_steps(config, len(data[0]))
 
     wrapped, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)
@@ -152,7 +154,7 @@ def build_trained_model(
     """This rank's chunks of a model, wrapped for data parallelism, their optimizer, and the factors of an adapter by
     chunk. Weights are those of `source`; those that `checkpoint` sets anyway are not loaded twice. `overrides` are
     fields of megatron-core's TransformerConfig; `value_head` as of `build_megatron_model`. Raises DlmBridgeError."""
-    dtype = mcore_config.DTYPES[config.precision.name]
+    dtype = mcore_config.DTYPES[config.precision.precision]
     with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
         # Layer spec, model and weights.
         load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
@@ -192,7 +194,7 @@ def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: i
         micro * tokens_read * config.data.seq_length // parallel.cp,
         hidden_size,
         parallel.tp,
-        fp8=config.precision.name == "fp8",
+        fp8=config.precision.precision == "fp8",
         mixed=bool(overrides.get("first_last_layers_bf16")),
         backend=overrides["tp_comm_bootstrap_backend"],
     )
@@ -219,7 +221,7 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: MegatronSource) -> Any:
     """megatron-core's optimizer over wrapped chunks. The learning rate is set before every step. Raises
     DlmBridgeError."""
-    if config.optimizer.cpu_offload:
+    if config.optimizer.optimizer_cpu_offload:
         for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
             if parameter.dtype == torch.float32:  # as routers may be
                 raise DlmBridgeError(
@@ -228,7 +230,7 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: Megatron
                 )
     # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
     settings = mcore_config.optimizer_config(config)
-    if config.optimizer.name == "muon":
+    if config.optimizer.optimizer == "muon":
         optimizer = muon_optimizer(settings, chunks, source, config.optimizer.muon_momentum)
     else:
         optimizer = get_megatron_optimizer(settings, list(chunks))

@@ -55,9 +55,9 @@ class LoraRun:
         base, seed = source.bridge.checkpoint, config.data.seed
         found = _fingerprint(source)
         if checkpoint is not None:
-            check_base(checkpoint.parent, found, config.model.path)
+            check_base(checkpoint.parent, found, config.model.model)
         if config.model.adapter is not None:
-            check_base(Path(config.model.adapter), found, config.model.path)
+            check_base(Path(config.model.adapter), found, config.model.model)
             start = open_adapter(Path(config.model.adapter), base)
             facts = start.facts
             return cls(base, facts.modules, facts.rank, facts.alpha, facts.scale, seed, found, start, facts.dora)

@@ -84,7 +84,7 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         fields |= {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     if backend is not None:
         fields["attention_backend"] = AttnBackend[backend]
-    if precision.name == "fp8":
+    if precision.precision == "fp8":
         if not has_te:
             raise DlmBridgeError("--precision fp8 needs Transformer Engine and a GPU: pip install 'dlm-bridge[te]'")
         fields |= {
@@ -238,15 +238,15 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
 def _is_sharded(config: TrainConfig) -> bool:
     """Whether the optimizer's state is sharded: megatron-core does so for Adam only; SGD has next to none,
     and with Muon it must not."""
-    distributed = config.parallel.distributed_optimizer and config.optimizer.name == "adamw"
+    distributed = config.parallel.distributed_optimizer and config.optimizer.optimizer == "adamw"
     return distributed or config.parallel.fsdp is not None
 
 
 def optimizer_config(config: TrainConfig) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer. Raises DlmBridgeError."""
-    dtype, optimizer, precision = DTYPES[config.precision.name], config.optimizer, config.precision
+    dtype, optimizer, precision = DTYPES[config.precision.precision], config.optimizer, config.precision
     settings: dict[str, Any] = {
-        "optimizer": "sgd" if optimizer.name == "sgd" else "adam",  # inside which Muon is put
+        "optimizer": "sgd" if optimizer.optimizer == "sgd" else "adam",  # inside which Muon is put
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,
@@ -257,24 +257,24 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "use_distributed_optimizer": _is_sharded(config),
-        "optimizer_cpu_offload": optimizer.cpu_offload,
-        "optimizer_offload_fraction": float(optimizer.cpu_offload),
+        "optimizer_cpu_offload": optimizer.optimizer_cpu_offload,
+        "optimizer_offload_fraction": float(optimizer.optimizer_cpu_offload),
         # Without it main params would stay on the device besides, and no checkpoint could be resumed from.
-        "use_precision_aware_optimizer": optimizer.cpu_offload,
-        **({"fp8_recipe": precision.fp8_recipe} if precision.name == "fp8" else {}),
+        "use_precision_aware_optimizer": optimizer.optimizer_cpu_offload,
+        **({"fp8_recipe": precision.fp8_recipe} if precision.precision == "fp8" else {}),
         **passed_on(config, "optimizer"),
     }
-    if optimizer.cpu_offload and not settings["use_precision_aware_optimizer"]:
+    if optimizer.optimizer_cpu_offload and not settings["use_precision_aware_optimizer"]:
         raise DlmBridgeError(
             "--megatron optimizer.use_precision_aware_optimizer=false: --optimizer-cpu-offload is part of that "
             "optimizer: leave one of them out"
         )
-    if optimizer.cpu_offload and not config.parallel.distributed_optimizer:
+    if optimizer.optimizer_cpu_offload and not config.parallel.distributed_optimizer:
         raise DlmBridgeError(
             "--optimizer-cpu-offload with --no-distributed-optimizer: megatron-core offloads the sharded optimizer "
             "only: leave out one of them"
         )
-    if optimizer.cpu_offload and platform.current().name == "cpu":
+    if optimizer.optimizer_cpu_offload and platform.current().name == "cpu":
         raise MissingExtraError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
     if settings["use_precision_aware_optimizer"] and optimizer.ema_decay:
         raise DlmBridgeError(
@@ -284,7 +284,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
     if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
         asked = "--megatron optimizer.use_precision_aware_optimizer"
         raise MissingExtraError(
-            f"{'--optimizer-cpu-offload' if optimizer.cpu_offload else asked} needs Transformer Engine: "
+            f"{'--optimizer-cpu-offload' if optimizer.optimizer_cpu_offload else asked} needs Transformer Engine: "
             "pip install 'dlm-bridge[te]'"
         )
     with named_refusals():
@@ -306,7 +306,7 @@ def check_model(
     own = {"sequence_parallel": config.parallel.sharded_sequence} | passed_on(config, "transformer")
     predicting = prediction_fields(config, 0 if config.model.from_scratch else dims.mtp)
     check_overlap(config, dims.experts, bool(predicting), family.mapping.settings(hub_config))
-    layout, dtype = config.parallel.layout, DTYPES[config.precision.name]
+    layout, dtype = config.parallel.layout, DTYPES[config.precision.precision]
     with contextlib.suppress(MissingExtraError):
         model_config(family.mapping, hub_config, dims, layout, dtype, config.parallel.context, **own, **predicting)
 

@@ -260,7 +260,7 @@ class MegatronTrainer(Trainer):
     @functools.cached_property
     def sampling_model(self) -> Any:
         """The Hub model that samples, on the CPU in between."""
-        model = self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.name])
+        model = self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.precision])
         model.generation_config = self.plain_model.generation_config
         return model
 
@@ -271,7 +271,7 @@ class MegatronTrainer(Trainer):
         if self.adapter is None:
             write_hub_files(self.output, self.source, self.tokenizer, self.depths > 0)
         else:
-            self.adapter.write_manifest(checkpoint_root(self.output), DTYPES[self.config.precision.name])
+            self.adapter.write_manifest(checkpoint_root(self.output), DTYPES[self.config.precision.precision])
 
     def save_checkpoint(self, step: int) -> Path:
         if self.config.objective.block_sizes and self.adapter is None:
