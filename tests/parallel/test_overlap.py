@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
 from tests.interop.cases import BLOCK_ROUTED, PREDICTING, models
 from tests.parallel.megatron_cases import Cell, Files
+from tests.refusals import refused
 from tests.train.conftest import Run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -85,8 +86,8 @@ def test_what_goes_together() -> None:
     [
         ("deepseek_v3", TP, "latent attention"),
         (BLOCK_ROUTED, EP, "routers"),
-        ("llada_moe", EP | {"ep": 8}, "smaller --ep"),
-        (PREDICTING, EP, "--mtp-loss-scaling-factor"),
+        ("llada_moe", EP | {"ep": 8}, "`ep`"),
+        (PREDICTING, EP, "`mtp_loss_scaling_factor=0`"),
     ],
 )
 def test_what_models_exclude(model: str, layout: dict[str, Any], named: str) -> None:
@@ -96,7 +97,7 @@ def test_what_models_exclude(model: str, layout: dict[str, Any], named: str) -> 
     chosen = models()[model]
     family = find_family(chosen.config, chosen.family)
     dims, config = family.mapping.dims(chosen.config), configured(**layout)
-    with pytest.raises(DlmBridgeError, match=named):
+    with refused(SettingError, "tp_overlap" if layout is TP else "ep_overlap", named):
         check_overlap(
             config, dims.experts, bool(prediction_fields(config, dims.mtp)), family.mapping.settings(chosen.config)
         )

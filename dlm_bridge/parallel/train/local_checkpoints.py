@@ -155,8 +155,10 @@ class LocalCheckpoints:
         if self.step is not None:
             notes.append(f"resuming from the local checkpoint of step {self.step}, which is newer than {other}")
         else:
-            local = "there is none" if newest is None else f"the newest is of step {newest}"
-            notes.append(f"resuming from {other}, not from a local checkpoint: {local}")
+            local = "there is no newer local checkpoint"
+            if newest is not None:
+                local = f"the newest local checkpoint is of step {newest}"
+            notes.append(f"resuming from {other}: {local}")
         if dist.get_rank() == 0:
             for line in notes:
                 console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
