@@ -34,6 +34,7 @@ from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
@@ -137,6 +138,7 @@ def assemble(
 
     # The main process reads and packs the data, the others read its cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
+    config = with_steps(config, len(data[0]))
 
     wrapped, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     trainer = MegatronTrainer(config, source, wrapped, optimizer, objective, data, console, local, adapter, factors)

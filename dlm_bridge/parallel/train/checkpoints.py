@@ -408,7 +408,7 @@ class CheckpointManager:
             first = next((failure[0] for failure in error.failures.values()), None)  # set on the first rank
             refused = None if first is None else disk_refusal(first, folder, self._remedy())
             if (refused := from_all(refused)[0]) is not None:
-                return ResourceError(folder, refused)
+                return refused
             reason = from_all(load_failure(error))[0]
         kind = WorkerError if found is not None or was_killed(reason) else ResourceError
         return kind(folder, f"cannot be written: {reason}: {self._remedy(was_killed(reason))}")

@@ -246,7 +246,7 @@ class LocalManager(BaseCheckpointManager):
         self.folder = folder / f"rank-{dist.get_rank()}"
         self.sources = {dist.get_rank()} if strategy is None else set(strategy.local_group.ranks)
         self.excluded: set[CheckpointId] = set()
-        self.failure: str | None = None
+        self.failure: DlmBridgeError | None = None
 
     def path(self, checkpoint: CheckpointId) -> Path:
         step, rank, _ = checkpoint
@@ -285,7 +285,7 @@ class LocalManager(BaseCheckpointManager):
             self.save(state, step)
         except CheckpointingException as error:
             failures = [failure for failure in from_all(self.failure) if failure is not None]
-            raise ResourceError("local_folder", failures[0] if failures else one_line(error)) from error
+            raise (failures[0] if failures else ResourceError(self.folder, one_line(error))) from error
 
     def _incomplete(self, above: int) -> list[str]:
         """Messages about checkpoints after a step that some rank lacks."""
@@ -318,7 +318,7 @@ class LocalManager(BaseCheckpointManager):
                     torch.save(_as_plain_values(state), stream)
                 write_digests(temporary, digests_of(temporary, [FILE]))
         except DlmBridgeError as error:
-            self.failure = str(error)
+            self.failure = error
 
     def _load(self, checkpoint: CheckpointId) -> MCoreTensorAwareStateDict:
         return read_state(self.path(checkpoint) / FILE)
