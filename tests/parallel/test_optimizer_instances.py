@@ -14,10 +14,10 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from tests.parallel.megatron_cases import Files
-from tests.refusals import refused
 from tests.parallel.megatron_instances_worker import AVERAGED, QUICK, SLOW
 from tests.parallel.megatron_worker import LayoutChanges, Results
 from tests.processes import assert_ok
+from tests.refusals import refused
 from tests.train.conftest import read_metrics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
