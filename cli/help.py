@@ -61,6 +61,8 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
+    if isinstance(command, ModelCommand):
+        found.setdefault("model", ("--model", ""))
     return found
 
 
