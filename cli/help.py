@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,9 +62,7 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
-    if isinstance(command, ModelCommand):
-        found.setdefault("model", ("--model", ""))
-    return found
+    return found | ({"model": ("--model", "")} if isinstance(command, ModelCommand) else {})
 
 
 class App(typer.Typer):
@@ -81,7 +80,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _command[:] = [self]
         for option in self.params:
-            if len(option.opts) > 1 and not getattr(option, "multiple", False):
+            if len(option.opts) > 1 and not (getattr(option, "multiple", False) or getattr(option, "is_flag", False)):
                 given = dict(split_option(args, option.opts)[1])
                 if len(set(given.values())) > 1:
                     (one, a), (other, b) = list(given.items())[:2]
@@ -323,18 +322,6 @@ def objective_names() -> list[str]:
     return list(OBJECTIVES)
 
 
-def format_names() -> Iterable[str]:
-    from dlm_bridge.convert.planning import FORMATS
-
-    return FORMATS
-
-
-def key_styles() -> Iterable[str]:
-    from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
-
-    return KEY_STYLES
-
-
 def cast_dtypes() -> list[str]:
     from dlm_bridge.mapping.dtypes import CAST_DTYPES
 
@@ -354,7 +341,12 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
 
 
 # What options complete that declare no choices, by key.
-COMPLETED = {"family": family_names, "objective": objective_names}
+COMPLETED = {
+    "algorithm": sampler_names,
+    "dtype": cast_dtypes,
+    "family": family_names,
+    "objective": objective_names,
+}
 
 
 def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
@@ -369,11 +361,20 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
     return command
 
 
+def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
+    return {
+        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
+        for each in options_of(config_class).values()
+        if each.name not in names
+    }
+
+
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
-    help = help or option.help
+    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
+    names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     if option.engine is not None:

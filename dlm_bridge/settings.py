@@ -90,10 +90,11 @@ class Option:
 
 
 def option(default: Any, help: str, **constraints: Any) -> Any:
-    """Dataclass field that declares an option. `constraints` are the other fields of `Option`."""
+    """Dataclass field that declares an option, which is required if `default` is dataclasses.MISSING. `constraints`
+    are the other fields of `Option`."""
     metadata = {"option": Option(help, **constraints)}
-    if isinstance(default, list):
-        return field(default_factory=list, metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=type(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -122,7 +123,7 @@ def _declared(config_class: type) -> Mapping[str, Option]:
                 negative=negative,
                 name=known.name,
                 type=hints[known.name],
-                default=[] if known.default is dataclasses.MISSING else known.default,
+                default=known.default_factory() if callable(known.default_factory) else known.default,
             )
     return types.MappingProxyType(found)
 
@@ -131,6 +132,55 @@ def options_meant(config_class: type, word: str) -> list[Option]:
     """Options with `word` as name or alias, or that `GUESSES` gives for it."""
     names = GUESSES.get(word, (word,))
     return [each for each in options_of(config_class).values() if {each.name, *each.aliases} & set(names)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions:
+    """Options of the commands that load a model: which tensors, and on which devices. `source` are keywords of
+    `dlm_bridge.loading.load_model`; `dlm_bridge.loading.Placement.of` reads the others."""
+
+    dtype: str = option("keep", "keep (as stored), bf16, fp16 or fp32.", panel="Loading", common=True)
+    device: str | None = option(
+        None, "Such as cpu, cuda or cuda:1; a GPU by default.", metavar="TEXT", panel="Loading", common=True
+    )
+    device_map: str | None = option(
+        None,
+        "Several GPUs, CPU and disk: auto, or a JSON object of devices.",
+        metavar="MAP",
+        panel="Loading",
+        common=True,
+    )
+    offload_folder: str | None = option(
+        None, "Folder for the weights that `device_map` offloads to disk.", metavar="DIR", panel="Loading", common=True
+    )
+    tp_plan: str | None = option(
+        None, "Tensor parallelism over torchrun's processes.", metavar="auto", panel="Loading", common=True
+    )
+    tp: int | None = option(
+        None,
+        "Shard the model over N processes; each group of N processes gets a part of the rows.",
+        minimum=1,
+        metavar="N",
+        panel="Loading",
+        common=True,
+    )
+    tokenizer: str | None = option(
+        None, "Tokenizer folder or id; the model's own by default.", metavar="TEXT", panel="Loading", common=True
+    )
+    family: str | None = option(
+        None, "Model family, if config.json does not identify it.", metavar="TEXT", panel="Loading", common=True
+    )
+    revision: str | None = option(
+        None, "Branch, tag or commit of a Hub id.", metavar="TEXT", panel="Loading", common=True
+    )
+    like: str | None = option(
+        None, "Hub model of a Megatron checkpoint of another program.", metavar="HF", panel="Loading", common=True
+    )
+
+    @property
+    def source(self) -> dict[str, str | None]:
+        """Keywords of `load_model` that select the tensors and the tokenizer."""
+        return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}
 
 
 def check_option(option: Option, value: Any, task: str, values: Mapping[str, Any]) -> None:

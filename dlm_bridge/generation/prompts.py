@@ -172,7 +172,7 @@ def read_prompts(
     parse = partial(_prompt, key=key, chat=chat, system=system, template_args=template_args or {})
     if name == "-":
         return _prompts("stdin", sys.stdin, parse)
-    check_text_file(Path(name), f"--jsonl {name}")
+    check_text_file(Path(name))
     try:
         with Path(name).open(encoding="utf-8") as lines:
             return _prompts(name, lines, parse)

@@ -17,7 +17,7 @@ from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora import MergedCheckpoint, open_adapter
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from dlm_bridge.convert.planning import Options
+from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.convert.adapters import (
@@ -82,7 +82,7 @@ def test_peft_merged_and_megatron_are_one_change(dora: bool, llama: Path, tmp_pa
     expected = logits(tuned)
     assert (expected - logits(live(llama))).abs().max() > 0.1  # the adapter does something
     base = open_checkpoint(llama)
-    write_hub(MergedCheckpoint(base, open_adapter(adapter, base)), tmp_path / "merged", Options())
+    write_hub(MergedCheckpoint(base, open_adapter(adapter, base)), tmp_path / "merged", HubSettings())
     torch.testing.assert_close(logits(live(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
     by_peft = {f"{name}": value for name, value in tuned.merge_and_unload().state_dict().items()}
     for name, tensor in hub_tensors(tmp_path / "merged").items():
@@ -91,7 +91,7 @@ def test_peft_merged_and_megatron_are_one_change(dora: bool, llama: Path, tmp_pa
     megatron = to_megatron(llama, adapter, tmp_path / "megatron", Layout(tp=2, pp=2))
     Bridge.from_hf(llama).to_megatron(tmp_path / "base", Layout(tp=2))
     other = open_checkpoint(tmp_path / "base")
-    write_hub(MergedCheckpoint(other, open_adapter(megatron, other)), tmp_path / "merged2", Options())
+    write_hub(MergedCheckpoint(other, open_adapter(megatron, other)), tmp_path / "merged2", HubSettings())
     ours, again = hub_tensors(tmp_path / "merged"), hub_tensors(tmp_path / "merged2")
     assert ours.keys() == again.keys()
     assert all(same(ours[name], again[name]) for name in ours)
@@ -241,7 +241,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     base = write_hub_folder(tmp_path / "llama", config, standard_tensors(config, dtype=torch.bfloat16))
     adapter = written_adapter(base, tmp_path)
     opened = open_checkpoint(base)
-    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), tmp_path / "merged", Options())
+    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), tmp_path / "merged", HubSettings())
     before, merged, factors = hub_tensors(base), hub_tensors(tmp_path / "merged"), load_file(adapter / ADAPTER_WEIGHTS)
     name = "model.layers.1.mlp.down_proj"
     a, b = (factors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")

@@ -17,8 +17,8 @@ from dlm_bridge.convert.checkpoints import find_checkpoint, open_checkpoint
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, open_adapter
 from dlm_bridge.convert.manifest import digests_of, file_names, read_manifest, write_digests
-from dlm_bridge.convert.planning import Options
 from dlm_bridge.convert.push import push
+from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.convert.transfer import write_hub
@@ -114,7 +114,6 @@ def test_a_flipped_bit_is_refused_or_recorded(
     with pytest.raises(ChangedTensorsError) as refused:
         convert(opened(folder), output, **options)
     assert refused.value.names == sorted(names)
-    assert "4 in all" in str(refused.value)
     assert not output.exists()
     assert no_leftovers(tmp_path)
     assert tree(folder) == before
@@ -197,7 +196,7 @@ def test_a_base_is_checked_before_an_adapter_changes_it(llama: Path, tmp_path: P
     def merge(output: str, accept: bool = False) -> None:
         base = open_checkpoint(llama)
         merged = MergedCheckpoint(base, open_adapter(adapter, base))
-        write_hub(merged, tmp_path / output, Options(accept_changed_tensors=accept))
+        write_hub(merged, tmp_path / output, HubSettings(accept_changed_tensors=accept))
 
     merge("merged")
     flip(llama, changed, kept)
@@ -223,7 +222,7 @@ def test_an_adapter_is_checked_as_well(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ChangedTensorsError, match=r"layers\.0\.self_attn\.o_proj\.lora_A"):
         export_adapter(open_adapter(megatron, base), base, tmp_path / "out")
     with pytest.raises(ChangedTensorsError, match=r"layers\.0\.self_attn\.o_proj\.lora_A"):
-        write_hub(MergedCheckpoint(base, open_adapter(megatron, base)), tmp_path / "out", Options())
+        write_hub(MergedCheckpoint(base, open_adapter(megatron, base)), tmp_path / "out", HubSettings())
     export_adapter(open_adapter(megatron, base), base, tmp_path / "out", accept_changed_tensors=True)
 
 

@@ -17,7 +17,7 @@ from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, open_adapter
 from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS
-from dlm_bridge.convert.planning import Options
+from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
 from dlm_bridge.hub import ADAPTER_CONFIG
 from tests.autoregressive.cases import CASES
@@ -50,7 +50,7 @@ def adapter_of(model: Any, output: Path, stacks: tuple[str, ...] = STACKS, modul
 
 def merged(base: Path, adapter: Path, output: Path) -> Path:
     opened = open_checkpoint(base)
-    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), output, Options())
+    write_hub(MergedCheckpoint(opened, open_adapter(adapter, opened)), output, HubSettings())
     return output
 
 

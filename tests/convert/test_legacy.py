@@ -314,11 +314,6 @@ def test_what_the_folders_cannot_tell_is_refused(tmp_path: Path) -> None:
         Bridge.from_hf(tmp_path / "hub").to_megatron(tmp_path / "m", Layout(ep=2, etp=2), format="torch")
 
 
-def test_vocabulary_that_ranks_cannot_share(llada: Path, tmp_path: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"--vocab-multiple 3: .*--tp 2"):
-        Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2), format="torch", vocab_multiple=3)
-
-
 def test_casts_and_widened_norms(tmp_path: Path) -> None:
     """Mixed dtypes share no tensor of a rank, so nothing is widened on the way back."""
     hub = write_llada(tmp_path / "hub", dtype=torch.bfloat16)

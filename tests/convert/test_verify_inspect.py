@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import CheckpointError
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import hub_tensors, run_cli, save_dcp
 from tests.convert.test_torch_dist import expected
+from tests.refusals import refused
 
 PREFIX = "model.transformer.blocks."
 
@@ -140,12 +142,12 @@ def test_against_the_manifest(tmp_path: Path, llada: Path, kind: str) -> None:
 
 
 def test_nothing_to_verify_against(tmp_path: Path, llada: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"no dlm_bridge\.json to verify it against: name a second"):
+    with refused(CheckpointError, llada, "dlm_bridge.json"):
         verify_manifest(llada)
     Bridge.from_hf(llada).to_megatron(tmp_path / "m")
     shutil.copytree(tmp_path / "m" / "iter_0000000", tmp_path / "m" / "iter_0000005")
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(DlmBridgeError, match=r"iter_0000000, .*iter_0000005"):
+    with refused(CheckpointError, tmp_path / "m", "iter_0000000", "iter_0000005"):
         verify_manifest(tmp_path / "m")
     with pytest.raises(DlmBridgeError, match="no such folder"):
         verify_pair(llada, tmp_path / "nowhere")

@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from dlm_bridge.convert.manifest import check_files, file_names
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.rl.trainer import RLTrainer
 from tests import launcher
 from tests.processes import environments
+from tests.refusals import refused
 from tests.rl.conftest import Run
 from tests.rl.test_autoregressive import causal  # noqa: F401  a fixture
 from tests.train.test_damaged_checkpoints import FIRST, LAST, flip
@@ -78,7 +79,7 @@ def test_a_run_does_not_go_on_with_another_model(run: Run, options: dict[str, An
     config = json.loads((other / "config.json").read_text())
     layers = "n_layers" if "n_layers" in config else "num_hidden_layers"
     (other / "config.json").write_text(json.dumps({**config, layers: 2}))
-    with pytest.raises(DlmBridgeError, match=r"--model .*/other is another model"):
+    with refused(SettingError, "model", "/other"):
         run(output, resume=True, **{**options, "model": str(other)})
 
 

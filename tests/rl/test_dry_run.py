@@ -126,5 +126,5 @@ def test_the_command(given: dict[str, Any]) -> None:
     assert found["config"]["method"] == "diffu-grpo"
     assert found["rollouts"]["row"] > 0
     text = CliRunner().invoke(app, words)
-    assert "a row of full length" in text.output
+    assert "each row of full length" in text.output
     assert not Path(given["output"]).exists()

@@ -95,7 +95,7 @@ def test_a_request_that_takes_long_to_read_is_in_nobodys_way(
 ) -> None:
     """Its time and its place in the queue count meanwhile."""
     with (
-        running(diffusion, timeout_s=1.5, batch_size=1, queue_size=2) as at,
+        running(diffusion, timeout=1.5, batch_size=1, queue_size=2) as at,
         blocked(monkeypatch, owner, name) as began,
     ):
         answers = [in_background(lambda: post(at, PROMPT)) for _ in range(3)]
@@ -121,7 +121,7 @@ def test_a_prompt_above_the_limit_is_not_encoded(
     monkeypatch.setattr(type(diffusion.tokenizer), "__call__", note)
     text = "ab " * 1_300_000
     body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": ["a", text, text]}
-    with running(diffusion, max_length=100, body_bytes=10**7) as at:
+    with running(diffusion, max_length=100, max_body=10) as at:
         error = error_of(post(at, body, "chat/completions" if chat else "completions"))
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == ("messages" if chat else "prompt")
@@ -281,7 +281,7 @@ def test_a_request_that_is_cancelled_gets_an_answer(diffusion: LoadedModel, capl
 def test_hosts_origins_and_head(diffusion: LoadedModel) -> None:
     page, preflight = {"Origin": "https://a.example"}, {"Access-Control-Request-Method": "POST"}
     asked = {**preflight, "Access-Control-Request-Headers": "authorization,content-type"}
-    limits = {"hosts": ("127.0.0.1", "b.example"), "origins": ("https://a.example",), "api_key": "secret"}
+    limits = {"allowed_host": ["127.0.0.1", "b.example"], "cors_origin": ["https://a.example"], "api_key": "secret"}
     with running(diffusion, **limits) as at:
         url = f"{at.address}/v1/completions"
         for host, code in (("evil.example", 400), ("b.example:80", 200), ("127.0.0.1", 200)):

@@ -49,7 +49,7 @@ from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.distributed import from_all, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import DlmBridgeError, ResourceError, WorkerError, printable
 from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync, temporary_folder
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import read_json
@@ -364,15 +364,15 @@ class CheckpointManager:
             with self._disk_errors(folder):
                 yield
         except CheckpointException as error:  # of any rank's writers, raised on every rank
-            reason = self._write_failure(folder, error)
+            failure = self._write_failure(folder, error)
             self._remove_unfinished(folder)
-            raise DlmBridgeError(reason) from error
+            raise failure from error
         except DlmBridgeError:
             self._remove_unfinished(folder)
             raise
 
-    def _write_failure(self, folder: Path, error: CheckpointException) -> str:
-        """One line on why an iteration was not written, the same on every rank; they all call it."""
+    def _write_failure(self, folder: Path, error: CheckpointException) -> DlmBridgeError:
+        """The error for an iteration that was not written, the same on every rank; they all call it."""
         process = self.background
         ended = how_it_ended(process.exitcode) if process is not None and process.exitcode else None
         found = next(((rank, how) for rank, how in enumerate(from_all(ended)) if how is not None), None)
@@ -384,7 +384,8 @@ class CheckpointManager:
             if (refused := from_all(refused)[0]) is not None:
                 return refused
             reason = from_all(load_failure(error))[0]
-        return f"{folder}: cannot be written: {reason}: {self._remedy(was_killed(reason))}"
+        kind = ResourceError if found is None else WorkerError
+        return kind(folder, f"cannot be written: {reason}: {self._remedy(was_killed(reason))}")
 
     def _disk_errors(self, folder: Path) -> contextlib.AbstractContextManager[None]:
         return disk_errors(folder, self._remedy())

@@ -26,7 +26,6 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.weights import gather_shards, live_tensors, shard_of
-from dlm_bridge.train import muon
 from dlm_bridge.train.muon import ADAMW_RMS, muon_parameters, muon_update, takes_muon
 
 MOMENTUM, BUFFER = "momentum", "momentum_buffer"  # of a param group of Muon's, and of a parameter's state
@@ -120,7 +119,7 @@ class MuonAndAdam(torch.optim.Optimizer):
         buffer = self.state[parameter].setdefault(BUFFER, torch.zeros_like(parameter))
         buffer.lerp_(gradient, 1 - momentum)
         nesterov = gradient.lerp(buffer, momentum)
-        update = sharded_update(self._matrices[parameter], nesterov.to(muon.PRECISION))
+        update = sharded_update(self._matrices[parameter], nesterov.to(torch.bfloat16))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * group["lr_mult"])
 
