@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> None:
 
     began = time.monotonic()
     with assembled(config) as trainer:
-        objective = str(trainer.config.objective.name)
+        objective = str(trainer.config.objective.objective)
         planned, _ = memory_of(config, run_of(config, objective, dist.get_world_size()), None)
         assert planned is not None
         plan = planned.peak
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> None:
 def assembled(config: TrainConfig) -> Iterator[Any]:
     """The engine's trainer, as a run has it before its first step; memory is counted from here on."""
     console = Console(quiet=True)
-    if config.engine.name == "accelerate":
+    if config.engine.engine == "accelerate":
         from dlm_bridge.train.accelerate import fsdp
         from dlm_bridge.train.accelerate import trainer as engine
         from dlm_bridge.train.setup import RunStart

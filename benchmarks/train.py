@@ -230,7 +230,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
     bridge = source.bridge
     fp8 = (
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
-        if config.precision.name == "fp8"
+        if config.precision.precision == "fp8"
         else {}
     )
     moe = (
@@ -270,7 +270,7 @@ def peer(config: TrainConfig) -> tuple[Callable[[int], Any], Callable[[], None],
         bridge.config,
         bridge.dims,
         config.parallel.layout,
-        DTYPES[config.precision.name],
+        DTYPES[config.precision.precision],
         config.parallel.context,
         **settings | fp8 | moe | recompute | passed_on(config, "transformer"),
     )

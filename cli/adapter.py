@@ -9,7 +9,7 @@ import typer
 
 from dlm_bridge.cli import convert
 from dlm_bridge.cli.help import App
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import SettingError, printable
 
 Base = Annotated[
     str, typer.Option(metavar="MODEL", help="The adapter's base: Hub folder, Hub id or Megatron checkpoint.")
@@ -37,8 +37,7 @@ def import_(
     style: Annotated[
         str,
         typer.Option(
-            help="canonical (q, k, v, gate and up have separate adapters), fused (they share A), or auto: fused if "
-            "that is exact."
+            help="canonical (separate adapters for q, k, v, gate and up), fused (shared A), or auto: fused if exact."
         ),
     ] = "auto",
     family: convert.Family = None,
@@ -99,14 +98,12 @@ def export(
     """
     from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora import MergedCheckpoint, export_adapter, named_base, open_adapter
-    from dlm_bridge.convert.planning import Options
+    from dlm_bridge.convert.settings import HubSettings
     from dlm_bridge.convert.transfer import write_hub
-    from dlm_bridge.errors import DlmBridgeError
     from dlm_bridge.hub import checkpoint_folder
-    from dlm_bridge.mapping.dtypes import parse_dtype
 
     if not merge and dtype != "keep":
-        raise DlmBridgeError("--dtype casts merged weights: it needs --merge")
+        raise SettingError("dtype", "casts merged weights: it needs `merge`")
     source = checkpoint_folder(source)
     opened = open_checkpoint(base or named_base(source), family=family)
     adapter = open_adapter(source, opened)
@@ -114,14 +111,14 @@ def export(
         _show(export_adapter(adapter, opened, output, overwrite, accept_changed_tensors).as_dict(), as_json)
         return
     with convert.progress_bar("merging") as progress:
-        options = Options(
-            parse_dtype(dtype),
-            workers,
-            overwrite,
+        settings = HubSettings(
+            dtype=dtype,
+            workers=workers,
+            overwrite=overwrite,
             progress=progress,
             accept_changed_tensors=accept_changed_tensors,
         )
-        report = write_hub(MergedCheckpoint(opened, adapter), output, options)
+        report = write_hub(MergedCheckpoint(opened, adapter), output, settings)
     convert.show_report(report.as_dict(), as_json)
 
 

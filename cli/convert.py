@@ -4,296 +4,147 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import (
-    LAYOUT,
-    OUTPUT,
-    RUNNING,
-    SOURCE,
-    ModelCommand,
-    cast_dtypes,
-    completes,
-    family_names,
-    format_names,
-    key_styles,
+from dlm_bridge.cli.help import ModelCommand, in_flags, option_annotation, with_parameters
+from dlm_bridge.convert.settings import (
+    HubSettings,
+    HubSourceSettings,
+    LayoutSettings,
+    MegatronSettings,
+    MegatronSourceSettings,
 )
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.settings import options_of
 
 if TYPE_CHECKING:
     from dlm_bridge.mapping.layout import Layout
 
-SPLIT_HELP = (
-    "Uneven pipeline: FIRST,LAST layers on the first and last stage (the rest even), or one number per stage, or "
-    "megatron-core's layout string such as 'Et*3|t*3|t*2L'."
-)
-Tp = Annotated[int, typer.Option(help="Tensor parallel size.", rich_help_panel=LAYOUT)]
-Pp = Annotated[int, typer.Option(help="Pipeline parallel size.", rich_help_panel=LAYOUT)]
-Vp = Annotated[int, typer.Option(help="Virtual pipeline chunks per pipeline rank.", rich_help_panel=LAYOUT)]
-Ep = Annotated[int, typer.Option(help="Expert parallel size.", rich_help_panel=LAYOUT)]
-Etp = Annotated[
-    int | None, typer.Option(help="Expert tensor parallel size. Default: same as --tp.", rich_help_panel=LAYOUT)
-]
-Split = Annotated[str | None, typer.Option("--pipeline-split", help=SPLIT_HELP, rich_help_panel=LAYOUT)]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Cast the weights: keep, bf16, fp16 or fp32.",
-        rich_help_panel=OUTPUT,
-        autocompletion=completes(cast_dtypes),
-    ),
-]
-Vocab = Annotated[
-    int | None, typer.Option(help="Pad the vocabulary with zero rows to a multiple of N.", rich_help_panel=OUTPUT)
-]
-Workers = Annotated[
-    int | None, typer.Option(help="Number of threads. Default: one per core, at most 8.", rich_help_panel=RUNNING)
-]
-PROCESSES_HELP = (
-    "Convert with N processes, each with --workers threads, if one process cannot use all cores or the disk's whole "
-    "bandwidth."
-)
-Processes = Annotated[int, typer.Option(metavar="N", help=PROCESSES_HELP, rich_help_panel=RUNNING)]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a killed or interrupted run of the same command.")]
-AcceptChanged = Annotated[
-    bool,
-    typer.Option(
-        "--accept-changed-tensors",
-        help="Accept tensors that differ from the digests recorded when the source was written; the new "
-        "dlm_bridge.json lists them.",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; write nothing.")]
+Parameters = dict[str, tuple[Any, Any]]
+
+
+def _flag(settings: type, name: str) -> Any:
+    """Typer's declaration of a setting, for commands that have single settings of a conversion."""
+    return option_annotation(options_of(settings)[name]).__metadata__[0]
+
+
+Tp = Annotated[int, _flag(LayoutSettings, "tp")]
+Pp = Annotated[int, _flag(LayoutSettings, "pp")]
+Vp = Annotated[int, _flag(LayoutSettings, "vp")]
+Ep = Annotated[int, _flag(LayoutSettings, "ep")]
+Etp = Annotated[int | None, _flag(LayoutSettings, "etp")]
+Split = Annotated[str | None, _flag(LayoutSettings, "pipeline_split")]
+Dtype = Annotated[str, _flag(HubSettings, "dtype")]
+Workers = Annotated[int | None, _flag(HubSettings, "workers")]
+Overwrite = Annotated[bool, _flag(HubSettings, "overwrite")]
+Resume = Annotated[bool, _flag(HubSettings, "resume")]
+AcceptChanged = Annotated[bool, _flag(HubSettings, "accept_changed_tensors")]
+DryRun = Annotated[bool, _flag(HubSettings, "dry_run")]
+Family = Annotated[str | None, _flag(HubSourceSettings, "family")]
+Revision = Annotated[str | None, _flag(HubSourceSettings, "revision")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-Family = Annotated[
-    str | None,
-    typer.Option(
-        help="The model family, if config.json does not identify it.",
-        rich_help_panel=SOURCE,
-        autocompletion=completes(family_names),
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=SOURCE)]
-Like = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HF", help="Hub folder or id to copy config, side files and shard map from.", rich_help_panel=SOURCE
-    ),
-]
-HfConfig = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A config.json that names the model.", rich_help_panel=SOURCE)
-]
-Format = Annotated[
-    str,
-    typer.Option(
-        help="The Megatron format to write: torch_dist or torch (legacy).",
-        rich_help_panel=OUTPUT,
-        autocompletion=completes(format_names),
-    ),
-]
-KeyStyle = Annotated[
-    str,
-    typer.Option(
-        help="Parameter names with --format torch: te (grouped experts), te-sequential or local (no Transformer "
-        "Engine).",
-        rich_help_panel=OUTPUT,
-        autocompletion=completes(key_styles),
-    ),
-]
-WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Omit the optimizer state.", rich_help_panel=OUTPUT)]
-RunConfig = Annotated[
-    bool, typer.Option("--run-config", help="Also write Megatron Bridge's run_config.yaml.", rich_help_panel=OUTPUT)
-]
 SHOWN = 20  # number of differences and files printed; --json lists all
 
 
 def register(app: typer.Typer) -> None:
     """Add the conversion commands to the app."""
-    app.command("import", cls=ModelCommand)(import_)
-    app.command("export", cls=ModelCommand)(export)
-    app.command("reshard", cls=ModelCommand)(reshard)
+    megatron = {"source": argument("MEGATRON", "Megatron checkpoint.")}
+    to_megatron = {"output": argument("OUT", "The Megatron checkpoint to write.", Path)}
+    add_command(
+        app,
+        "import",
+        import_,
+        {"source": argument("HF", "Hub folder or Hub id.")} | to_megatron,
+        flags(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
+    )
+    to_hub = {"output": argument("OUT", "The Hub folder to write.", Path)}
+    add_command(app, "export", export, megatron | to_hub, flags(MegatronSourceSettings, HubSettings))
+    reshard_flags = flags(LayoutSettings, MegatronSourceSettings, MegatronSettings, without=("dtype", "ema"))
+    context = {"context": (typer.Context, Parameter.empty)}
+    add_command(app, "reshard", reshard, context | megatron | to_megatron, reshard_flags)
     app.command("inspect", cls=ModelCommand)(inspect)
 
 
-def import_(
-    source: Annotated[str, typer.Argument(metavar="HF", help="Hub folder or Hub id.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vp: Vp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pipeline_split: Split = None,
-    family: Family = None,
-    format: Format = "torch_dist",
-    dtype: Dtype = "keep",
-    vocab_multiple: Vocab = None,
-    key_style: KeyStyle = "te",
-    run_config: RunConfig = False,
-    revision: Revision = None,
-    dequantize_fp8: Annotated[
-        bool,
-        typer.Option(
-            "--dequantize-fp8",
-            help="Read block-scaled FP8 weights (DeepSeek-V3) as bfloat16.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = False,
-    dequantize_mxfp4: Annotated[
-        bool,
-        typer.Option(
-            "--dequantize-mxfp4", help="Read experts in MXFP4 (gpt-oss) as bfloat16.", rich_help_panel=SOURCE
-        ),
-    ] = False,
-    workers: Workers = None,
-    processes: Processes = 1,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    accept_changed_tensors: AcceptChanged = False,
-    dry_run: DryRun = False,
-    as_json: Json = False,
+def add_command(
+    app: typer.Typer, name: str, command: Callable[..., None], arguments: Parameters, options: Parameters
 ) -> None:
+    """Add a command with these arguments and options, and --json."""
+    parameters = arguments | options | {"as_json": (Json, False)}
+    app.command(name, cls=ModelCommand)(with_parameters(command, parameters))
+
+
+def argument(metavar: str, help: str, kind: type = str) -> tuple[Any, Any]:
+    """Annotation and default of a positional argument."""
+    return Annotated[kind, typer.Argument(metavar=metavar, help=help)], Parameter.empty
+
+
+def flags(*settings: type, without: Iterable[str] = ()) -> Parameters:
+    """The parameters of a command that has the settings of these classes, each class's own before inherited ones."""
+    found: Parameters = {}
+    for each in settings:
+        for key in sorted(
+            options_of(each).keys() - set(without), key=[*each.__annotations__, *options_of(each)].index
+        ):
+            option = options_of(each)[key]
+            found[key] = (option_annotation(option), option.default)
+    return found
+
+
+def _chosen(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a command's flags that are settings of a class."""
+    return {key: values[key] for key in options_of(settings) if key in values}
+
+
+def import_(source: str, output: Path, as_json: bool, **values: Any) -> None:
     """Convert a Hub checkpoint to a Megatron checkpoint.
 
     Example: dlm-bridge import GSAI-ML/LLaDA-8B-Instruct ckpt --tp 4 --pp 2
     """
     from dlm_bridge.bridge import Bridge
 
-    layout = parse_layout(tp, pp, vp, ep, etp, pipeline_split)
-    bridge = Bridge.from_hf(source, revision, family, dequantize_fp8, dequantize_mxfp4)
+    layout = LayoutSettings(**_chosen(LayoutSettings, values)).layout
+    bridge = Bridge.from_hf(source, **_chosen(HubSourceSettings, values))
     with progress_bar("importing") as progress:
-        report = bridge.to_megatron(
-            output,
-            layout,
-            dtype,
-            vocab_multiple=vocab_multiple,
-            format=format,
-            key_style=key_style,
-            run_config=run_config,
-            workers=workers,
-            processes=processes,
-            overwrite=overwrite,
-            resume=resume,
-            accept_changed_tensors=accept_changed_tensors,
-            dry_run=dry_run,
-            progress=progress,
-        )
+        report = bridge.to_megatron(output, layout, **_chosen(MegatronSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
-def export(
-    source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Hub folder to write.")],
-    dtype: Dtype = "keep",
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Largest weight file, such as 5GB. Default: the source's shards.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    ema: Annotated[
-        bool,
-        typer.Option(
-            "--ema", help="Export the moving averages of --ema-decay, not the weights.", rich_help_panel=SOURCE
-        ),
-    ] = False,
-    like: Like = None,
-    hf_config: HfConfig = None,
-    family: Family = None,
-    workers: Workers = None,
-    processes: Processes = 1,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    accept_changed_tensors: AcceptChanged = False,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
+def export(source: str, output: Path, as_json: bool, **values: Any) -> None:
     """Convert a Megatron checkpoint to a Hub checkpoint.
 
     Example: dlm-bridge export ckpt LLaDA-tuned
     """
     from dlm_bridge.bridge import Bridge
 
-    bridge = Bridge.from_megatron(source, like, hf_config, family, averaged=ema)
+    bridge = Bridge.from_megatron(source, **_chosen(MegatronSourceSettings, values))
     with progress_bar("exporting") as progress:
-        report = bridge.to_hf(
-            output,
-            dtype,
-            shard_size=shard_size,
-            workers=workers,
-            processes=processes,
-            overwrite=overwrite,
-            resume=resume,
-            accept_changed_tensors=accept_changed_tensors,
-            dry_run=dry_run,
-            progress=progress,
-        )
+        report = bridge.to_hf(output, **_chosen(HubSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
-def reshard(
-    context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="MEGATRON", help="Megatron checkpoint.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The Megatron checkpoint to write.")],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vp: Vp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pipeline_split: Split = None,
-    format: Format = "torch_dist",
-    vocab_multiple: Vocab = None,
-    key_style: KeyStyle = "te",
-    run_config: RunConfig = False,
-    weights_only: WeightsOnly = False,
-    like: Like = None,
-    hf_config: HfConfig = None,
-    family: Family = None,
-    workers: Workers = None,
-    processes: Processes = 1,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    accept_changed_tensors: AcceptChanged = False,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
+def reshard(context: typer.Context, source: str, output: Path, as_json: bool, **values: Any) -> None:
     """Convert a Megatron checkpoint to another parallel layout.
 
     Example: dlm-bridge reshard ckpt ckpt-tp8 --tp 8 --pp 1
     """
     from dlm_bridge.bridge import Bridge
-    from dlm_bridge.errors import DlmBridgeError
 
-    sources = [context.get_parameter_source(name) for name in ("tp", "pp", "vp", "ep", "etp", "pipeline_split")]
-    if all(each is None or each.name == "DEFAULT" for each in sources):
-        raise DlmBridgeError(f"reshard {source}: set the new layout, such as --tp 2 --pp 4, or --tp 1 to merge it")
-    layout = parse_layout(tp, pp, vp, ep, etp, pipeline_split)
-    bridge = Bridge.from_megatron(source, like, hf_config, family)
-    with progress_bar("resharding") as progress:
-        report = bridge.to_megatron(
-            output,
-            layout,
-            vocab_multiple=vocab_multiple,
-            format=format,
-            key_style=key_style,
-            run_config=run_config,
-            weights_only=weights_only,
-            workers=workers,
-            processes=processes,
-            overwrite=overwrite,
-            resume=resume,
-            accept_changed_tensors=accept_changed_tensors,
-            dry_run=dry_run,
-            progress=progress,
+    chosen = _chosen(LayoutSettings, values)
+    origins = [context.get_parameter_source(name) for name in chosen]
+    if all(each is None or each.name == "DEFAULT" for each in origins):
+        raise SettingError(
+            "tp", "the new layout is missing: set `tp` and `pp`, such as `tp=2`; `tp=1` merges the ranks"
         )
+    layout = LayoutSettings(**chosen).layout
+    bridge = Bridge.from_megatron(source, **_chosen(MegatronSourceSettings, values))
+    with progress_bar("resharding") as progress:
+        report = bridge.to_megatron(output, layout, **_chosen(MegatronSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
@@ -313,11 +164,8 @@ def inspect(
 
 
 def parse_layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
-    """Layout from the command-line options. Raises DlmBridgeError for a split that cannot be parsed."""
-    from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-
-    split = {} if pipeline_split is None else parse_pipeline_split(pipeline_split, pp, vp)
-    return Layout(tp=tp, pp=pp, vp=vp, ep=ep, etp=etp, **split)
+    """Layout from the command-line options. Raises LayoutError."""
+    return LayoutSettings(tp, pp, vp, ep, etp, pipeline_split).layout
 
 
 @contextmanager
@@ -352,7 +200,7 @@ def show_report(report: dict[str, Any], as_json: bool) -> None:
         ("files", _files(report["files"])),
         ("side files", ", ".join(report["side_files"]) or "none"),
         ("excluded files", ", ".join(report["left_out"]) or "none"),
-        *(("note", note) for note in report["notes"]),
+        *(("note", in_flags(note)) for note in report["notes"]),
     ]
     if report["dry_run"]:
         speed = size_text(report["bytes"] / report["estimated_seconds"]) if report["estimated_seconds"] else "-"
@@ -388,7 +236,7 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         ("excluded files", ", ".join(facts["left_out"]) or "none"),
         ("source", f"{source.get('name', '-')}{revision}"),
         ("written by", facts["tool"] or "-"),
-        *(("note", note) for note in facts["notes"]),
+        *(("note", in_flags(note)) for note in facts["notes"]),
     ]
     _table(facts["path"], rows)
     _show_derived(facts["derived"])

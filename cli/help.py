@@ -1,7 +1,8 @@
-"""Help pages for terminals of 80 columns, flags in error messages, shell completion, and shared options."""
+"""Help pages for terminals of 80 columns, flags in error messages, and shell completion."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import re
@@ -13,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.settings import Option
+from dlm_bridge.settings import Option, options_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +62,7 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
             on = next((name for name in each.opts if name.startswith("--")), each.opts[0])
             off = each.secondary_opts[0] if each.secondary_opts else ""
             found |= dict.fromkeys((each.name, on.lstrip("-").replace("-", "_")), (on, off))
-    return found
+    return found | ({"model": ("--model", "")} if isinstance(command, ModelCommand) else {})
 
 
 class App(typer.Typer):
@@ -78,7 +79,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _command[:] = [self]
         for option in self.params:
-            if len(option.opts) > 1 and not getattr(option, "multiple", False):
+            if len(option.opts) > 1 and not (getattr(option, "multiple", False) or getattr(option, "is_flag", False)):
                 given = dict(split_option(args, option.opts)[1])
                 if len(set(given.values())) > 1:
                     (one, a), (other, b) = list(given.items())[:2]
@@ -103,7 +104,7 @@ class Command(TyperCommand):
         return [name for each in self.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")]
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Also complete hidden options, once a name has begun."""
+        """Complete hidden options too, once a name has begun."""
         hidden: list[Any] = [each for each in self.params if getattr(each, "hidden", False) and incomplete[2:]]
         for option in hidden:
             option.hidden = False
@@ -301,34 +302,10 @@ def sampler_names() -> list[str]:
     return list(SAMPLERS)
 
 
-def general_choices(setting: str) -> Callable[[], Iterable[str]]:
-    """Choices of a setting that every sampler has."""
-
-    def choices() -> Iterable[str]:
-        from dlm_bridge.generation.samplers import GENERAL_SETTINGS
-
-        check = GENERAL_SETTINGS[setting]
-        return check.choices if check is not None else ()
-
-    return choices
-
-
 def objective_names() -> list[str]:
     from dlm_bridge.objectives.registry import OBJECTIVES
 
     return list(OBJECTIVES)
-
-
-def format_names() -> Iterable[str]:
-    from dlm_bridge.convert.planning import FORMATS
-
-    return FORMATS
-
-
-def key_styles() -> Iterable[str]:
-    from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
-
-    return KEY_STYLES
 
 
 def cast_dtypes() -> list[str]:
@@ -350,7 +327,12 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
 
 
 # Completions of options without declared choices, by key.
-COMPLETED = {"family": family_names, "objective": objective_names}
+COMPLETED = {
+    "algorithm": sampler_names,
+    "dtype": cast_dtypes,
+    "family": family_names,
+    "objective": objective_names,
+}
 
 
 def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
@@ -365,18 +347,28 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
     return command
 
 
+def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Parameters for `with_parameters`: options of a dataclass by field name, without `names` and options of
+    sections."""
+    return {
+        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
+        for each in options_of(config_class).values()
+        if not each.section and each.name not in names
+    }
+
+
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section, with the default of `task`."""
-    help = help or option.help
+    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
-    names = [f"{option.flag}/{option.negative}"] if is_bool else list(option.flags)
+    names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)
     shown = str(default) if isinstance(default, int | float | str) and default not in (False, "") else False
     if option.engine is not None:
         help = f"{help.removesuffix('.')} (--engine {option.engine})."
     section = option.section.capitalize() if option.section != "rl" else "Reinforcement learning"
     panel = option.panel or section or None
-    known = COMPLETED.get(option.key, tuple(filter(None, option.choices)))
+    known = COMPLETED.get(option.name, tuple(filter(None, option.choices)))
     more: dict[str, Any] = {"hidden": not option.common} | ({"autocompletion": completes(known)} if known else {})
     if option.metavar:
         more["metavar"] = option.metavar
@@ -402,51 +394,3 @@ def _whole_number(option: Option) -> Callable[[str], int]:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
-# Options of commands that load a model.
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="keep (as stored), bf16, fp16 or fp32.",
-        autocompletion=completes(cast_dtypes),
-        rich_help_panel=LOADING,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu, cuda or cuda:1. Default: a GPU.", rich_help_panel=LOADING)
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MAP",
-        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-        rich_help_panel=LOADING,
-    ),
-]
-TpPlan = Annotated[
-    str | None,
-    typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
-]
-ChatTemplateArgs = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Variable of the chat template: enable_thinking=false. Repeatable."),
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or Hub id. Default: the model's.", rich_help_panel=LOADING)
-]
-Family = Annotated[
-    str | None,
-    typer.Option(
-        help="The model family, if config.json does not identify it.",
-        autocompletion=completes(family_names),
-        rich_help_panel=LOADING,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
-Like = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HF",
-        help="Hub model with the same config, for other programs' Megatron checkpoints.",
-        rich_help_panel=LOADING,
-    ),
-]

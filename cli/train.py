@@ -1,4 +1,4 @@
-"""The training commands `pretrain` and `sft`; their options are declared in `dlm_bridge.train.config.sections`."""
+"""Training commands `pretrain` and `sft`. `dlm_bridge.train.config` declares their options."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, put, read_overrides
 
-PRETRAIN_HELP = """Train a model on text: from its weights, or from nothing with --from-scratch.
+PRETRAIN_HELP = """Train a model on text, from its weights or from scratch (--from-scratch).
 
-Every option can be set in a nested YAML file given with --config (see DIR/config.yaml); the command line wins.
-DIR gets config.yaml, metrics.jsonl (a line a step), loss.png and checkpoints/step-NNNNNNN, each a Hub folder.
+Options can also be set in a nested YAML file (--config); the command line overrides it. The output folder contains
+config.yaml with all options, metrics.jsonl with a line per step, loss.png, and checkpoints/step-NNNNNNN, each a Hub
+folder.
 
 Example:
 
@@ -37,10 +38,10 @@ On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 """
 SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
---data are rows of JSONL, parquet, CSV or a dataset: {"messages": [{"role": ..., "content": ...}, ...]}, "prompt" and
-"completion" (two texts or two lists of messages), ShareGPT's or Alpaca's. The chat template of the tokenizer, or of
---chat-template, formats them; --preview N shows what is trained. Masks, padding and what a loss is divided by follow
-the model's family; every option can be set in a YAML file, as for pretrain.
+Rows of --data are {"messages": [{"role": ..., "content": ...}, ...]}, "prompt" and "completion" (two texts or two
+lists of messages), or in the format of ShareGPT or Alpaca. The chat template of the tokenizer, or --chat-template,
+formats them; --preview N shows the trained tokens. Masks, padding and the divisor of the loss follow the model's
+family. Options can also be set in a YAML file, as for pretrain.
 
 Example:
 
@@ -53,21 +54,26 @@ SFT_DATA = (
 )
 PRETRAIN_DATA = (
     "Text, JSONL, parquet, a folder, a glob, a dataset NAME:CONFIG:SPLIT, the prefix of a Megatron .bin/.idx pair, or "
-    "mock. Several are read as one; W PATH W PATH ... blends them by weight."
+    "mock. Several are concatenated; W PATH W PATH ... blends them by weight."
 )
 RESUME = Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --output.")]
 DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Show settings, layout, data and memory without training.")]
-GPUS = Annotated[int | None, typer.Option(help="Of --dry-run: devices of the run; the launcher's processes, or 1.")]
+GPUS = Annotated[
+    int | None,
+    typer.Option(help="With --dry-run: number of GPUs to plan for. Default: the launcher's process count, or 1."),
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object.")]
 PREVIEW = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Show the first N rows, trained tokens in colour, and end.")
+    int | None, typer.Option(min=1, metavar="N", help="Show the first N rows with trained tokens in colour, and exit.")
 ]
-SFT_JSON = Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one a row.")]
+SFT_JSON = Annotated[
+    bool, typer.Option("--json", help="With --dry-run: one JSON object. With --preview: one per row.")
+]
 WORDS = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL|FILE.yaml|SECTION.KEY=VALUE",
-        help="The model, as --model; a YAML file of options, as --config; options by their keys in such a file.",
+        help="Model (same as --model), YAML file of options (same as --config), or single options by key.",
     ),
 ]
 START_OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -85,13 +91,13 @@ def register(app: typer.Typer) -> None:
 
 
 class TrainingCommand(Command):
-    """A command with the options of a training configuration. Positional words are a model, a YAML file and
-    SECTION.KEY=VALUE; behind --data PATH, which an unquoted glob gives, they are further data."""
+    """Command with the options of a training configuration. Positional words are a model, a YAML file and
+    SECTION.KEY=VALUE. After --data PATH they are more data, because an unquoted glob expands to several words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = next((option.opts for option in self.params if option.name == "data"), [])
         words: list[str] = []
-        reading = False  # behind --data
+        reading = False  # after --data
         for word in args:
             name, equals, value = word.partition("=")
             if word.startswith("-"):
@@ -104,7 +110,7 @@ class TrainingCommand(Command):
         return super().parse_args(ctx, words)
 
     def answer(self, word: str) -> str:
-        """The option that an unknown one means elsewhere, the command or the engine that has it, or the nearest."""
+        """Answer to an unknown option: the option meant, the command or engine that has it, or the nearest name."""
         flags, options = self.flags, options_of(RLConfig)
         meant = options_meant(RLConfig, word.lstrip("-").replace("-", "_"))
         if here := [option for option in meant if option.flag in flags]:
@@ -113,7 +119,7 @@ class TrainingCommand(Command):
             tasks = RLConfig.tasks if meant[0].section == "rl" else meant[0].tasks
             return f"it is an option of dlm-bridge {', '.join(tasks)}{_engine_of(meant[0])}"
         known = {flag: option for option in options.values() if option.flag in flags for flag in option.flags}
-        guesses = {f"--{guess.replace('_', '-')}": options[keys[0]] for guess, keys in GUESSES.items()}
+        guesses = {f"--{guess.replace('_', '-')}": options[names[0]] for guess, names in GUESSES.items()}
         known |= {guess: option for guess, option in guesses.items() if option.flag in flags}
         near = difflib.get_close_matches(word, [*known, *flags], n=1)
         if near and (option := known.get(near[0])):
@@ -127,22 +133,22 @@ def _engine_of(option: Option) -> str:
 
 
 def _kind_of_word(word: str) -> str:
-    """What a positional word of a training command is."""
+    """Kind of a positional word: override, file or model."""
     if re.match(r"[\w-]+(\.[\w-]+)?=", word) and not os.path.exists(word):
         return "override"
     return "file" if word.endswith((".yaml", ".yml")) else "model"
 
 
 def take_words(given: dict[str, Any], config_class: type[TrainConfig]) -> Path | None:
-    """Take the positional words out of the flags and put what they set there. Returns the YAML file, if one is
-    given. Raises SettingError."""
+    """Replace the positional words in `given` by the options that they set. Returns the YAML file, or None. Raises
+    SettingError."""
     words: dict[str, list[str]] = {"override": [], "file": [], "model": []}
     for word in given.pop("words", []):
         words[_kind_of_word(word)].append(word)
     file = refuse_two("config", [*([given.pop("config")] if "config" in given else []), *map(Path, words["file"])])
     models = [("model", model) for model in words["model"]]
-    for key, value in (*models, *read_overrides(words["override"], config_class).items()):
-        put(given, key, value, config_class)
+    for name, value in (*models, *read_overrides(words["override"], config_class).items()):
+        put(given, name, value, config_class)
     return file
 
 
@@ -152,7 +158,7 @@ def _command(task: str, data: str) -> Callable[..., None]:
         file, resume = take_words(given, TrainConfig), given.pop("resume")
         shown, as_json = given.pop("preview", None), given["json"]
         if shown is not None:
-            given |= {"json": False, "output": given.get("output", "preview")}  # nothing is written there
+            given |= {"json": False, "output": given.get("output", "preview")}  # not written
         planned = taken_dry_run(given)
         if shown is not None and planned is not None:
             raise typer.BadParameter("--preview and --dry-run exclude each other")
@@ -172,20 +178,20 @@ def _command(task: str, data: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class AskedDryRun:
-    """A dry run that the command line asks for."""
+    """Arguments of --dry-run."""
 
     gpus: int | None
     as_json: bool
 
     def show(self, feature: str, config: TrainConfig, resume: bool) -> None:
-        """Show the run as that feature of an extension plans it, on the first of a launcher's processes."""
+        """Show the plan of the run by an extension's `feature`, on the first process of a launcher."""
         show = load("features", "--dry-run")
         if is_main():
             show(load("features", feature)(config, self.gpus, resume), self.as_json)
 
 
 def taken_dry_run(given: dict[str, Any]) -> AskedDryRun | None:
-    """The dry run among the flags, which are taken out of `given`; None without --dry-run."""
+    """Remove the arguments of a dry run from `given`. Returns them, or None without --dry-run."""
     planned, gpus, as_json = given.pop("dry_run"), given.pop("gpus", None), given.pop("json")
     if planned:
         return AskedDryRun(gpus, as_json)
@@ -195,7 +201,7 @@ def taken_dry_run(given: dict[str, Any]) -> AskedDryRun | None:
 
 
 def given_flags(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line gave: anything else must not override the YAML file."""
+    """Options given on the command line. Defaults must not override the YAML file."""
     return {name: value for name, value in parameters.items() if value not in (None, [], ())}
 
 
@@ -206,16 +212,20 @@ def with_options(
     helps: Mapping[str, str],
     more: Mapping[str, tuple[Any, Any]],
 ) -> Callable[..., None]:
-    """The command with a signature, which Typer reads, of the context, `WORDS`, `--config`, the options of
-    `config_class` that `task` has, and `more` (name: annotation and default). `helps` replace help texts by key."""
+    """Set the signature that Typer reads: context, `WORDS`, `config`, and the options of `config_class` for `task`.
+
+    Args:
+        helps: help texts by name, instead of the declared ones.
+        more: annotation and default of further parameters by name.
+    """
     parameters: dict[str, tuple[Any, Any]] = {
         "context": (typer.Context, inspect.Parameter.empty),
         "words": (WORDS, None),
         "config": (Annotated[Path | None, typer.Option(help="YAML file of options.")], None),
     }
-    for key, option in options_of(config_class).items():
+    for name, option in options_of(config_class).items():
         if option.belongs_to(task):
-            parameters[key] = (option_annotation(option, helps.get(key, option.help), task), None)
+            parameters[name] = (option_annotation(option, helps.get(name, option.help), task), None)
     parameters |= {**more, "help_all": (HelpAll, False)}
     return with_parameters(command, parameters)
 
@@ -224,11 +234,11 @@ def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
     from dlm_bridge.train.engine import find_engine
 
-    find_engine(config.engine.name).train(config, resume)
+    find_engine(config.engine.engine).train(config, resume)
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
-    """Print the first rows as the model gets them."""
+    """Print the first rows as model inputs."""
     quieten()
     from rich.console import Console
     from rich.text import Text
@@ -246,21 +256,21 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
 
 
 def quieten() -> None:
-    """No progress bars but ours, and no warnings that a user could not act on."""
-    # Imported only now: a mistyped flag should answer at once.
+    """Turn off progress bars of libraries, and warnings that users cannot act on."""
+    # Imported late, so that a mistyped flag is answered at once.
     import datasets
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    # Of names that megatron-core uses and torch will rename.
+    # megatron-core uses names that torch will rename.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed|megatron")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron")
     quieten_peft()
 
 
 def quieten_peft() -> None:
-    """PEFT uses a name that transformers will rename, and imports bitsandbytes wherever that is installed, which then
-    warns of what its 4-bit layers lack on a CPU."""
+    """Turn off warnings of PEFT, which uses a name that transformers will rename, and of bitsandbytes, which PEFT
+    imports, about 4-bit layers on a CPU."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.modeling_utils")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlm_bridge.cli.convert import SHOWN, Json, Revision, Workers, print_json, progress_bar, size_text
-from dlm_bridge.cli.help import ModelCommand
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.cli.help import ModelCommand, in_flags
+from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.registration import load
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def verify(
     """
     if against_original:
         if b is not None:
-            raise DlmBridgeError(f"--against-original compares {a} with the code that it names: leave {b} out")
+            raise SettingError("against_original", f"compares {a} with its own code: remove {b}")
         verdict = load("features", "verify --against-original")(
             a,
-            consent=trust_remote_code,
-            python=original_python,
-            requires=original_requires or (),
+            trust_remote_code=trust_remote_code,
+            original_python=original_python,
+            original_requires=original_requires or (),
             revision=revision,
         )
     else:
         if revision is not None:
-            raise DlmBridgeError(f"--revision {revision} is for --against-original")
+            raise SettingError("revision", f"{revision} needs `against_original`")
         verdict = _verify(a, b, logits, workers)
     show_verdict(verdict.as_dict(), as_json)
     if not verdict.equal:
@@ -113,7 +113,7 @@ def show_verdict(verdict: dict[str, Any], as_json: bool) -> None:
     a, b, found = verdict["a"], verdict["b"], verdict["logits"]
     logits = ""
     for note in verdict["notes"]:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {in_flags(note)}")
     if found is not None:
         sides = found["a"] if found["a"] == found["b"] else f"{found['a']} and {found['b']}"
         apart = f"differ by at most {found['difference']:.1e}" if found["difference"] else "are identical"

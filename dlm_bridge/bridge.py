@@ -13,12 +13,19 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints import PathLike, open_megatron
 from dlm_bridge.convert.checkpoints.huggingface import open_hub
 from dlm_bridge.convert.checkpoints.in_memory import InitialCheckpoint, LiveCheckpoint
-from dlm_bridge.convert.planning import ConversionReport, MegatronFormat, Options
+from dlm_bridge.convert.planning import ConversionReport
+from dlm_bridge.convert.settings import (
+    HubSettings,
+    HubSourceSettings,
+    MegatronSettings,
+    MegatronSourceSettings,
+    settings_from,
+    takes,
+)
 from dlm_bridge.convert.transfer import write_hub, write_megatron
-from dlm_bridge.convert.workers import Progress
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.reading import reading
-from dlm_bridge.mapping.dtypes import parse_dtype, parse_size, promote
+from dlm_bridge.mapping.dtypes import parse_dtype, promote
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
 from dlm_bridge.models.families import FamilySpec
@@ -31,21 +38,17 @@ if TYPE_CHECKING:
 class Bridge:
     """Weights of one model, addressed by their Hub names, and their conversion to Megatron or to the Hub.
 
-    Opening a checkpoint reads only its configuration and headers. Every method raises DlmBridgeError, with a one-line
-    message, for bad input.
+    Opening a checkpoint reads only its configuration and headers. For bad input every method raises a subclass of
+    DlmBridgeError, with a one-line message.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
 
     @classmethod
+    @takes(HubSourceSettings)
     def from_hf(
-        cls,
-        path_or_id: PathLike,
-        revision: str | None = None,
-        family: str | None = None,
-        dequantize_fp8: bool = False,
-        dequantize_mxfp4: bool = False,
+        cls, path_or_id: PathLike, revision: str | None = None, family: str | None = None, **settings: Any
     ) -> Bridge:
         """Open a Hub folder or a Hub id.
 
@@ -53,10 +56,18 @@ class Bridge:
             path_or_id: Hub folder or Hub id.
             revision: branch, tag or commit of a Hub id.
             family: the model family, if config.json does not identify it.
-            dequantize_fp8: read block-scaled FP8 weights as bfloat16; otherwise they are refused.
-            dequantize_mxfp4: read MXFP4 weights as bfloat16; otherwise they are refused.
+            settings: the other fields of `HubSourceSettings`.
         """
-        return cls(open_hub(os.fspath(path_or_id), revision, family, dequantize_fp8, dequantize_mxfp4))
+        chosen = settings_from(HubSourceSettings, revision=revision, family=family, **settings)
+        return cls(
+            open_hub(
+                os.fspath(path_or_id),
+                chosen.revision,
+                chosen.family,
+                chosen.dequantize_fp8,
+                chosen.dequantize_mxfp4,
+            )
+        )
 
     @classmethod
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:
@@ -73,13 +84,14 @@ class Bridge:
         return cls(InitialCheckpoint(folder, seed, family))
 
     @classmethod
+    @takes(MegatronSourceSettings)
     def from_megatron(
         cls,
         root: PathLike,
         like: PathLike | None = None,
         hf_config: PathLike | None = None,
         family: str | None = None,
-        averaged: bool = False,
+        **settings: Any,
     ) -> Bridge:
         """Open a Megatron checkpoint of any format, or a plain torch distributed checkpoint.
 
@@ -88,18 +100,19 @@ class Bridge:
             like: Hub folder or id of the same model, for a checkpoint that was not written by dlm-bridge.
             hf_config: a config.json, instead of `like`.
             family: the model family, if the config does not identify it.
-            averaged: read the moving averages of a run with `--ema-decay` in place of the weights.
+            settings: the other fields of `MegatronSourceSettings`.
 
         Raises:
-            DlmBridgeError: not such a checkpoint, or an adapter without its base.
+            CheckpointError: not such a checkpoint, or an adapter without its base.
         """
         from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 
         if (Path(root) / ADAPTER_MANIFEST).is_file():
-            raise DlmBridgeError(
-                f"{root}: is an adapter without its base: dlm-bridge adapter export --base MODEL --merge"
+            raise CheckpointError(
+                root, "is an adapter without its base: merge it with its base first (dlm-bridge adapter export)"
             )
-        return cls(open_megatron(root, like, hf_config, family, averaged))
+        chosen = settings_from(MegatronSourceSettings, like=like, hf_config=hf_config, family=family, **settings)
+        return cls(open_megatron(root, chosen.like, chosen.hf_config, chosen.family, chosen.ema))
 
     @property
     def family(self) -> FamilySpec:
@@ -126,24 +139,13 @@ class Bridge:
         """Read one whole Hub tensor, in its stored dtype, to the CPU."""
         return self.checkpoint.read(hub_name)
 
+    @takes(MegatronSettings)
     def to_megatron(
         self,
         output: PathLike,
         layout: Layout | None = None,
         dtype: str | torch.dtype | None = None,
-        *,
-        vocab_multiple: int | None = None,
-        format: str = "torch_dist",
-        key_style: str = "te",
-        run_config: bool = False,
-        weights_only: bool = False,
-        workers: int | None = None,
-        processes: int = 1,
-        overwrite: bool = False,
-        dry_run: bool = False,
-        resume: bool = False,
-        accept_changed_tensors: bool = False,
-        progress: Progress | None = None,
+        **settings: Any,
     ) -> ConversionReport:
         """Write a Megatron checkpoint.
 
@@ -151,76 +153,35 @@ class Bridge:
             output: folder to write.
             layout: parallel layout; None: one rank.
             dtype: "keep" (also None), "bf16", "fp16", "fp32" or a torch dtype.
-            vocab_multiple: pad the vocabulary with zero rows to a multiple of this number.
-            format: "torch_dist", or "torch" for Megatron's legacy format.
-            key_style: parameter names with `format="torch"`: "te", "te-sequential" or "local".
-            run_config: also write Megatron Bridge's run_config.yaml.
-            weights_only: omit the source's optimizer state. Otherwise it is converted with the weights, or refused
-                where it cannot be.
-            workers: number of threads per process; None: one per core, at most 8.
-            processes: number of forked processes.
-            overwrite: replace `output` once the new checkpoint is complete.
-            dry_run: check everything and return the report; write nothing.
-            resume: continue an interrupted conversion.
-            accept_changed_tensors: accept tensors that differ from the digests in the source's dlm_bridge.json, and
-                list them in the new one.
-            progress: called from any thread with (bytes just written, total bytes).
+            settings: the other fields of `MegatronSettings` and `ConversionSettings`.
 
         Raises:
             ChangedTensorsError: tensors differ from their recorded digests, without `accept_changed_tensors`.
+            CheckpointError: the source is incomplete or does not match its family.
+            LayoutError: the model does not fit the layout.
+            SettingError: a setting is refused.
         """
-        megatron = MegatronFormat(format, key_style, run_config, weights_only)
-        options = Options(
-            parse_dtype(dtype),
-            workers,
-            overwrite,
-            dry_run,
-            progress,
-            resume,
-            megatron,
-            processes,
-            accept_changed_tensors,
-        )
-        return write_megatron(self.checkpoint, Path(output), layout or Layout(), options, vocab_multiple)
+        chosen = settings_from(MegatronSettings, layout=layout or Layout(), dtype=dtype, **settings)
+        return write_megatron(self.checkpoint, Path(output), chosen)
 
-    def to_hf(
-        self,
-        output: PathLike,
-        dtype: str | torch.dtype | None = None,
-        *,
-        shard_size: int | str | None = None,
-        workers: int | None = None,
-        processes: int = 1,
-        overwrite: bool = False,
-        dry_run: bool = False,
-        resume: bool = False,
-        accept_changed_tensors: bool = False,
-        progress: Progress | None = None,
-    ) -> ConversionReport:
+    @takes(HubSettings)
+    def to_hf(self, output: PathLike, dtype: str | torch.dtype | None = None, **settings: Any) -> ConversionReport:
         """Write a Hub folder.
 
         Args:
-            shard_size: largest weight file, in bytes or as text such as "5GB". None: the source's files and shards.
+            output: folder to write.
+            dtype: "keep" (also None), "bf16", "fp16", "fp32" or a torch dtype.
+            settings: the other fields of `HubSettings` and `ConversionSettings`.
 
-        See `to_megatron` for the other arguments.
+        Raises the errors of `to_megatron`.
         """
-        dtype = parse_dtype(dtype)
-        options = Options(
-            dtype,
-            workers,
-            overwrite,
-            dry_run,
-            progress,
-            resume,
-            processes=processes,
-            accept_changed_tensors=accept_changed_tensors,
-        )
-        return write_hub(self.checkpoint, Path(output), options, parse_size(shard_size))
+        chosen = settings_from(HubSettings, dtype=dtype, **settings)
+        return write_hub(self.checkpoint, Path(output), chosen)
 
     @property
     def code_place(self) -> str:
-        """`name_or_path` for a model with these weights: the folder with the code that the config's auto_map names,
-        which `save_pretrained` copies; "" if there is none."""
+        """`name_or_path` of a model with these weights: folder of the code that the config's auto_map names, which
+        `save_pretrained` copies; "" if there is none."""
         return str(self.checkpoint.hub.folder or "")
 
     def build_hf_model(
@@ -233,22 +194,21 @@ class Bridge:
             device: device of the model; None: CPU.
 
         Raises:
-            DlmBridgeError: the checkpoint does not contain all parameters of the model.
+            CheckpointError: the checkpoint does not contain all parameters of the model.
         """
         self.checkpoint.check()
         state = dict(self._tensors())
         own = {name for param in self.checkpoint.params if param.rule.own_dtype for name in param.hub_names}
         wanted = parse_dtype(dtype) or promote([tensor.dtype for name, tensor in state.items() if name not in own])
-        with reading(self.checkpoint.where, "its config makes no model"):
+        with reading(self.checkpoint.where, "the model cannot be built from its config"):
             config = self.family.load("config_class").from_dict(self.config)
             model, info = self.family.load("model_class").from_pretrained(
                 None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
             )
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if info.get(problem):
-                raise DlmBridgeError(
-                    f"{self.checkpoint.where}: {problem.replace('_', ' ')}: {sorted(info[problem])[0]}"
-                )
+                found = sorted(map(str, info[problem]))[0]
+                raise CheckpointError(self.checkpoint.where, f"{problem.replace('_', ' ')}: {found}")
         model.config.name_or_path = self.code_place
         return model if device is None else model.to(device)
 

@@ -165,14 +165,15 @@ def walk_http(folder: Path, walk: Walk) -> None:
     from dlm_bridge.loading import load_model
     from dlm_bridge.serving.connections import bind
     from dlm_bridge.serving.model import ServedModel
+    from dlm_bridge.serving.options import ServeOptions
     from dlm_bridge.serving.scheduler import Scheduler
-    from dlm_bridge.serving.server import Limits, Server
+    from dlm_bridge.serving.server import Server
 
     write_tokenizer(write_model(folder / "hub"))
     served = ServedModel(load_model(folder / "hub"), "tiny", {"block_length": 8, "steps": 8}, None)
     scheduler = Scheduler(served.open_engine, batch_size=8, queue_size=8)
     sock = bind("127.0.0.1", 0)
-    server = Server(served, scheduler, Limits(100_000, 60.0), sock)
+    server = Server(served, scheduler, ServeOptions(timeout=60.0), sock)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     while not server.started:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from dlm_bridge.convert.formats.hub_weights import ShardRecord
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, Manifest, TensorRecord, check_files, read_manifest
 from dlm_bridge.convert.streaming import Bands, FileRegion, SliceRange, read_rows
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, SettingError, first_of
 from dlm_bridge.hub import CONFIG_FILE, with_dtype
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
@@ -26,7 +26,7 @@ from dlm_bridge.mapping.rules import Dims, Mapping, ParamMapping, Passthrough
 from dlm_bridge.models.families import FamilySpec
 
 if TYPE_CHECKING:
-    import torch  # imported where tensors are moved: headers alone must not cost that
+    import torch  # imported where tensors are moved, because reading headers must be fast
 
     from dlm_bridge.convert.optimizer_state import OptimizerState
 
@@ -59,9 +59,8 @@ class HubMetadata:
     shards: list[ShardRecord] = field(default_factory=list)  # the Hub's shard map, if known
     passthrough: tuple[str, ...] = ()  # passthrough tensors of a checkpoint that does not store them by name
     shared: dict[str, str] = field(default_factory=dict)  # passthrough tensors that are copies: name -> original
-    dtypes: MappingType[str, torch.dtype] = field(
-        default_factory=dict
-    )  # dtypes of the Hub tensors at import, if known
+    # Dtypes of the Hub tensors at import, if known.
+    dtypes: MappingType[str, torch.dtype] = field(default_factory=dict)
     derived: tuple[Derived, ...] = ()  # derivation of `config`, if the checkpoint does not name a Hub model
 
     def config_bytes(self, dtype: torch.dtype | None = None) -> bytes:
@@ -91,7 +90,6 @@ class Checkpoint(ABC):
     """
 
     format: ClassVar[str]
-    writable: ClassVar[bool] = False  # True if `plan_output` can write this format
     root: Path | None = None  # folder that dlm_bridge.json describes
     folder: Path | None = None  # folder of the weights
     iteration: str | None = None  # folder name of a Megatron checkpoint's iteration: "iter_0000000" or "release"
@@ -112,12 +110,12 @@ class Checkpoint(ABC):
 
     @classmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> Checkpoint:
-        """Open the checkpoint `path`. `folder`: its newest iteration, if it has iterations. Raises DlmBridgeError."""
+        """Open the checkpoint `path`. `folder`: its newest iteration, if it has iterations. Raises CheckpointError."""
         raise NotImplementedError
 
     @classmethod
     def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], CheckpointWriter]]:
-        """Plan a checkpoint of this kind before any tensor is read. Raises DlmBridgeError.
+        """Plan a checkpoint of this kind before any tensor is read. Raises LayoutError or SettingError.
 
         Returns:
             Sizes of its files in bytes, by name below the iteration's folder; a function that creates the writer.
@@ -128,7 +126,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def hub(self) -> HubMetadata:
-        """Metadata of the Hub side. Raises DlmBridgeError if the model cannot be identified."""
+        """Metadata of the Hub side. Raises CheckpointError if the model cannot be identified."""
         return self._hub_metadata()
 
     def _hub_metadata(self) -> HubMetadata:
@@ -139,7 +137,7 @@ class Checkpoint(ABC):
         self.hub = replace(other.hub, dtypes={}, passthrough=tuple(other.passthrough))
 
     def bind(self) -> Self:
-        """Determine the model now. Raises DlmBridgeError if it cannot be identified or its config is not supported."""
+        """Determine the model now. Raises CheckpointError if it cannot be identified or is not supported."""
         _ = self.dims
         return self
 
@@ -207,7 +205,7 @@ class Checkpoint(ABC):
         return [*self.param_of, *self.passthrough]
 
     def check(self) -> list[str]:
-        """Raise DlmBridgeError unless stored tensors and mapping match exactly. Returns notes for the report."""
+        """Raise CheckpointError unless stored tensors and mapping match exactly. Returns notes for the report."""
         raise NotImplementedError
 
     # Tensors.
@@ -234,7 +232,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read_param(self, param: ParamMapping) -> tuple[torch.Tensor, ...]:
-        """Read the Hub tensors of a parameter. Raises DlmBridgeError."""
+        """Read the Hub tensors of a parameter. Raises CheckpointError."""
 
     def read_each(self, param: ParamMapping) -> Iterator[torch.Tensor]:
         """Read the Hub tensors of a parameter one at a time, to save memory if they are stored separately."""
@@ -250,13 +248,13 @@ class Checkpoint(ABC):
 
     def regions(self, param: ParamMapping) -> list[FileRegion]:
         """File regions that contain the bytes of a parameter's Megatron slice. All tensors of such a parameter have
-        the same dtype. Raises DlmBridgeError."""
+        the same dtype. Raises CheckpointError."""
         raise NotImplementedError
 
     def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements `start` to `stop` of a Hub tensor in row-major order, as one dimension, in the dtype of
         `spec`. If `regions` supports the parameter, only the rows that contain them are read. Raises
-        DlmBridgeError."""
+        CheckpointError."""
         param = self.param_of.get(name)
         if param is None or param.hub_rows is None or not self.streams(param):
             return self.read(name).reshape(-1)[start:stop]
@@ -270,7 +268,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Contents of dlm_bridge.json, or None. Raises DlmBridgeError for a damaged file."""
+        """Contents of dlm_bridge.json, or None. Raises CheckpointError for a damaged file."""
         return None if self.root is None else read_manifest(self.root)
 
     @property
@@ -285,7 +283,7 @@ class Checkpoint(ABC):
 
     def damaged_files(self, workers: int | None = None) -> list[ChangedFile]:
         """Weight files of a training run's checkpoint that differ from their recorded digests. Reads these files.
-        Raises DlmBridgeError if the digests cannot be read."""
+        Raises CheckpointError if the digests cannot be read."""
         if self.folder is None or not (self.folder / FILE_DIGESTS).is_file():
             return []
         return check_files(self.folder, workers, only=self.files())
@@ -303,8 +301,8 @@ class Checkpoint(ABC):
         return {name: self.described(name) for name in self.hub_names()}
 
     def use_averages(self) -> None:
-        """Read the moving averages of a run in place of its weights. Raises DlmBridgeError if there are none."""
-        raise DlmBridgeError(f"{self.where}: has no averaged weights (--ema-decay of a Megatron run): remove --ema")
+        """Read the moving averages of a run instead of its weights. Raises SettingError if there are none."""
+        raise SettingError("ema", f"{self.where} has no averaged weights, which Megatron runs with `ema_decay` save")
 
     def training_state(self) -> list[str]:
         """Keys of the training state: optimizer and random generators."""
@@ -313,14 +311,15 @@ class Checkpoint(ABC):
     def optimizer_state(self, padded: Sequence[ParamMapping], format_: str) -> OptimizerState | None:
         """Optimizer state for a checkpoint of `padded` parameters, or None.
 
-        Raises DlmBridgeError for a state that cannot be resharded; --weights-only omits it.
+        Raises SettingError for a state that cannot be resharded; `weights_only` omits it.
         """
         from dlm_bridge.convert.optimizer_state import is_optimizer_key
 
         if any(map(is_optimizer_key, self.training_state())):
-            raise DlmBridgeError(
-                f"{self.where}: optimizer state can only be converted from torch_dist to torch_dist: omit it with "
-                "--weights-only"
+            raise SettingError(
+                "weights_only",
+                f"is needed: {self.where} has optimizer state, which can only be converted from torch_dist to "
+                "torch_dist",
             )
         return None
 
@@ -331,7 +330,7 @@ class Checkpoint(ABC):
         return {name: self.spec(name) for name in self.hub_names()}
 
     def read_group(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Read stored Hub tensors of one `group_of`. Raises DlmBridgeError for incomplete tensors."""
+        """Read stored Hub tensors of one `group_of`. Raises CheckpointError for incomplete tensors."""
         return {name: self.read(name) for name in names}
 
     def group_of(self, name: str) -> str:
@@ -401,22 +400,20 @@ class ByNameCheckpoint(Checkpoint):
                 if len(missing) == _MAX_NAMED:
                     break
         if missing:
-            raise DlmBridgeError(f"{self.where}: tensor {first_of(missing)} is missing")
+            raise CheckpointError(self.where, f"tensor {first_of(missing)} is missing")
         expected = dict(self._expected())
         extra = self._stored.keys() - expected.keys() - self.passthrough.keys()
         if extra:
-            raise DlmBridgeError(
-                f"{self.where}: tensor {first_of(extra)} is not part of a {self.family.name} model of this config"
-            )
+            reason = f"tensor {first_of(extra)} is not part of a {self.family.name} model of this config"
+            raise CheckpointError(self.where, reason)
         for name, entry in self.passthrough.items():
             if entry.copy_of:
                 expected[name] = expected[entry.copy_of]
         for name, shape in expected.items():
             found = self.shape(name)
             if found != shape:
-                raise DlmBridgeError(
-                    f"{self.where}: tensor {name} has shape {list(found)}, the config asks for {list(shape)}"
-                )
+                reason = f"tensor {name} has shape {list(found)}, the config asks for {list(shape)}"
+                raise CheckpointError(self.where, reason)
         return list(self.notes)
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -454,24 +451,23 @@ class OutputRequest:
 
 
 def checked_dims(mapping: Mapping, config: dict[str, Any], where: str) -> Dims:
-    """Sizes of a config, each checked to be a positive integer. Raises DlmBridgeError, which names the config."""
+    """Sizes of a config, each checked to be a positive integer. Raises CheckpointError."""
     try:
         dims = mapping.dims(config)
     except DlmBridgeError as error:
-        raise DlmBridgeError(f"{where}: {error}") from None
+        raise CheckpointError(where, str(error)) from None
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise DlmBridgeError(f"{where}: config.json: sizes cannot be read: {error!r}") from None
-    feed_forward = ("moe_ffn",) if dims.experts else ("ffn",)
-    for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab", *feed_forward):
-        value = getattr(dims, name)
-        if type(value) is not int or not 0 < value < 1 << 40:
-            raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a positive whole number")
+        raise CheckpointError(where, f"config.json: sizes cannot be read: {error!r}") from None
+    required = ("layers", "hidden", "heads", "groups", "head_dim", "vocab", "moe_ffn" if dims.experts else "ffn")
     optional = {name: getattr(dims, name) for name in ("experts", "moe_ffn", "shared_ffn", "mtp")} | dict(dims.sizes)
-    for name, value in optional.items():
-        if type(value) is not int or value < 0:
-            raise DlmBridgeError(f"{where}: config.json: the size '{name}' is {value!r}, not a whole number")
+    for name, value in (optional | {name: getattr(dims, name) for name in required}).items():
+        minimum = 1 if name in required else 0
+        if type(value) is not int or not minimum <= value < 1 << 40:
+            raise CheckpointError(
+                where, f"config.json: the size '{name}' is {value!r}, not a whole number of at least {minimum}"
+            )
     if (dims.layers + dims.mtp) * max(1, dims.experts) > _LARGEST:
-        raise DlmBridgeError(f"{where}: config.json: {dims.layers} layers of {dims.experts} experts are too many")
+        raise CheckpointError(where, f"config.json: {dims.layers} layers of {dims.experts} experts are too many")
     return dims
 
 

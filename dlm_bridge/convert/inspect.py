@@ -16,8 +16,8 @@ from dlm_bridge.mapping.rules import Dims
 
 @dataclass
 class CheckpointInfo:
-    """`family`, `architecture` and `sizes` are None for a Megatron checkpoint without a manifest, whose model is not
-    known; its tensors are then counted under their Megatron keys."""
+    """Facts about a checkpoint. If its model is unknown (a Megatron checkpoint without a manifest), `family`,
+    `architecture` and `sizes` are None, and tensors are counted by their Megatron keys."""
 
     path: str
     format: str
@@ -26,28 +26,32 @@ class CheckpointInfo:
     parameters: int
     tensors: int
     bytes: int
-    dtypes: dict[str, int]  # name -> tensors
-    files: dict[str, int] = field(default_factory=dict)  # weight file -> bytes
+    dtypes: dict[str, int]  # dtype -> number of tensors
+    files: dict[str, int] = field(default_factory=dict)  # weight file -> size in bytes
     sizes: dict[str, Any] | None = None
     layout: dict[str, Any] | None = None
     iteration: int | str | None = None
-    training_state: int = 0  # tensors and objects besides the weights
+    training_state: int = 0  # number of tensors and objects that are not weights
     source: dict[str, Any] | None = None
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    tool: str | None = None  # what wrote the manifest
-    derived: list[dict[str, Any]] = field(default_factory=list)  # key, value, origin, assumed: of a derived config
+    tool: str | None = None  # program that wrote the manifest
+    derived: list[dict[str, Any]] = field(default_factory=list)  # derived config: key, value, origin, assumed
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert to a dict of plain values."""
         return asdict(self)
 
 
 def inspect_checkpoint(
     path: str | os.PathLike[str], revision: str | None = None, family: str | None = None
 ) -> CheckpointInfo:
-    """What a Hub folder, a Hub id, a Megatron checkpoint or a plain distributed one is. Raises DlmBridgeError."""
+    """Inspect a Hub folder, a Hub id, a Megatron checkpoint or a plain torch distributed checkpoint.
+
+    Raises:
+        CheckpointError: not a checkpoint, or one that is damaged or does not match its config.
+    """
     checkpoint = find_checkpoint(path, revision, family)
     try:
         checkpoint.check()
@@ -89,10 +93,10 @@ def _model_info(checkpoint: Checkpoint) -> CheckpointInfo:
 
 
 def _raw_info(checkpoint: Checkpoint, reason: str) -> CheckpointInfo:
-    """By the stored names; `reason` says why the model is not known."""
+    """Facts by stored names, for an unknown model. `reason`: why it is unknown."""
     state = set(checkpoint.training_state())
     tensors = [tensor for key, tensor in checkpoint.stored_tensors().items() if key not in state]
-    counted = ["tensors and parameters are counted on every rank that holds them"] * (checkpoint.format == "torch")
+    counted = ["tensors and parameters are counted once per rank that stores them"] * (checkpoint.format == "torch")
     return CheckpointInfo(
         path=checkpoint.where,
         format=checkpoint.format,
@@ -107,7 +111,7 @@ def _raw_info(checkpoint: Checkpoint, reason: str) -> CheckpointInfo:
 
 
 def _sizes(dims: Dims) -> dict[str, Any]:
-    """The sizes that the model has: what is zero or empty does not apply to it."""
+    """Sizes that are neither zero nor empty, as plain values."""
     values = asdict(dims)
     values |= dict(values.pop("sizes"))
     plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}

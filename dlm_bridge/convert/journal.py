@@ -1,7 +1,8 @@
-"""Journal of an unfinished conversion, from which `--resume` goes on.
+"""Journal of an unfinished conversion, from which `resume` continues.
 
-It lies in the unfinished folder. Its first line identifies the conversion; each other line is one parameter that was
-flushed to the disk before the line was. What a line says is checked against the bytes before it is trusted.
+The journal is a file in the unfinished folder. Its first line identifies the conversion; each further line records one
+parameter, and is written after the parameter was flushed to disk. A resumed conversion compares each line with the
+bytes on disk before it skips the parameter.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ import xxhash
 from dlm_bridge.convert.manifest import TensorRecord, tool_version
 
 JOURNAL = ".dlm_bridge.journal"
-_EVERY = 256 << 20  # bytes between two flushes; each makes the file system write its own journal, so not many
+_EVERY = 256 << 20  # bytes between two flushes; frequent flushes are slow
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One param: what was read and written of each of its Hub tensors, and the digests of its items in the output."""
+    """A written parameter: (read, written) records of its Hub tensors, and digests of its parts in the output."""
 
     tensors: tuple[tuple[TensorRecord, TensorRecord], ...]
     items: tuple[str, ...]
 
 
 class Journal:
-    """Flushes what is written as it comes, in a thread of its own, and notes what is flushed.
+    """Journal that flushes the output files in a background thread, and then records the flushed parameters.
 
-    `done` is what the run before this one has noted, by the parameter's name.
+    `done` maps the parameters that an earlier run recorded to their entries.
     """
 
     def __init__(self, folder: Path, fingerprint: str, files: Iterable[str]) -> None:
@@ -69,7 +70,7 @@ class Journal:
                 self._changed.notify()
 
     def close(self, remove: bool) -> None:
-        """Stop flushing; `remove` the journal of an output that is whole."""
+        """Flush the rest and stop; `remove` the journal if the output is complete."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -103,7 +104,7 @@ class Journal:
 
 
 def matches(folder: Path, fingerprint: str) -> bool:
-    """Whether an unfinished folder is of this conversion."""
+    """True if an unfinished folder belongs to the conversion with this fingerprint."""
     try:
         with (folder / JOURNAL).open(encoding="utf-8") as stream:
             return bool(json.loads(stream.readline()) == fingerprint)
@@ -112,14 +113,17 @@ def matches(folder: Path, fingerprint: str) -> bool:
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether going on from an unfinished folder would save anything."""
+    """True if an unfinished folder contains at least one recorded parameter."""
     return bool(_read(folder / JOURNAL))
 
 
 def fingerprint(folders: Iterable[Path], iteration: Path | None, facts: dict[str, Any]) -> str:
-    """What must be the same for a conversion to go on: `facts`, this tool, and every file that could be read.
+    """Fingerprint that must match before an interrupted conversion is resumed.
 
-    `folders` are the source's; of a Megatron checkpoint's iterations only the folder `iteration` counts.
+    Args:
+        folders: folders of the source, whose file names, sizes and times are included.
+        iteration: folder of the converted iteration of a Megatron checkpoint; other iterations are skipped.
+        facts: settings and plan of the conversion. The versions of dlm-bridge and torch are added.
     """
     state = xxhash.xxh3_128(json.dumps([facts, tool_version(), torch.__version__], sort_keys=True).encode())
     for folder in folders:

@@ -1,8 +1,8 @@
 """Manifests of written checkpoints.
 
-`dlm_bridge.json` of a conversion: what the checkpoint is, where it came from, and a digest of every tensor and side
-file, taken as the tensors pass through. `dlm_bridge_files.json` of a training checkpoint, of either engine: a digest
-of each file, taken by the rank that wrote it.
+`dlm_bridge.json` describes a converted checkpoint: its format, its source, and a digest of every tensor and side file,
+computed during the conversion. `dlm_bridge_files.json` lists a digest of each file of a training checkpoint of either
+engine, computed by the rank that wrote the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 from dlm_bridge.convert.formats.hub_weights import ShardRecord
 from dlm_bridge.convert.streaming import Sink, tensor_bands
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
 from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
@@ -31,79 +31,79 @@ if TYPE_CHECKING:
 
 MANIFEST = "dlm_bridge.json"
 FORMAT_VERSION = 1
-_DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the file's last entry is the xxh3_128 of all bytes before it
+_DIGEST, _END = b',\n "digest": "', b'"\n}\n'  # the last entry of the file: xxh3_128 of all bytes before it
 FILE_DIGESTS = "dlm_bridge_files.json"
-ACCEPT = "--accept-changed-tensors"
-_NAMED = 3  # tensors in a message
+_NAMED = 3  # maximum number of tensors in a message
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One Hub tensor: "bfloat16", (rows, columns), xxh3_128 of its raw bytes, how many values are NaN or infinite."""
+    """A Hub tensor: dtype such as "bfloat16", shape, xxh3_128 of its raw bytes, number of NaN and infinite values."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    non_finite: int = field(default=0, compare=False)  # what equal digests imply; manifests before it do not say
+    non_finite: int = field(default=0, compare=False)  # old manifests do not have it
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> TensorRecord:
-        """The inverse of `as_dict`. Raises KeyError and TypeError."""
+        """Parse the result of `as_dict`. Raises KeyError or TypeError."""
         return cls(data["dtype"], tuple(data["shape"]), data["digest"], int(data.get("non_finite", 0)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; `non_finite` only where there are any."""
+        """Convert to a dict of plain values, with `non_finite` only if it is not zero."""
         values = asdict(self)
         return values if self.non_finite else {key: values[key] for key in ("dtype", "shape", "digest")}
 
 
 @dataclass
 class Manifest:
-    """The content of dlm_bridge.json. `config` is the Hub's config.json; `layout` is None for a Hub folder."""
+    """Contents of dlm_bridge.json. `config` is the Hub's config.json; `layout` is None for a Hub folder."""
 
-    format: str  # "torch_dist", "torch" (Megatron's legacy one) or "huggingface"
+    format: str  # "torch_dist", "torch" (Megatron's legacy format) or "huggingface"
     family: str
     config: dict[str, Any]
-    dtype: str  # "keep", or what the weights were cast to
+    dtype: str  # "keep", or the dtype to which the weights were cast
     tensors: dict[str, TensorRecord]
     source: dict[str, Any]  # name, revision, digest of its tensors
     layout: dict[str, Any] | None = None
-    iteration: str | None = None  # folder of a Megatron checkpoint that `tensors` describes, "iter_0000000"
+    iteration: str | None = None  # folder of the iteration that `tensors` describes, such as "iter_0000000"
     vocab_multiple: int | None = None
     shards: list[ShardRecord] = field(default_factory=list)
     side_files: dict[str, str] = field(default_factory=dict)  # path below the folder -> digest
-    files: dict[str, str] = field(default_factory=dict)  # weight file -> digest of its items' digests, or its header's
+    files: dict[str, str] = field(default_factory=dict)  # weight file -> digest of its header or of its parts' digests
     left_out: list[str] = field(default_factory=list)
-    carried: list[str] = field(default_factory=list)
-    shared: dict[str, str] = field(default_factory=dict)  # carried tensor -> the trained one that is given back for it
-    # Tensor or file of the source -> what was "recorded" and what "found", where they differed and were accepted.
+    carried: list[str] = field(default_factory=list)  # passthrough tensors
+    shared: dict[str, str] = field(default_factory=dict)  # passthrough tensor -> tensor exported in its place
+    # Accepted changes of the source: tensor or file -> its "recorded" and its "found" digest record.
     changed: dict[str, dict[str, Any]] = field(default_factory=dict)
-    fingerprint: str = ""  # of source and options, by which a resume knows that it was finished
+    fingerprint: str = ""  # of source and settings, so that `resume` recognises a complete output
     format_version: int = FORMAT_VERSION
     tool: str = ""
 
     def notes(self) -> list[str]:
-        """What a report says of the tensors: NaN and infinite values, and changes of the source that were accepted."""
+        """Report notes on NaN and infinite values, and on accepted changes of the source."""
         return [
             *non_finite_note({name: record.non_finite for name, record in self.tensors.items()}),
             *self.changed_note(),
         ]
 
     def changed_note(self) -> list[str]:
-        """The line about the second alone; none where there were none."""
+        """Report note on accepted changes of the source, if any."""
         if not self.changed:
             return []
-        return [f"its source differed from its recorded digests, which {ACCEPT} accepted: {_some(self.changed)}"]
+        names = _some(self.changed)
+        return [f"the source differed from its recorded digests (`accept_changed_tensors`): {names}"]
 
     def write(self, folder: Path) -> None:
-        """Write it as `folder`/dlm_bridge.json."""
+        """Write `folder`/dlm_bridge.json."""
         self.tool = self.tool or tool_version()
         values = asdict(self) | {"tensors": {name: record.as_dict() for name, record in self.tensors.items()}}
         (folder / MANIFEST).write_bytes(_with_digest(values))
 
 
 def non_finite_note(counts: Mapping[str, int]) -> list[str]:
-    """The line that names the tensors with NaN or infinite values, of which `counts` are given; none without any."""
+    """Report note on tensors with NaN or infinite values, if any. `counts` maps tensors to numbers of such values."""
     found = {name: count for name, count in counts.items() if count}
     if not found:
         return []
@@ -112,9 +112,13 @@ def non_finite_note(counts: Mapping[str, int]) -> list[str]:
 
 
 def read_model_config(path: str | Path, revision: str | None = None) -> tuple[dict[str, Any], str | None]:
-    """config.json of a Hub folder, a Hub id or a Megatron checkpoint, and the family that a manifest names.
+    """Read config.json of a Hub folder, a Hub id or a Megatron checkpoint. Reads and downloads no weights.
 
-    No weights are read or downloaded. Raises DlmBridgeError.
+    Returns:
+        The config, and the family recorded in the manifest (None without a manifest).
+
+    Raises:
+        CheckpointError: there is no config, or it is damaged.
     """
     folder = checkpoint_folder(path)
     if (folder / CONFIG_FILE).is_file():
@@ -122,11 +126,9 @@ def read_model_config(path: str | Path, revision: str | None = None) -> tuple[di
     if (folder / MANIFEST).is_file() and (manifest := read_manifest(folder)) is not None:
         return manifest.config, manifest.family
     if folder.exists():
-        raise DlmBridgeError(
-            f"{folder}: has neither a {CONFIG_FILE} nor a {MANIFEST}: name a Hub folder or a config's"
-        )
+        raise CheckpointError(folder, f"has neither a {CONFIG_FILE} nor a {MANIFEST}: use a Hub folder")
     if not HUB_ID.fullmatch(str(path)):
-        raise DlmBridgeError(f"{path}: no such folder, and not a Hub id (owner/name)")
+        raise CheckpointError(path, "no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import hf_hub_download
 
     def fetch(local: bool) -> Path:
@@ -136,7 +138,7 @@ def read_model_config(path: str | Path, revision: str | None = None) -> tuple[di
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint folder, None where it has none. Raises DlmBridgeError for a broken one."""
+    """Read the manifest of a checkpoint folder; None if there is none. Raises CheckpointError for a damaged one."""
     path = folder / MANIFEST
     try:
         data = read_json(path)
@@ -144,15 +146,15 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     if data.get("format_version") != FORMAT_VERSION:
         found = data.get("format_version")
-        raise DlmBridgeError(f"{path}: format version {found!r}, this dlm-bridge reads {FORMAT_VERSION}")
+        raise CheckpointError(path, f"format version {found!r}, this dlm-bridge reads {FORMAT_VERSION}")
     try:
         return _parse(data)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise DlmBridgeError(f"{path}: is not a dlm-bridge manifest: {one_line(error)}") from None
+        raise CheckpointError(path, f"is not a dlm-bridge manifest: {one_line(error)}") from None
 
 
 def tool_version() -> str:
-    """ "dlm-bridge 0.1.0"."""
+    """Name and version, such as "dlm-bridge 0.1.0"."""
     try:
         return f"dlm-bridge {version('dlm-bridge')}"
     except PackageNotFoundError:
@@ -160,16 +162,16 @@ def tool_version() -> str:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether every byte of `folder`/dlm_bridge.json is as it was written."""
+    """True if `folder`/dlm_bridge.json is unchanged since it was written."""
     try:
         text, found, tail = (folder / MANIFEST).read_bytes().rpartition(_DIGEST)
-    except OSError:  # it cannot be read
+    except OSError:
         return False
     return bool(found) and tail == bytes_digest(text).encode() + _END
 
 
 def renamed_source(folder: Path, name: str) -> bytes:
-    """`folder`/dlm_bridge.json with this name of its source; one that was changed since it was written stays so."""
+    """Contents of `folder`/dlm_bridge.json with another source name. The digest of a changed file stays wrong."""
     values: dict[str, Any] = read_json(folder / MANIFEST)
     digest = values.pop("digest", None)
     values["source"] = {**values["source"], "name": name}
@@ -177,12 +179,12 @@ def renamed_source(folder: Path, name: str) -> bytes:
 
 
 def _with_digest(values: dict[str, Any], digest: str | None = None) -> bytes:
-    text = json.dumps(values, indent=1).removesuffix("\n}").encode()  # ASCII: a path may be no UTF-8
+    text = json.dumps(values, indent=1).removesuffix("\n}").encode()  # ASCII, because paths need not be valid UTF-8
     return text + _DIGEST + (digest or bytes_digest(text)).encode() + _END
 
 
 def combined_digest(tensors: dict[str, TensorRecord]) -> str:
-    """One digest of a whole set of tensors, independent of their order and files."""
+    """Digest of a set of tensors, independent of their order and files."""
     state = xxhash.xxh3_128()
     for name in sorted(tensors):
         record = tensors[name]
@@ -208,7 +210,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotated type, its items and fields included."""
+    """True if a value, with its items and fields, has an annotated type."""
     if kind is Any:
         return True
     origin, arguments = get_origin(kind), get_args(kind)
@@ -227,7 +229,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 class Records:
-    """dtype, shape and digest of every Hub tensor as read and as written. Methods are thread-safe."""
+    """Records of every Hub tensor as read and as written. Methods are thread-safe."""
 
     def __init__(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self._specs = specs  # dtypes and shapes after the cast
@@ -235,8 +237,11 @@ class Records:
         self.written: dict[str, TensorRecord] = {}
 
     def convert(self, name: str, tensor: torch.Tensor, stored: TensorRecord | None = None) -> torch.Tensor:
-        """Cast a tensor that was read to its target dtype, contiguous, and note both digests. `stored` is what the
-        files hold where it is not the tensor."""
+        """Cast a tensor to its output dtype, make it contiguous, and record both digests.
+
+        Args:
+            stored: record of the bytes in the source's files, if the tensor was converted from them.
+        """
         tensor = tensor.contiguous()
         target = cast(tensor, self._specs[name][0], name)
         found = record_of(tensor)
@@ -245,12 +250,12 @@ class Records:
         return target
 
     def note(self, name: str, found: str, non_finite: int) -> None:
-        """Note the digest of a tensor that went through unchanged, and its NaN and infinite values."""
+        """Record a tensor that was copied unchanged: its digest, and its number of NaN and infinite values."""
         dtype, shape = self._specs[name]
         self.read[name] = self.written[name] = TensorRecord(dtype_name(dtype), shape, found, non_finite)
 
     def changed(self, recorded: Mapping[str, TensorRecord]) -> dict[str, dict[str, Any]]:
-        """What was read and is not as `recorded`, as `Manifest.changed` has it."""
+        """Tensors whose records differ from `recorded`, in the form of `Manifest.changed`."""
         return {
             name: {"recorded": recorded[name].as_dict(), "found": record.as_dict()}
             for name, record in self.read.items()
@@ -258,31 +263,28 @@ class Records:
         }
 
     def entry(self, names: Iterable[str]) -> list[tuple[TensorRecord, TensorRecord]]:
-        """What was read and written of each of these tensors, for the journal."""
+        """(read, written) records of tensors, for the journal."""
         return [(self.read[name], self.written[name]) for name in names]
 
     def restore(self, names: Iterable[str], entry: Iterable[tuple[TensorRecord, TensorRecord]]) -> None:
-        """Take over what an earlier run noted as `entry`."""
+        """Add records of an earlier run, as returned by `entry`."""
         for name, (read, written) in zip(names, entry, strict=True):
             self.read[name], self.written[name] = read, written
 
     def alias(self, name: str, copy_of: str) -> None:
-        """A passthrough tensor that is derived from another: nothing was read for it."""
+        """Record a passthrough tensor that is a copy of another and was not read."""
         self.read[name] = self.read[copy_of]
         self.written[name] = self.written[copy_of]
 
     def check_copies(self, copies: Mapping[str, str], where: str) -> None:
-        """Raise DlmBridgeError where a tensor is not the copy that it must be: name -> name of the original."""
+        """Raise CheckpointError if a tensor differs from its original. `copies` maps names to originals."""
         for name, copy_of in copies.items():
             if self.read[name] != self.read[copy_of]:
-                raise DlmBridgeError(
-                    f"{where}: tensor {name} differs from {copy_of}, of which it must be a copy, since the config "
-                    "ties them"
-                )
+                raise CheckpointError(where, f"tensor {name} differs from {copy_of}, although the config ties them")
 
 
 def record_of(tensor: torch.Tensor) -> TensorRecord:
-    """dtype, shape and digest of a tensor, and how many of its values are NaN or infinite."""
+    """Compute the record of a tensor."""
     with Sink(dtype=tensor.dtype) as sink:
         for _, band in tensor_bands(tensor.contiguous()):
             sink.take(band.reshape(-1).data)
@@ -290,7 +292,7 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first names, and how many there are."""
+    """Format the first names and the number of names."""
     found = sorted(names)
     more = f" ... ({len(found)} in all)" if len(found) > _NAMED else ""
     return f"{', '.join(found[:_NAMED])}{more}"
@@ -298,7 +300,7 @@ def _some(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class ChangedFile:
-    """A file that is not what it was: its digests then and now, None where it was or is not there."""
+    """A file that differs from its recorded digest. `recorded` or `found` is None if the file was or is missing."""
 
     file: str  # path below the folder, with "/" between the parts
     detail: str
@@ -311,7 +313,7 @@ class ChangedFile:
 
 
 def file_names(folder: Path) -> list[str]:
-    """Paths of a folder's files below it, but for that of their digests."""
+    """Relative paths of the files of a folder, except dlm_bridge_files.json."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != FILE_DIGESTS)
 
@@ -319,7 +321,7 @@ def file_names(folder: Path) -> list[str]:
 def digests_of(
     folder: Path, names: Sequence[str], workers: int | None = None, progress: Progress | None = None
 ) -> dict[str, str]:
-    """Path below the folder -> xxh3_128 of some of its files, several at once."""
+    """Compute the xxh3_128 of files of a folder in threads. Returns digests by relative path."""
     found: dict[str, str] = {}
     total = sum((folder / name).stat().st_size for name in names)
 
@@ -333,7 +335,7 @@ def digests_of(
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests of a folder's files into it, and one of the digests themselves."""
+    """Write dlm_bridge_files.json: digests of the folder's files, and a digest of these digests."""
     files = dict(sorted(digests.items()))
     content = {"format_version": FORMAT_VERSION, "tool": tool_version(), "files": files, "digest": _digest_of(files)}
     (folder / FILE_DIGESTS).write_text(json.dumps(content, indent=1) + "\n")
@@ -347,8 +349,18 @@ def check_files(
     ranks: int = 1,
     only: Collection[str] | None = None,
 ) -> list[ChangedFile]:
-    """What of a folder, or of some files in it, is missing, new or other than its digests say; of several processes
-    each reads the files of its `rank`. Raises DlmBridgeError where the digests, or a file, cannot be read."""
+    """Compare files of a folder with their recorded digests.
+
+    Args:
+        rank, ranks: each process of `ranks` reads a part of the files.
+        only: compare only these files.
+
+    Returns:
+        Files that are missing, new or changed.
+
+    Raises:
+        CheckpointError: the digests or a file cannot be read.
+    """
     path = folder / FILE_DIGESTS
     try:
         content = read_json(path)
@@ -356,36 +368,36 @@ def check_files(
     except DlmBridgeError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise CheckpointError(path, f"cannot be read: {one_line(error)}") from None
     if own != _digest_of(recorded):
-        return [ChangedFile(FILE_DIGESTS, "is not as it was written")]
+        return [ChangedFile(FILE_DIGESTS, "was changed")]
     there = set(file_names(folder))
     if only is not None:
         there.intersection_update(only)
         recorded = {name: value for name, value in recorded.items() if name in only}
     findings = [ChangedFile(name, "is missing") for name in recorded if name not in there]
-    findings += [ChangedFile(name, "was not there", is_new=True) for name in there if name not in recorded]
+    findings += [ChangedFile(name, "is new", is_new=True) for name in there if name not in recorded]
     try:
         found = digests_of(folder, sorted(there.intersection(recorded))[rank::ranks], workers, progress)
     except OSError as error:
-        raise DlmBridgeError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(error.filename or folder, f"cannot be read: {error.strerror}") from None
     for name, now in found.items():
         if now != recorded[name]:
-            detail = f"is not as it was written{_holding(folder, name)}"
+            detail = f"was changed{_tensors_in(folder, name)}"
             findings.append(ChangedFile(name, detail, recorded[name], now))
     return sorted(findings, key=lambda finding: finding.file)
 
 
-def _holding(folder: Path, name: str) -> str:
-    """What lies in a damaged file of a Megatron checkpoint, if that can be told."""
+def _tensors_in(folder: Path, name: str) -> str:
+    """Format the tensors stored in a damaged file of a Megatron checkpoint, if its metadata can be read."""
     try:
         from dlm_bridge.convert.formats.dcp import read_metadata
 
         tensors = read_metadata(folder).tensors
     except DlmBridgeError:
         return ""
-    held = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]
-    return f"; it holds parts of {len(held)} tensors, {held[0]} the first" if held else ""
+    stored = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]
+    return f"; it contains parts of {len(stored)} tensors, such as {stored[0]}" if stored else ""
 
 
 def _digest_of(files: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
-"""Resharding of the optimizer's state of a `torch_dist` checkpoint.
+"""Resharding of the optimizer state of a `torch_dist` checkpoint.
 
-In the `fully_reshardable` form (and where the optimizer is not distributed) every state is a tensor of its parameter's
-shape, `optimizer.state.exp_avg.decoder.layers...`: it is cut as the parameter is. What is not sharded lies in
-`common.pt`, or in newer Megatron-LM's checkpoints in the object `common_state`, which is copied byte for byte.
-The moving averages of a run with `--ema-decay` are tensors of the parameters' shapes too, `ema.decoder.layers...`.
+In the `fully_reshardable` form, and without a distributed optimizer, every state is a tensor of its parameter's shape,
+`optimizer.state.exp_avg.decoder.layers...`, and is sharded like the parameter. The unsharded state is in `common.pt`,
+or in the object `common_state` (newer Megatron-LM), and is copied byte for byte. The moving averages of a run with
+`ema_decay` have the parameters' shapes, too: `ema.decoder.layers...`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from dlm_bridge.convert.formats.dcp import ChunkedReader
 from dlm_bridge.convert.streaming import Bands, tensor_bands
 from dlm_bridge.convert.workers import run_tasks, worker_count
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import CheckpointError, first_of
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
-AVERAGED = "ema"  # the first word of the keys of averaged weights
+AVERAGED = "ema"  # first component of the keys of averaged weights
 _STATE = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.\w+\.|{AVERAGED}\.)(.+)")
-COMMON_STATE = "common_state/shard_0_1"  # the object that newer Megatron-LM saves in place of common.pt
+COMMON_STATE = "common_state/shard_0_1"  # key of the object that newer Megatron-LM saves in place of common.pt
 _OPTIMIZER = re.compile(rf"(chained_\d+\.)?optimizer\.|{AVERAGED}\.")
 _TRAINING_STATE = re.compile(rf"{_OPTIMIZER.pattern}|rng_state\b|rerun_state_machine_state\b|common_state/")
 
 
 @dataclass(frozen=True)
 class StateMapping(ParamMapping):
-    """A parameter's slice of one of the optimizer's tensors; `prefix` is what stands before the parameter's key."""
+    """Parameter's slice of an optimizer tensor, whose key is `prefix` and the parameter's key."""
 
     prefix: str = ""
 
@@ -50,15 +50,14 @@ class StateMapping(ParamMapping):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Optimizer state that goes with the weights: each slice as `reader` has it (key, index on the stacked axes) and
-    as it will be."""
+    """Optimizer state to be resharded with the weights."""
 
     reader: ChunkedReader
-    slices: list[tuple[str, tuple[int, ...], StateMapping]]
+    slices: list[tuple[str, tuple[int, ...], StateMapping]]  # stored key, index on the stacked axes, new slice
     dtypes: dict[str, torch.dtype]  # by StateMapping.megatron_key
     vocab: int  # rows of the vocabulary without padding
-    common: bytes  # what is not sharded
-    common_is_object: bool  # of the distributed checkpoint; else it is common.pt
+    common: bytes  # the unsharded state
+    common_is_object: bool  # an object of the distributed checkpoint, else common.pt
 
     @property
     def params(self) -> list[StateMapping]:
@@ -66,12 +65,12 @@ class OptimizerState:
 
     @property
     def note(self) -> str:
-        """What a report says of it."""
+        """Line of the conversion report."""
         kinds = dict.fromkeys(param.prefix.rstrip(".").rpartition(".")[2] for param in self.params)
-        return f"the optimizer's state ({', '.join(kinds)}) is carried over; random number generators' states are not"
+        return f"optimizer state ({', '.join(kinds)}) is converted, states of random number generators are not"
 
     def transfer(self, write: Callable[[ParamMapping, Bands], None], workers: int | None) -> None:
-        """Give every slice to `write`; the rows of a padded vocabulary are zeros."""
+        """Read every slice and pass it to `write`. Padding rows of the vocabulary are zeros."""
 
         def move(key: str, stack: tuple[int, ...], param: StateMapping) -> None:
             slice_ = torch.zeros(param.megatron_shape, dtype=self.dtypes[param.megatron_key])
@@ -87,18 +86,18 @@ class OptimizerState:
 
 
 def is_training_state(key: str) -> bool:
-    """Whether a stored key is an optimizer's, a random generator's or another part of a training run's state."""
+    """True for a stored key of a run's training state, such as the optimizer's or the random number generators'."""
     return _TRAINING_STATE.match(key) is not None
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Whether a stored key is an optimizer's, or an average of what it updates."""
+    """True for a stored key of optimizer state or averaged weights."""
     return _OPTIMIZER.match(key) is not None
 
 
 def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
-    """The keys that a parameter may be stored under, each with what is then stacked before it: all layers in one
-    tensor, each layer by itself, or each layer and expert by itself."""
+    """Keys that a parameter may be stored under, and the stacked axes of each: all layers in one tensor, one tensor
+    per layer, or one per layer and expert."""
     of_layer = param.rule.megatron.replace("{expert}.", "").replace("{layer}", str(param.layer))
     found = {param.megatron_name: (), of_layer: param.stack[1:], param.megatron_key: param.stack}
     return list(reversed(found.items()))
@@ -107,11 +106,11 @@ def stored_keys(param: ParamMapping) -> list[tuple[str, tuple[tuple[int, int], .
 def find_optimizer_state(
     reader: ChunkedReader, where: str, params: Sequence[ParamMapping], padded: Sequence[ParamMapping]
 ) -> OptimizerState:
-    """The state of a torch_dist checkpoint of `params` that goes into one of `padded`.
+    """Find the optimizer state of a torch_dist checkpoint of `params`, to be written for the parameters `padded`.
 
-    Raises DlmBridgeError for a state that cannot be cut anew; --weights-only is the way without it.
+    Raises:
+        CheckpointError: a state tensor does not have its parameter's shape, so it cannot be resharded.
     """
-    remedy = "give --weights-only to leave the optimizer's state out"
     contents = reader.contents
     found = [key for key in (*contents.tensors, *contents.objects) if is_optimizer_key(key)]
     prefixes = sorted({match[1] for key in contents.tensors if (match := _STATE.fullmatch(key))})
@@ -124,24 +123,20 @@ def find_optimizer_state(
             for key, stack in stored_keys(param):
                 if prefix + key not in contents.tensors:
                     continue
-                stored, weight = reader.tensor(prefix + key), reader.tensor(_weight_key(reader, param))
-                if stored.shape != weight.shape:
-                    raise DlmBridgeError(
-                        f"{where}: {prefix + key} has shape {list(stored.shape)}, its parameter {list(weight.shape)}: "
-                        + remedy
-                    )
+                if reader.tensor(prefix + key).shape != reader.tensor(_weight_key(reader, param)).shape:
+                    continue
                 reader.check_tiled(prefix + key)
-                assert stored.dtype is not None
                 target = StateMapping(wide.rule, wide.dims, wide.layer, wide.expert, prefix)
-                dtypes[target.megatron_key] = stored.dtype
+                dtypes[target.megatron_key] = reader.dtype(prefix + key)
                 slices.append((prefix + key, tuple(index for index, _ in stack), target))
                 used.add(prefix + key)
                 break
     odd = [key for key in found if key not in used]
     if odd:
-        raise DlmBridgeError(
-            f"{where}: {first_of(odd)} is not in a parameter's shape, so it cannot be cut anew: save with "
-            f"--dist-ckpt-optim-fully-reshardable, or {remedy}"
+        raise CheckpointError(
+            where,
+            f"{first_of(odd)} does not have a parameter's shape, so it cannot be resharded: save with Megatron-LM's "
+            "dist_ckpt_optim_fully_reshardable, or omit the optimizer state with `weights_only`",
         )
     common, vocab = reader.folder / "common.pt", params[0].dims.vocab
     if common.is_file():

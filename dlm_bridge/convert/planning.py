@@ -15,22 +15,19 @@ import torch
 from dlm_bridge.convert.checkpoint import Checkpoint, CheckpointWriter, OutputRequest, TensorSpec, spec_bytes
 from dlm_bridge.convert.checkpoints import KINDS, load_kind
 from dlm_bridge.convert.formats.hub_weights import ShardFile, ShardRecord, plan_by_size, plan_like
-from dlm_bridge.convert.formats.legacy_writer import KEY_STYLES
 from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.optimizer_state import OptimizerState, is_optimizer_key
 from dlm_bridge.convert.run_settings import VOCAB_DIVISIBLE_BY
+from dlm_bridge.convert.settings import ConversionSettings, HubSettings, MegatronSettings
 from dlm_bridge.convert.streaming import BAND
-from dlm_bridge.convert.workers import Progress, check_processes, in_flight, worker_count
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.convert.workers import in_flight, worker_count
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.atomic import check_output
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.mapping.dtypes import dtype_name, promote
-from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-_KINDS = [load_kind(place) for place, _ in KINDS]
-FORMATS = tuple(sorted((kind.format for kind in _KINDS if kind.writable), reverse=True))
-SHARD_SIZE = 5_000_000_000  # bytes; default without a shard map and --shard-size
+SHARD_SIZE = 5_000_000_000  # bytes; default without a shard map and `shard_size`
 FIRST_ITERATION = "iter_0000000"
 ASSUMED_SPEED = 1e9  # bytes/s, for the time estimate of a dry run: a copy on a local solid-state disk
 _INTERPRETER = 400 << 20  # bytes of a process that has imported torch
@@ -57,7 +54,7 @@ class ConversionReport:
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    derived: list[dict[str, Any]] = field(default_factory=list)  # of a derived config: key, value, origin, assumed
+    derived: list[dict[str, Any]] = field(default_factory=list)  # derived config: key, value, origin, assumed
     largest_tensor: int = 0  # bytes
     workers: int = 1  # threads per process
     processes: int = 1
@@ -69,54 +66,6 @@ class ConversionReport:
     def as_dict(self) -> dict[str, Any]:
         """Convert to a dict of plain values."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class MegatronFormat:
-    """Options of the written Megatron checkpoint: `--format`, `--key-style`, `--run-config`, `--weights-only`."""
-
-    name: str = "torch_dist"
-    key_style: str = "te"  # legacy format only
-    run_config: bool = False  # also write Megatron Bridge's run_config.yaml
-    weights_only: bool = False  # omit the optimizer state
-
-    def __post_init__(self) -> None:
-        if self.name not in FORMATS:
-            raise DlmBridgeError(f"--format {self.name}: choose one of {', '.join(FORMATS)}")
-        if self.key_style not in KEY_STYLES:
-            raise DlmBridgeError(f"--key-style {self.key_style}: choose one of {', '.join(KEY_STYLES)}")
-        if self.key_style != "te" and self.name != "torch":
-            raise DlmBridgeError(f"--key-style {self.key_style} needs the legacy format: add --format torch")
-
-    def vocab_multiple(self, given: int | None, layout: Layout) -> int | None:
-        """Multiple to which the vocabulary is padded. In the legacy format as in Megatron-LM, so that every rank has
-        the same number of rows. Raises DlmBridgeError."""
-        if self.name != "torch":
-            return given
-        if given is not None and given % layout.tp:
-            raise DlmBridgeError(
-                f"--vocab-multiple {given}: with --format torch it must be a multiple of --tp {layout.tp}, because "
-                "every rank has the same number of rows"
-            )
-        return VOCAB_DIVISIBLE_BY * layout.tp if given is None else given
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of every conversion. `dtype` None keeps the stored dtypes."""
-
-    dtype: torch.dtype | None = None
-    workers: int | None = None
-    overwrite: bool = False
-    dry_run: bool = False
-    progress: Progress | None = None
-    resume: bool = False  # continue an interrupted conversion to the same output
-    megatron: MegatronFormat = field(default_factory=MegatronFormat)  # for `write_megatron`
-    processes: int = 1  # each with `workers` threads
-    accept_changed_tensors: bool = False  # accept a source that differs from its recorded digests
-
-    def __post_init__(self) -> None:
-        check_processes(self.processes)
 
 
 @dataclass(frozen=True)
@@ -144,36 +93,41 @@ class HubOutput:
 
 
 @gc_paused()
-def plan_megatron(
-    source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None
-) -> MegatronOutput:
-    """Plan a Megatron checkpoint. Raises DlmBridgeError for a source that is incomplete or does not match its family,
-    a layout that does not fit the model, or a refused output."""
+def plan_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) -> MegatronOutput:
+    """Plan a Megatron checkpoint.
+
+    Raises:
+        CheckpointError: the source is incomplete or does not match its family.
+        LayoutError: the model does not fit the layout.
+        SettingError: the output is refused.
+    """
     if source.mapping.hub_only:
-        raise DlmBridgeError(f"{source.where}: {source.mapping.hub_only}")
-    _check_output(source, output, options)
+        raise CheckpointError(source.where, source.mapping.hub_only)
+    layout = settings.layout
+    _check_output(source, output, settings)
     notes = source.check()
     layout.check(source.dims)
     for rule in dict.fromkeys(param.rule for param in source.params):
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, source.dims)
-    same_format = source.format == options.megatron.name == "torch_dist"  # the legacy format pads by itself
-    if vocab_multiple is None and same_format and source.manifest is not None:
+    vocab_multiple = settings.vocab_multiple
+    if vocab_multiple is None and settings.format == "torch":  # as Megatron-LM: every rank has the same number of rows
+        vocab_multiple = VOCAB_DIVISIBLE_BY * layout.tp
+    elif vocab_multiple is None and settings.format == source.format and source.manifest is not None:
         vocab_multiple = source.manifest.vocab_multiple
-    vocab_multiple = options.megatron.vocab_multiple(vocab_multiple, layout)
     params = _padded_params(source, vocab_multiple)
-    specs = _target_specs(source, options.dtype)
+    specs = _target_specs(source, settings.cast_dtype)
     dtypes = _key_dtypes(source.params, specs)
     iteration = source.iteration or FIRST_ITERATION
     if iteration != "release" and not re.fullmatch(r"iter_\d{7,}", iteration):
         iteration = FIRST_ITERATION  # the source's folder has another name
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
-    state = None if options.megatron.weights_only else source.optimizer_state(params, options.megatron.name)
-    kind = next(kind for kind in _KINDS if kind.format == options.megatron.name)
-    request = OutputRequest(source, params, layout, dtypes, number, options.megatron.key_style, state)
+    state = None if settings.weights_only else source.optimizer_state(params, settings.format)
+    kind = next(kind for kind in (load_kind(place) for place, _ in KINDS) if kind.format == settings.format)
+    request = OutputRequest(source, params, layout, dtypes, number, settings.key_style, state)
     files, writer = kind.plan_output(request)
-    report = _report("reshard" if source.iteration else "import", source, output, specs, options)
-    report.format, report.layout, report.vocab_multiple = options.megatron.name, layout.as_dict(), vocab_multiple
-    report.key_style = options.megatron.key_style if options.megatron.name == "torch" else None
+    report = _report("reshard" if source.iteration else "import", source, output, specs, settings)
+    report.format, report.layout, report.vocab_multiple = settings.format, layout.as_dict(), vocab_multiple
+    report.key_style = settings.key_style if settings.format == "torch" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(files.items())}
     report.bytes = sum(files.values())
     report.notes += notes + _widened(source.params, specs, dtypes) + _spelling_note(source)
@@ -183,33 +137,33 @@ def plan_megatron(
         _check_shard_map(source.where, shards, source.hub_names())
     pairs = zip(source.params, params, strict=True)
     _tell_cost(
-        report, [task_bytes(param, source, specs, dtypes[padded.megatron_key]) for param, padded in pairs], options
+        report, [task_bytes(param, source, specs, dtypes[padded.megatron_key]) for param, padded in pairs], settings
     )
     return MegatronOutput(report, specs, params, dtypes, writer, iteration, number, state)
 
 
 @gc_paused()
-def plan_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None) -> HubOutput:
-    """Plan a Hub folder. Raises DlmBridgeError as `plan_megatron` does, and for a shard map that does not fit the
-    model."""
-    _check_output(source, output, options)
+def plan_hub(source: Checkpoint, output: Path, settings: HubSettings) -> HubOutput:
+    """Plan a Hub folder. Raises the errors of `plan_megatron`, and CheckpointError for a shard map that does not fit
+    the model."""
+    _check_output(source, output, settings)
     notes = source.check()
-    specs = _target_specs(source, options.dtype)
-    plans = _shard_plans(source, specs, shard_size)
-    report = _report("export", source, output, specs, options)
+    specs = _target_specs(source, settings.cast_dtype)
+    plans = _shard_plans(source, specs, settings.shard_bytes)
+    report = _report("export", source, output, specs, settings)
     report.files = {plan.file: plan.nbytes for plan in plans}
     report.bytes = sum(report.files.values())
     report.notes += notes + _dropped_note(source) + _spelling_note(source)
     sizes = [task_bytes(param, source, specs, specs[param.hub_names[0]][0]) for param in source.params]
-    _tell_cost(report, sizes, options)
+    _tell_cost(report, sizes, settings)
     return HubOutput(report, specs, plans)
 
 
-def _check_output(source: Checkpoint, output: Path, options: Options) -> None:
-    """Raise DlmBridgeError for a refused output. With `resume`, an existing output may be the conversion's own, which
-    is checked after planning."""
-    if not (options.resume and (output / MANIFEST).is_file()):
-        check_output(output, source.folders(), options.overwrite)
+def _check_output(source: Checkpoint, output: Path, settings: ConversionSettings) -> None:
+    """Raise SettingError for a refused output. With `resume`, an existing output may be the conversion's own, which is
+    checked after planning."""
+    if not (settings.resume and (output / MANIFEST).is_file()):
+        check_output(output, source.folders(), settings.overwrite)
 
 
 def _spelling_note(source: Checkpoint) -> list[str]:
@@ -226,19 +180,17 @@ def _dropped_note(source: Checkpoint) -> list[str]:
     return [f"weights only: {len(state)} tensors and objects of training state are not converted"]
 
 
-def _tell_cost(report: ConversionReport, sizes: Sequence[int], options: Options) -> None:
+def _tell_cost(report: ConversionReport, sizes: Sequence[int], settings: ConversionSettings) -> None:
     """Estimate peak memory per process and time. `sizes`: bytes that each task holds in memory."""
-    together = sum(heapq.nlargest(worker_count(options.workers), sizes))
+    together = sum(heapq.nlargest(worker_count(settings.workers), sizes))
     report.peak_memory = _INTERPRETER + min(together, in_flight(sizes))
     report.estimated_seconds = report.bytes / ASSUMED_SPEED
 
 
 def _padded_params(source: Checkpoint, vocab_multiple: int | None) -> list[ParamMapping]:
-    """Parameters of the source with the vocabulary padded to a multiple. Raises DlmBridgeError."""
+    """Parameters of the source with the vocabulary padded to a multiple."""
     if vocab_multiple is None:
         return source.params
-    if vocab_multiple < 1:
-        raise DlmBridgeError(f"--vocab-multiple must be at least 1, not {vocab_multiple}")
     dims = replace(source.dims, vocab=-(-source.dims.vocab // vocab_multiple) * vocab_multiple)
     return [ParamMapping(param.rule, dims, param.layer, param.expert) for param in source.params]
 
@@ -280,7 +232,7 @@ def _widened(
 
 
 def _report(
-    action: str, source: Checkpoint, output: Path, specs: dict[str, TensorSpec], options: Options
+    action: str, source: Checkpoint, output: Path, specs: dict[str, TensorSpec], settings: ConversionSettings
 ) -> ConversionReport:
     hub = source.hub
     return ConversionReport(
@@ -298,9 +250,9 @@ def _report(
         left_out=list(hub.excluded),
         derived=[asdict(row) for row in hub.derived],
         largest_tensor=max(map(spec_bytes, specs.values())),
-        workers=worker_count(options.workers),
-        processes=options.processes,
-        dry_run=options.dry_run,
+        workers=worker_count(settings.workers),
+        processes=settings.processes,
+        dry_run=settings.dry_run,
     )
 
 
@@ -325,11 +277,9 @@ def can_stream(param: ParamMapping, source: Checkpoint, specs: dict[str, TensorS
 def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: int | None) -> list[ShardFile]:
     """Plan the safetensors files: by `shard_size` if given, else by the Hub's shard map, else by the default size.
 
-    Raises DlmBridgeError for a shard map that does not list each tensor of the model once, in plain files.
+    Raises CheckpointError for a shard map that does not list each tensor of the model once, in plain files.
     """
     names = source.hub_names()
-    if shard_size is not None and shard_size < 1:
-        raise DlmBridgeError(f"--shard-size must be at least one byte, not {shard_size}")
     if shard_size is not None or not source.hub.shards:
         return plan_by_size({name: specs[name] for name in names}, shard_size or SHARD_SIZE)
     _check_shard_map(source.where, source.hub.shards, names)
@@ -337,12 +287,12 @@ def _shard_plans(source: Checkpoint, specs: dict[str, TensorSpec], shard_size: i
 
 
 def _check_shard_map(where: str, shards: Sequence[ShardRecord], names: Sequence[str]) -> None:
-    """Raise DlmBridgeError unless the map lists exactly `names` and all files are inside the folder."""
+    """Raise CheckpointError unless the map lists exactly `names` and all files are inside the folder."""
     listed = [name for shard in shards for name in shard.tensors]
     if sorted(listed) != sorted(names):
         odd = sorted(set(listed) ^ set(names)) or sorted(name for name in set(listed) if listed.count(name) > 1)
-        raise DlmBridgeError(f"{where}: shard map and model do not agree on tensor {odd[0]}: set --shard-size")
+        raise CheckpointError(where, f"shard map and model do not agree on tensor {odd[0]}: set `shard_size`")
     for shard in shards:
         path = PurePosixPath(shard.file)
         if path.is_absolute() or ".." in path.parts or "\\" in shard.file or path.suffix != ".safetensors":
-            raise DlmBridgeError(f"{where}: its shard map names the file '{shard.file}', outside the output")
+            raise CheckpointError(where, f"its shard map names the file '{shard.file}', outside the output")

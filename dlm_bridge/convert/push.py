@@ -15,18 +15,18 @@ from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, changed_weights, is_peft_folder
 from dlm_bridge.convert.manifest import MANIFEST, read_manifest, renamed_source
 from dlm_bridge.convert.verify import check_recorded
-from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError, one_line
+from dlm_bridge.errors import ChangedTensorsError, CheckpointError, ResourceError, SettingError, one_line
 from dlm_bridge.files.reading import read_json
 from dlm_bridge.hub import ADAPTER_CONFIG, HUB_ID, checkpoint_folder, inside, public_name, read_config
 
-# Files of an adapter -> the key that names its base, as a local path where it was trained on one.
+# Files of an adapter -> key that names its base, which may be a local path.
 _NAMES_A_BASE = {ADAPTER_CONFIG: "base_model_name_or_path", "base.json": "base"}
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}|(?i:bearer)\s+\S+|(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass
 class PushReport:
-    """What was uploaded, or would be. `card`: "kept" the folder's own, or "generated"."""
+    """Report of an upload or of a dry run. `card`: "kept" (the folder's own) or "generated"."""
 
     folder: str
     repo_id: str
@@ -37,12 +37,12 @@ class PushReport:
     card: str
     left_out: list[str] = field(default_factory=list)
     dry_run: bool = False
-    card_text: str | None = None  # of a dry run that would generate one
-    commit: str | None = None  # its address
-    renamed: dict[str, str] = field(default_factory=dict)  # file -> the name in it that replaced a local path
+    card_text: str | None = None  # dry run: the card that would be generated
+    commit: str | None = None  # URL of the commit
+    renamed: dict[str, str] = field(default_factory=dict)  # file -> public name that replaces the local path in it
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert to a dict of plain values."""
         return asdict(self)
 
 
@@ -57,16 +57,28 @@ def push(
     dry_run: bool = False,
     accept_changed_tensors: bool = False,
 ) -> PushReport:
-    """Upload a Hub folder or a PEFT adapter folder to `repo_id`, which is created where it does not exist.
+    """Upload a Hub folder or a PEFT adapter folder in one commit.
 
-    Everything that belongs to the checkpoint goes up in one commit: all of it is there then, or nothing. Raises
-    DlmBridgeError, in one line without the token, for a folder that is no whole checkpoint and for what the Hub
-    refuses; ChangedTensorsError for weights that are not as recorded, unless that is accepted.
+    Args:
+        folder: Hub checkpoint, PEFT adapter, or a training run, whose newest checkpoint is uploaded.
+        repo_id: repository (owner/name), created if it does not exist.
+        private: create the repository as private.
+        revision: branch to commit to, created if it does not exist; None: main.
+        message: commit message.
+        overwrite_card: replace the folder's README.md by a generated card.
+        dry_run: check everything and return the report; upload nothing.
+        accept_changed_tensors: upload weights that differ from their recorded digests.
+
+    Raises:
+        CheckpointError: the folder is not a complete checkpoint.
+        ChangedTensorsError: weights differ from their recorded digests, without `accept_changed_tensors`.
+        SettingError: the Hub refuses the repository. The message contains no token.
+        ResourceError: the Hub cannot be reached.
     """
     if not HUB_ID.fullmatch(repo_id):
-        raise DlmBridgeError(f"{repo_id}: is not a Hub id (owner/name)")
+        raise SettingError("repo_id", f"{repo_id} is not a Hub id (owner/name)")
     if not folder.is_dir():
-        raise DlmBridgeError(f"{folder}: no such folder")
+        raise CheckpointError(folder, "no such folder")
     folder = checkpoint_folder(folder)
     files, left_out, card = _contents(folder, repo_id, overwrite_card, accept_changed_tensors)
     sizes = {name: inside(folder, name).stat().st_size for name in files}
@@ -96,7 +108,7 @@ def push(
 
 
 def without_tokens(text: str) -> str:
-    """`text` with everything that is or looks like a Hub token replaced by "***"."""
+    """Replace everything in `text` that is or looks like a Hub token by "***"."""
     for secret in _known_tokens():
         text = text.replace(secret, "***")
     return _TOKEN.sub("***", text)
@@ -105,7 +117,7 @@ def without_tokens(text: str) -> str:
 def _contents(
     folder: Path, repo_id: str, overwrite_card: bool, accept_changed: bool
 ) -> tuple[list[str], list[str], str | None]:
-    """The files to upload, those left out, and the card's text where one is generated. Raises DlmBridgeError."""
+    """Files to upload, excluded files, and the text of a generated card (None: the own one is kept)."""
     manifest = read_manifest(folder)
     if is_peft_folder(folder):
         adapter = read_config(folder / ADAPTER_CONFIG)
@@ -116,9 +128,10 @@ def _contents(
         files, left_out, family = [ADAPTER_WEIGHTS, *side.kept], list(side.excluded), base_family(adapter)
     else:
         if not (folder / "config.json").is_file():
-            raise DlmBridgeError(
-                f"{folder}: is neither a Hub checkpoint (config.json) nor a PEFT adapter (adapter_config.json): "
-                "export a Megatron checkpoint first"
+            raise CheckpointError(
+                folder,
+                "is neither a Hub checkpoint (config.json) nor a PEFT adapter (adapter_config.json): export a "
+                "Megatron checkpoint first",
             )
         checkpoint = HubCheckpoint(folder, manifest.family if manifest else None)
         checkpoint.check()
@@ -137,8 +150,8 @@ def _contents(
 
 
 def _without_local_path(folder: Path, name: str) -> tuple[bytes, str] | None:
-    """The content of a file that names where the checkpoint came from, with the `public_name` in the place of a local
-    path, and that name; None where nothing changes."""
+    """(contents, name) of a file, with the local path of the checkpoint's source replaced by its `public_name`; None
+    if the file does not contain a local path."""
     if name == MANIFEST:
         manifest = read_manifest(folder)
         found = None if manifest is None else manifest.source.get("name")
@@ -172,27 +185,29 @@ def _upload(
         info = api.create_commit(report.repo_id, operations, commit_message=message, revision=report.revision)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted: nothing was committed to {report.repo_id}") from None
-    except Exception as error:  # whatever the network or the Hub says, it is one line for the user, and no traceback
-        raise DlmBridgeError(_said(report.repo_id, error)) from None
+    except Exception as error:
+        raise _refusal(report.repo_id, error) from None  # a traceback could contain a token
     return without_tokens(str(info.commit_url))
 
 
-def _said(repo_id: str, error: Exception) -> str:
-    """What went wrong and the remedy, without a token."""
+def _refusal(repo_id: str, error: Exception) -> SettingError | ResourceError:
+    """Error of a failed upload: cause and remedy, without a token."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     detail = without_tokens(one_line(error))[:300]
     if status == 401 or type(error).__name__ == "LocalTokenNotFoundError":
-        return f"{repo_id}: the Hub knows no valid token of yours (401): run `hf auth login` or set HF_TOKEN"
-    if status == 403:
-        return f"{repo_id}: your token may not write there (403): use one with write access to it ({detail})"
-    if status == 404:
-        return f"{repo_id}: does not exist on the Hub, or your token may not see it (404): check owner and name"
-    if status is not None:
-        return f"{repo_id}: the Hub refused the upload ({status}): {detail}"
-    # huggingface_hub's HTTP client, whichever it is, has its network errors under this name.
-    network = isinstance(error, OSError) or any(base.__name__ == "TransportError" for base in type(error).__mro__)
-    failed = "the Hub was not reached" if network else "the upload failed"
-    return f"{repo_id}: {failed}: {type(error).__name__}: {detail}"
+        reason = "the Hub has no valid token of yours (401): run `hf auth login` or set HF_TOKEN"
+    elif status == 403:
+        reason = f"your token has no write access there (403): use one with write access ({detail})"
+    elif status == 404:
+        reason = "does not exist on the Hub, or your token has no access to it (404): check owner and name"
+    elif status is not None:
+        reason = f"the Hub refused the upload ({status}): {detail}"
+    else:
+        # The network errors of every HTTP client of huggingface_hub have a base of this name.
+        network = isinstance(error, OSError) or any(base.__name__ == "TransportError" for base in type(error).__mro__)
+        failed = "the Hub cannot be reached" if network else "the upload failed"
+        return ResourceError(repo_id, f"{failed}: {type(error).__name__}: {detail}")
+    return SettingError("repo_id", f"{repo_id}: {reason}")
 
 
 def _known_tokens() -> list[str]:

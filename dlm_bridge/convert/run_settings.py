@@ -1,7 +1,7 @@
-"""Settings of a Megatron run: a Hub config derived from them, and those of a converted model.
+"""Settings of Megatron runs: derivation of a Hub config, and settings of a converted model.
 
-Read: Megatron-LM's saved `args`, Megatron Bridge's `run_config.yaml`. Every line of the derived config says where it
-comes from. Settings that no supported family has are refused.
+Sources are Megatron-LM's saved `args` and Megatron Bridge's `run_config.yaml`. Every key of a derived config is
+recorded with its origin. Settings that no supported family has are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from dlm_bridge.convert.checkpoint import Checkpoint, Derived
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.dtypes import dtype_name, promote
 from dlm_bridge.mapping.layout import Layout
@@ -23,7 +23,7 @@ from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.families import FamilySpec, family_by_name
 
 RUN_CONFIG = "run_config.yaml"
-# Family -> config keys that its folder needs besides the sizes; the families whose config the settings determine.
+# Config keys besides the sizes, by family, for families whose config the settings determine.
 _LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -38,7 +38,7 @@ _LLAMA_LIKE: dict[str, dict[str, Any]] = {
 }
 _QWEN3_MOE_LIKE: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "sdar_moe": {}, "rnd1": {}}
 DERIVABLE = (*_LLAMA_LIKE, *_QWEN3_MOE_LIKE, "mixtral", "llada")
-# Setting -> the values that the supported bodies can have; None means that the run did not say.
+# Supported values by setting; None is an absent setting.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": (None, "RMSNorm"),
     "gated_linear_unit": (None, True),
@@ -59,14 +59,14 @@ VOCAB_DIVISIBLE_BY = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 @dataclass(frozen=True)
 class RunSettings:
-    """A run's settings by megatron-core's names, and what they were read from: "args" or "run_config.yaml"."""
+    """Settings of a run by megatron-core's names."""
 
     values: Mapping[str, Any]
-    origin: str
+    origin: str  # "args" or "run_config.yaml"
 
 
 def read_settings(root: Path, iteration: Path, common: Mapping[str, Any]) -> RunSettings | None:
-    """The settings that a checkpoint was saved with, None where it has none. Raises DlmBridgeError."""
+    """Settings that a checkpoint was saved with; None if it has none. Raises CheckpointError."""
     for path in (iteration / RUN_CONFIG, root / RUN_CONFIG):
         if path.is_file():
             return RunSettings(_from_run_config(path), RUN_CONFIG)
@@ -77,17 +77,28 @@ def read_settings(root: Path, iteration: Path, common: Mapping[str, Any]) -> Run
 def derive_config(
     settings: RunSettings, family: str | None, vocab_rows: int | None, dtype: str, where: str
 ) -> tuple[FamilySpec, dict[str, Any], tuple[Derived, ...]]:
-    """(family, config.json's dict, its derivation). `vocab_rows` and `dtype` are those of the stored embedding.
+    """Derive config.json from a run's settings.
 
-    Raises DlmBridgeError for settings that no family has, and for a family whose config they do not determine.
+    Args:
+        family: name of the model family; by default guessed from the settings.
+        vocab_rows: rows of the stored embedding.
+        dtype: dtype of the stored embedding.
+        where: the checkpoint, for errors.
+
+    Returns:
+        The family, the config, and the origin of each key.
+
+    Raises:
+        CheckpointError: no family has these settings, or they do not determine the family's config.
     """
     _check_supported(settings, where)
     derivation = _Derivation(settings, where)
     spec = family_by_name(family) if family else derivation.guess_family()
     if spec.name not in DERIVABLE:
-        raise DlmBridgeError(
-            f"{where}: the config of a {spec.name} model cannot be derived from {settings.origin}: give --hf-config "
-            f"or --like (derivable are {', '.join(DERIVABLE)})"
+        raise CheckpointError(
+            where,
+            f"the config of a {spec.name} model cannot be derived from {settings.origin}: give `hf_config` or `like` "
+            f"(derivable are {', '.join(DERIVABLE)})",
         )
     derivation.add("architectures", [spec.architectures[0]], f"family {spec.name}")
     if spec.model_type:
@@ -111,7 +122,7 @@ class _Derivation:
         self.rows.append(Derived(key, value, origin, assumed))
 
     def guess_family(self) -> FamilySpec:
-        """By what the settings show; the guess is a row of the derivation."""
+        """Guess the family from the settings, and record the guess."""
         values = self._values
         if values.get("model_running_mode") not in (None, "vanilla"):
             name, why = "difflm", f"model_running_mode {values['model_running_mode']} (MegaDLMs)"
@@ -123,11 +134,11 @@ class _Derivation:
             name, why = "qwen2", "biases of query, key and value"
         else:
             name, why = "llama", "no QK norm, no biases, no experts"
-        self.add("family", name, f"{why}; --family says otherwise", assumed=True)
+        self.add("family", name, f"{why}; change it with `family`", assumed=True)
         return family_by_name(name)
 
     def standard(self, family: str, vocab_rows: int | None) -> None:
-        """transformers' key names."""
+        """Add the config by transformers' key names."""
         experts = family in _QWEN3_MOE_LIKE or family == "mixtral"
         self._take("hidden_size", "hidden_size")
         if family == "mixtral":
@@ -155,7 +166,7 @@ class _Derivation:
             self.add(key, value, f"family {family}")
 
     def llada(self, vocab_rows: int | None) -> None:
-        """LLaDA's own key names, and the switches that every public checkpoint sets so."""
+        """Add the config by LLaDA's key names, with the switches that all public checkpoints share."""
         from dlm_bridge.models.llada import REQUIRED
 
         self._take("d_model", "hidden_size")
@@ -171,7 +182,8 @@ class _Derivation:
             self.add(key, value, "family llada")
 
     def mask_token(self, spec: FamilySpec) -> None:
-        """Every sampler and objective asks for it; it is not a size, so a wrong guess would not show."""
+        """Add the mask token, which samplers and objectives need. A wrong guess would not be noticed, so none is made
+        beyond the family's own."""
         if (token := self._values.get("mask_token")) is not None:
             self.add("mask_token_id", token, self._name("mask_token"))
         elif spec.mask_token_id is not None and spec.mask_token_id < self._vocab_size():
@@ -187,7 +199,10 @@ class _Derivation:
         for name in names:
             if (value := self._values.get(name)) is not None:
                 return self.add(key, value, self._name(name))
-        raise DlmBridgeError(f"{self._where}: {self._origin} has no {names[0]}: give --hf-config or --like")
+        raise self._missing(names[0])
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(self._where, f"{self._origin} has no {name}: give `hf_config` or `like`")
 
     def _default(self, key: str, name: str, default: Any) -> None:
         value = self._values.get(name)
@@ -212,9 +227,9 @@ class _Derivation:
                 self.add(key, value, self._name("vocab_size"))
             elif padded is not None or rows is not None:
                 name = "padded_vocab_size" if padded is not None else "the stored embedding"
-                self.add(key, padded if padded is not None else rows, f"{name}: padding may be among it", assumed=True)
+                self.add(key, padded if padded is not None else rows, f"{name}, padding included", assumed=True)
             else:
-                raise DlmBridgeError(f"{self._where}: {self._origin} has no vocab_size: give --hf-config or --like")
+                raise self._missing("vocab_size")
 
     def _tied(self, key: str) -> None:
         untied = self._values.get("untie_embeddings_and_output_weights")
@@ -224,7 +239,7 @@ class _Derivation:
         elif shared is not None:
             self.add(key, bool(shared), self._name("share_embeddings_and_output_weights"))
         else:
-            self.add(key, False, f"{self._origin} does not say", assumed=True)
+            self.add(key, False, f"not in {self._origin}", assumed=True)
 
     def _rope_scaling(self) -> None:
         values = self._values
@@ -248,14 +263,15 @@ def _check_supported(settings: RunSettings, where: str) -> None:
         if isinstance(value, list) and set(value) == {1}:
             continue
         if value not in allowed:
-            raise DlmBridgeError(
-                f"{where}: {settings.origin}: {name} is {value!r}, from which no config can be derived: give --like "
-                "or --hf-config of its family"
+            raise CheckpointError(
+                where,
+                f"{name} is {value!r} in {settings.origin}, which is not supported: give `like` or `hf_config` of its "
+                "family",
             )
 
 
 def _from_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's names, made megatron-core's where they differ."""
+    """Translate Megatron-LM's names to megatron-core's."""
     values = dict(args)
     if values.get("swiglu") is not None:
         values["gated_linear_unit"] = values["swiglu"]
@@ -264,15 +280,20 @@ def _from_args(args: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _from_run_config(path: Path) -> dict[str, Any]:
+def read_run_config(path: Path, section: str, key: str) -> dict[str, Any]:
+    """Section of a run_config.yaml that has a key. Raises CheckpointError for a damaged file, or one without it."""
     try:
         content = parse_yaml(path.read_text("utf-8"))
+        found = content.get(section) if isinstance(content, dict) else None
+        if not isinstance(found, dict) or found.get(key) is None:
+            raise ValueError(f"it has no {section}.{key}")
     except (OSError, ValueError) as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)[:200]}") from None
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict) or "num_layers" not in model:
-        raise DlmBridgeError(f"{path}: has no 'model' with num_layers")
-    values = dict(model)
+        raise CheckpointError(path, f"cannot be read: {one_line(error)[:200]}") from None
+    return found
+
+
+def _from_run_config(path: Path) -> dict[str, Any]:
+    values = dict(read_run_config(path, "model", "num_layers"))
     values["num_experts"] = values.get("num_moe_experts")
     values["norm_epsilon"] = values.get("layernorm_epsilon")
     if values.get("max_position_embeddings") is None:
@@ -286,7 +307,7 @@ SILU, QUICK_GELU = "torch.nn.functional.silu", "megatron.core.fusions.fused_bias
 def write_run_config(
     folder: Path, source: Checkpoint, params: Sequence[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]
 ) -> None:
-    """Write Megatron Bridge's run_config.yaml: its `model` is a GPTModelProvider of this model and layout."""
+    """Write Megatron Bridge's run_config.yaml, whose `model` is a GPTModelProvider of this model and layout."""
     dtype = promote(list(dtypes.values()))
     args = megatron_args(source, params, layout, dtype, "te")
     renamed = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
@@ -309,8 +330,7 @@ def write_run_config(
 def megatron_args(
     source: Checkpoint, params: Sequence[ParamMapping], layout: Layout, dtype: torch.dtype, style: str
 ) -> dict[str, Any]:
-    """Megatron-LM's arguments for this model and layout, by its names. Those of a model that megatron-core cannot
-    compute are its sizes only."""
+    """Megatron-LM's arguments for this model and layout; for models that megatron-core lacks, their sizes only."""
     dims = source.dims
     padded = next(param.megatron_shape[0] for param in params if param.megatron_key.startswith("embedding."))
     try:

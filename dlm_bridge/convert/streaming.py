@@ -1,7 +1,7 @@
 """Streaming of tensor bytes from file to file: positioned reads and writes, digests, bands of rows, virtual files.
 
-A band fits a core's cache: what is read is still there when it is digested and written, and no task needs the memory
-of a tensor. A slice is seen as rows of bytes: whatever its axes, its first one counts the rows.
+A band of rows fits a core's cache, so that it is still cached when it is digested and written, and no task needs
+memory for a whole tensor. A slice is a matrix of bytes, whose rows are indexed by the slice's first axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from dlm_bridge.convert.workers import new_tensor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.reading import VirtualFile
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping
@@ -38,29 +38,29 @@ except ImportError:  # no wheel for this system
 BAND = 512 << 10  # bytes
 
 Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
-Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); used before the next one is asked for
+Bands = Iterator[tuple[int, Rows]]  # (number of the first row, rows); valid until the next one
 _local = threading.local()
-_EXPONENTS = {  # where the bits of a value's exponent stand
+_EXPONENTS = {  # bit masks of the exponent
     "float64": 0x7FF << 52,
     "float32": 0x7F800000,
     "bfloat16": 0x7F80,
     "float16": 0x7C00,
 }
 _ONE_CALL = 1 << 30  # Linux moves at most 2 GiB in one call
-# What cp writes at once too. Linux takes memory for a file in pieces as large as the call: large ones cost much more
-# where the machine is a virtual one, since the pages that it freed last, and still has, are small ones.
+# Same as in cp. Linux allocates a file's page cache in blocks of the size of the call; large blocks are much slower on
+# virtual machines, whose recently freed pages are small.
 _ONE_WRITE = 64 << 10
 
 
 @dataclass(frozen=True)
 class SliceRange:
-    """Some rows of a slice, one after the other, or of these rows some bytes."""
+    """Ranges of rows of a slice, or a range of bytes within these rows."""
 
     rows: tuple[tuple[int, int], ...]  # (start, length), ascending
     columns: tuple[int, int] | None = None  # (start, length) in bytes
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first row, last row + 1, rows of the part before them) of what lies in rows `start` to `stop`."""
+        """Intersect with rows `start` to `stop`. Yields (first row, last row + 1, number of own rows before them)."""
         before = 0
         for first, length in self.rows:
             low, high = max(first, start), min(first + length, stop)
@@ -69,7 +69,7 @@ class SliceRange:
             before += length
 
     def subset(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The (start, length) runs of the slice's rows that are this part's own rows `start` to `stop`."""
+        """(start, length) ranges of the slice's rows for this range's own rows `start` to `stop`."""
         found, before = [], 0
         for first, length in self.rows:
             low, high = max(start - before, 0), min(stop - before, length)
@@ -79,11 +79,11 @@ class SliceRange:
         return found
 
     def moved(self, first: int) -> SliceRange:
-        """The same rows of a slice that begins `first` rows earlier."""
+        """Shift the rows by `first`."""
         return SliceRange(tuple((first + start, length) for start, length in self.rows), self.columns)
 
     def bytes_of(self, start: int, band: Rows) -> Iterator[memoryview]:
-        """The part's bytes in a band whose first row is `start`, in order."""
+        """Bytes of this range in a band whose first row is `start`, in order."""
         for low, high, _ in self.runs(start, start + len(band)):
             rows = band[low - start : high - start]
             if self.columns is not None:
@@ -96,7 +96,7 @@ class SliceRange:
 
 @dataclass(frozen=True)
 class FileRegion:
-    """Where a part of a slice lies in a file: its bytes from `offset` on."""
+    """Part of a slice, stored in a file from byte `offset` on."""
 
     path: Path
     offset: int
@@ -106,9 +106,12 @@ class FileRegion:
 def slice_range(
     shape: Sequence[int], itemsize: int, axis: int | None, ranges: Sequence[tuple[int, int]], first: int = 0
 ) -> SliceRange:
-    """The (start, length) ranges of a slice along its first axis, or one range along its second; None: all of it.
+    """Build a SliceRange.
 
-    With `first` it is a part of a larger slice and begins at that row.
+    Args:
+        axis: 0 for `ranges` of rows, 1 for one range of columns, None for the whole slice.
+        ranges: (start, length) pairs.
+        first: row of a larger slice at which this slice begins.
     """
     if axis == 1:
         ((start, length),) = ranges
@@ -120,7 +123,7 @@ def slice_range(
 
 
 def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, ParamMapping, int]]:
-    """(parameter, one of its pieces, the piece's first row in the parameter's slice), piece by piece."""
+    """Yield (parameter, piece, first row of the piece in the parameter's slice) for every piece of the parameters."""
     for param in params:
         first = 0
         for piece in param.pieces:
@@ -129,8 +132,8 @@ def in_rows(params: Iterable[ParamMapping]) -> Iterator[tuple[ParamMapping, Para
 
 
 class Sink:
-    """Sink of bytes in order: digests them, counts the NaN and infinite ones of `dtype`, and writes them to a file
-    from `offset` on where one is given."""
+    """Consumer of consecutive bytes: computes their digest, counts NaN and infinite values of `dtype`, and writes the
+    bytes to `path`, if given, from `offset` on."""
 
     def __init__(
         self, path: Path | None = None, offset: int = 0, checksum: bool = False, dtype: torch.dtype | None = None
@@ -143,7 +146,7 @@ class Sink:
         self._fd = None if path is None else os.open(path, os.O_WRONLY)
 
     def take(self, data: memoryview | bytes | bytearray) -> None:
-        """The next bytes."""
+        """Consume the next bytes."""
         self.digest.update(data)
         if self.dtype is not None:
             self.non_finite += count_non_finite(data, self.dtype)
@@ -152,7 +155,7 @@ class Sink:
         self.put(data)
 
     def put(self, data: memoryview | bytes | bytearray) -> None:
-        """The next bytes, neither digested nor checked."""
+        """Write the next bytes without adding them to the digest or checksum."""
         if self._fd is not None:
             write_at(self._fd, data, self.position)
         self.position += len(data)
@@ -168,7 +171,7 @@ class Sink:
 
 
 def read_bands(regions: Sequence[FileRegion], rows: int, row_bytes: int) -> Bands:
-    """A slice, straight from the regions that hold it. Raises DlmBridgeError where a file ends before."""
+    """Read a slice from its file regions, band by band. Raises CheckpointError for a truncated file."""
     step = _step(row_bytes)
     with ExitStack() as stack:
         files: dict[Path, int] = {}
@@ -184,8 +187,8 @@ def read_bands(regions: Sequence[FileRegion], rows: int, row_bytes: int) -> Band
 
 
 def read_rows(regions: Sequence[FileRegion], runs: Sequence[tuple[int, int]], row_bytes: int) -> torch.Tensor:
-    """(start, length) runs of a slice's rows from the regions that hold it, uint8 [rows, row_bytes]. Raises
-    DlmBridgeError where a file ends before."""
+    """Read (start, length) ranges of a slice's rows from its file regions, as uint8 [rows, row_bytes]. Raises
+    CheckpointError for a truncated file."""
     import torch
 
     tensor = new_tensor((sum(length for _, length in runs), row_bytes), torch.uint8)
@@ -207,7 +210,7 @@ def read_rows(regions: Sequence[FileRegion], runs: Sequence[tuple[int, int]], ro
 
 
 def tensor_bands(tensor: torch.Tensor) -> Bands:
-    """A contiguous slice that is in memory."""
+    """Split a contiguous tensor in memory into bands."""
     if tensor.numel() == 0:
         return
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -218,7 +221,7 @@ def tensor_bands(tensor: torch.Tensor) -> Bands:
 
 
 def with_zero_rows(bands: Bands, rows: int, wanted: int, row_bytes: int) -> Bands:
-    """The bands of `rows` rows, then zeros until there are `wanted`."""
+    """Append zeros to the bands of `rows` rows, up to `wanted` rows."""
     yield from bands
     step = _step(row_bytes)
     for start in range(rows, wanted, step):
@@ -226,7 +229,7 @@ def with_zero_rows(bands: Bands, rows: int, wanted: int, row_bytes: int) -> Band
 
 
 def digested(bands: Bands, parts: Sequence[SliceRange], sinks: Sequence[Sink]) -> Bands:
-    """The same bands; each sink takes its part of every one as it passes."""
+    """Yield the bands unchanged, and pass each sink its part of every band."""
     for start, band in bands:
         for part, sink in zip(parts, sinks, strict=True):
             for data in part.bytes_of(start, band):
@@ -235,13 +238,13 @@ def digested(bands: Bands, parts: Sequence[SliceRange], sinks: Sequence[Sink]) -
 
 
 def distribute(bands: Bands, parts: Sequence[SliceRange], sinks: Sequence[Sink]) -> None:
-    """Let each sink take its part of all bands."""
+    """Pass each sink its part of all bands."""
     for _ in digested(bands, parts, sinks):
         pass
 
 
 def allocate(folder: Path, files: Mapping[str, int]) -> None:
-    """Give every file its size; what a run before this one wrote into it stays."""
+    """Create files, or resize existing ones, to these sizes in bytes."""
     for file, size in files.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +270,7 @@ def _step(row_bytes: int) -> int:
 
 
 def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
-    """This thread's memory for one use, the same again and again."""
+    """Reusable buffer of this thread for one purpose."""
     block: npt.NDArray[np.uint8] | None = getattr(_local, use, None)
     if block is None or len(block) < nbytes:
         block = np.empty(max(nbytes, BAND), dtype=np.uint8)
@@ -276,29 +279,29 @@ def _buffer(use: str, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous."""
+    """Bytes of a tensor, without a copy if it is contiguous."""
     import torch
 
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def count_non_finite(data: memoryview | bytes | bytearray, dtype: torch.dtype) -> int:
-    """How many of some values are NaN or infinite: those whose exponent's bits are all set."""
+    """Count values that are NaN or infinite, which are those with all exponent bits set."""
     exponent = _EXPONENTS[dtype_name(dtype)]
     bits = np.frombuffer(data, f"u{dtype.itemsize}")
-    # Its highest bit is not set below 2: one fast pass is enough for most weights.
+    # The highest exponent bit is zero for values below 2, so that one fast pass is enough for most weights.
     if not int(np.bitwise_or.reduce(bits)) & 1 << 8 * dtype.itemsize - 2:
         return 0
     return int(np.count_nonzero((bits & exponent) == exponent))
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """xxh3_128 of the tensor's raw bytes in row-major order, as hexadecimal digits."""
+    """Hexadecimal xxh3_128 of the tensor's bytes in row-major order."""
     return xxhash.xxh3_128_hexdigest(raw_bytes(tensor))
 
 
 def read_into(path: Path, offset: int, view: memoryview) -> None:
-    """Fill the view from the file's bytes at `offset`. Raises DlmBridgeError where the file ends before."""
+    """Fill the view with the file's bytes from `offset` on. Raises CheckpointError for a truncated file."""
     fd = os.open(path, os.O_RDONLY)
     try:
         read_at(fd, path, offset, view)
@@ -307,17 +310,17 @@ def read_into(path: Path, offset: int, view: memoryview) -> None:
 
 
 def read_at(fd: int, path: Path, offset: int, view: memoryview) -> None:
-    """The same from an open file."""
+    """Fill the view from an open file, as `read_into`."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done : done + _ONE_CALL]], offset + done)
         if got == 0:
-            raise DlmBridgeError(f"{path}: truncated: ends before byte {offset + len(view)}")
+            raise CheckpointError(path, f"truncated: ends before byte {offset + len(view)}")
         done += got
 
 
 def read_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A new tensor from the file's bytes at `offset`."""
+    """Read a tensor from the file's bytes at `offset`."""
     tensor = new_tensor(shape, dtype)
     read_into(path, offset, raw_bytes(tensor))
     return tensor
@@ -332,7 +335,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
 
 
 class SparseFile(VirtualFile):
-    """A file in memory that keeps what is written, in `segments`, and reads what was skipped as zeros."""
+    """File in memory that stores written bytes in `segments`, and reads gaps as zeros."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""Conversion of an autoregressive Hub checkpoint to a diffusion one: mask token, model type, same weights."""
+"""Conversion of an autoregressive Hub checkpoint to a diffusion model: same weights, a mask token, a new config."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, json_bytes, open_hub
-from dlm_bridge.convert.planning import ConversionReport, Options
+from dlm_bridge.convert.checkpoints.huggingface import ConvertedCheckpoint, HubCheckpoint, json_bytes, open_hub
+from dlm_bridge.convert.planning import ConversionReport
+from dlm_bridge.convert.settings import ToDlmSettings, settings_from, takes
 from dlm_bridge.convert.transfer import write_hub
-from dlm_bridge.convert.workers import Progress
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, SettingError, one_line
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.reading import read_json
-from dlm_bridge.hub import CONFIG_FILE, inside, read_config, resolve
+from dlm_bridge.hub import inside
 from dlm_bridge.mapping.rules import Vocabulary
 from dlm_bridge.models import bailing_moe
 from dlm_bridge.models.derived import BODIES, forms_of
-from dlm_bridge.models.families import UNSUPPORTED, FamilySpec, families, family_by_name
+from dlm_bridge.models.families import FamilySpec, family_by_name
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
 from dlm_bridge.models.rope import rope_theta_form
 from dlm_bridge.models.special_tokens import aligned_ids
 
-# The autoregressive family -> the diffusion families whose tensors have the same names; the first is the default.
+# Diffusion families with the same tensor names, by autoregressive family; the first is the default.
 TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values()) for body in BODIES}
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
@@ -34,57 +34,48 @@ _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
+@takes(ToDlmSettings)
 def convert_to_dlm(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    mask: str | None = None,
+    mask_token: str | None = None,
     to: str | None = None,
-    *,
-    seed: int = 0,
-    block_size: int | None = None,
-    dequantize_fp8: bool = False,
-    dequantize_mxfp4: bool = False,
-    revision: str | None = None,
-    workers: int | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    accept_changed_tensors: bool = False,
-    progress: Progress | None = None,
+    **settings: Any,
 ) -> ConversionReport:
-    """Write the diffusion checkpoint that `source` (a Hub folder or id) becomes, ready for `pretrain`.
+    """Convert an autoregressive checkpoint to a diffusion checkpoint, ready for `pretrain`.
+
+    The mask token's rows of the embedding and output layer, and rows that the vocabulary lacks, are randomly
+    initialised.
 
     Args:
-        mask: the mask token's text; see `mask_token`.
-        to: the attention pattern and shift, as "bidirectional", "shifted" or "block-causal", or the name of a family
-            of `TARGETS`; by default the family's first.
-        seed: the mask token's rows of the embedding and of the output layer, and rows that the vocabulary lacks, are
-            noise drawn from (seed, tensor name).
-        block_size: of a block-causal model; by default the source's or the target family's.
-        dequantize_fp8, dequantize_mxfp4: whether block-scaled FP8 weights, or experts in MXFP4, become bfloat16 ones;
-            without it they are refused.
+        source: Hub folder or Hub id.
+        output: Hub folder to write.
+        mask_token: text of the mask token; see `ToDlmSettings`.
+        to: form of the result; see `ToDlmSettings`.
+        settings: the other fields of `ToDlmSettings`.
 
     Raises:
-        DlmBridgeError: an architecture without a target, a tokenizer that cannot take the token, a source that is not
-            whole, a refused output.
+        SettingError: the source's family has no target, the tokenizer already has another mask token, or the output
+            exists.
+        CheckpointError: the source is damaged, or has no tokenizer.json.
     """
-    _check_architecture(os.fspath(source), revision)
-    opened = open_hub(os.fspath(source), revision, None, dequantize_fp8, dequantize_mxfp4)
-    target = _target(opened, to)
-    if block_size is not None and target.attention_pattern != "block_causal":
-        raise DlmBridgeError(f"--block-size {block_size}: {target.name} is {target.attention_pattern}, without blocks")
-    if block_size is not None and block_size < 1:
-        raise DlmBridgeError(f"--block-size {block_size}: a block has at least one position")
-    token = mask_token(opened.folder, mask)
-    checkpoint = _Converted(opened, target, token, seed, block_size)
-    options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
-    report = write_hub(checkpoint, Path(output), options)
+    chosen = settings_from(ToDlmSettings, mask_token=mask_token, to=to, **settings)
+    opened = open_hub(
+        os.fspath(source), chosen.revision, chosen.family, chosen.dequantize_fp8, chosen.dequantize_mxfp4
+    )
+    target = _target(opened, chosen.to)
+    if chosen.block_size is not None and target.attention_pattern != "block_causal":
+        raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
+    token = find_mask_token(opened.folder, chosen.mask_token)
+    checkpoint = _DiffusionCheckpoint(opened, target, token, chosen.seed, chosen.block_size)
+    report = write_hub(checkpoint, Path(output), chosen)
     report.action = "convert-to-dlm"
     rows = checkpoint.dims.vocab - opened.dims.vocab
     attention_pattern = target.attention_pattern.replace("_", "-")
     report.notes += [
         f"{'added the' if token.added else 'the tokenizer has the'} mask token {token.text} (id {token.id}); its "
         "embedding is random until you train",
-        f"vocabulary size {checkpoint.dims.vocab}" + (f", {rows} of them new" if rows else ""),
+        f"vocabulary size {checkpoint.dims.vocab}" + (f" ({rows} new)" if rows else ""),
         f"{target.title}: {attention_pattern} attention, "
         + ("shifted: logits[i-1] predicts i" if target.shift else "no shift"),
     ]
@@ -94,40 +85,29 @@ def convert_to_dlm(
     report.notes += opened.notes
     if checkpoint.mtp_layers:
         report.notes.append(
-            f"{checkpoint.mtp_layers} multi-token prediction layers are left out: they predict next tokens"
+            f"omitted {checkpoint.mtp_layers} multi-token prediction layers, which predict next tokens"
         )
     return report
 
 
-def _check_architecture(source: str, revision: str | None) -> None:
-    """Raise DlmBridgeError for an architecture of no family, with its name and with those that can be converted."""
-    path = resolve(source, revision) / CONFIG_FILE
-    architectures = read_config(path).get("architectures") if path.is_file() else None
-    if not isinstance(architectures, list) or not architectures:
-        return  # refused when it is opened
-    known = {name for family in families() for name in family.architectures} | UNSUPPORTED.keys()
-    if not known & {str(name) for name in architectures}:
-        taken = ", ".join(name for body in BODIES for name in body.architectures)
-        raise DlmBridgeError(f"{path}: architecture {architectures[0]} cannot be converted: known are {taken}")
-
-
 def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
     family = source.family
-    if family.kind == "diffusion":
-        raise DlmBridgeError(f"{source.where} is a diffusion model already ({family.name})")
     if family.name not in TARGETS:
-        raise DlmBridgeError(
-            f"{source.where}: no diffusion family has the tensors of {family.name}: known are {', '.join(TARGETS)}"
+        what = "a diffusion model already" if family.kind == "diffusion" else "not supported"
+        raise SettingError(
+            "source", f"{source.where} is {what} ({family.name}): convertible families are {', '.join(TARGETS)}"
         )
     names, forms = TARGETS[family.name], forms_of(family)
     name = forms.get(name or "", name) or names[0]
     if name not in names:
-        raise DlmBridgeError(f"--to {name}: {family.name} becomes {', '.join(forms)} ({' or '.join(names)})")
+        raise SettingError(
+            "to", f"{name}: {family.name} can be converted to {', '.join(forms)} ({' or '.join(names)})"
+        )
     return family_by_name(name)
 
 
-class _Converted(MadeOfHub):
-    """The source's tensors as the target family's, with the mask token's rows."""
+class _DiffusionCheckpoint(ConvertedCheckpoint):
+    """Target family's model with the source's tensors and the mask token's rows."""
 
     def __init__(
         self, source: HubCheckpoint, target: FamilySpec, token: MaskToken, seed: int, block_size: int | None
@@ -140,61 +120,56 @@ class _Converted(MadeOfHub):
         if GENERATION in source.hub.files:
             values = _generation(source.folder / GENERATION)
             texts[GENERATION] = json_bytes(values | aligned_ids(values, token.special, source.config))
-        # No diffusion model has the rotary frequencies that the first Llama checkpoints store, nor MTP layers.
-        self._left = {name for name, entry in source.passthrough.items() if not entry.in_model}
+        # Omit stored rotary frequencies (the first Llama checkpoints') and multi-token prediction layers.
         mtp = [name for name in source.reader.names if _layer(name) >= source.dims.layers]
-        self._left |= {*mtp}
+        omitted = {*mtp, *(name for name, entry in source.passthrough.items() if not entry.in_model)}
         self.mtp_layers = len({_layer(name) for name in mtp})
         shards = [
-            replace(shard, tensors=tuple(name for name in shard.tensors if name not in self._left))
+            replace(shard, tensors=tuple(name for name in shard.tensors if name not in omitted))
             for shard in source.hub.shards
         ]
-        self._stored = {name: source.spec(name) for name in source.reader.names if name not in self._left}
+        self._stored = {name: source.spec(name) for name in source.reader.names if name not in omitted}
         super().__init__(source, target, config, texts, (shard for shard in shards if shard.tensors))
         old, new = source.dims.vocab, self.dims.vocab
         vocabulary = {n for param in self.params if isinstance(param.rule, Vocabulary) for n in param.hub_names}
-        self._noisy = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
-        for name in self._noisy & self._stored.keys():
+        self._with_mask_row = vocabulary | {n for n, entry in self.passthrough.items() if entry.copy_of in vocabulary}
+        for name in self._with_mask_row & self._stored.keys():
             dtype, shape = self._stored[name]
             if shape[0] == old:
                 self._stored[name] = (dtype, (new, *shape[1:]))
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor = self._source.reader.read(name)
-        if name not in self._noisy:
+        if name not in self._with_mask_row:
             return tensor
         self._note(name, tensor)
         old, (rows, hidden) = tensor.shape[0], self._stored[name][1]
-        noise = Normal(initializer_range(self.config))
-        entry = self.passthrough.get(name)  # a redundant tied head must stay the embedding's copy
+        normal = Normal(initializer_range(self.config))
+        entry = self.passthrough.get(name)  # a redundant tied head must remain a copy of the embedding
         key = entry.copy_of if entry is not None else name
-
-        def drawn(row: int) -> torch.Tensor:
-            return initialise(f"{key}[{row}]", (hidden,), noise, self._seed).to(tensor.dtype)
-
         result = torch.cat([tensor, tensor.new_empty(rows - old, hidden)]) if rows > old else tensor
         for row in {self._token.id, *range(old, rows)}:
-            result[row] = drawn(row)
+            result[row] = initialise(f"{key}[{row}]", (hidden,), normal, self._seed).to(tensor.dtype)
         return result
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a tensor of the Hub belongs to; -1 outside the layers."""
+    """Layer number of a Hub tensor; -1 outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return -1 if match is None else int(match[1])
 
 
 def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict[str, Any]:
-    """The source's keys under the target's names. Remote code that the source names is not the target's.
+    """config.json of the target family from the source's, without references to remote code.
 
-    A published target's own code is of transformers 4 and would read nothing of `rope_parameters`.
+    A published target's own code is for transformers 4, which does not read `rope_parameters`.
     """
     config = {key: value for key, value in source.config.items() if key not in ("auto_map", "_name_or_path")}
     config |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if config.get(key)}
-    if source.family is bailing_moe.SPEC:  # LLaDA2's own default is another
+    if source.family is bailing_moe.SPEC:  # LLaDA2 has another default
         config.setdefault("routed_scaling_factor", bailing_moe.DEFAULTS["routed_scaling_factor"])
     return {
-        **dict.fromkeys(("eos_token_id", "pad_token_id")),  # a target's own default is another tokenizer's
+        **dict.fromkeys(("eos_token_id", "pad_token_id")),  # the target's defaults are for another tokenizer
         **(config if target.derived_from else rope_theta_form(config)),
         **aligned_ids(config, token.special),
         "architectures": [target.architectures[0]],
@@ -205,53 +180,52 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
 
 
 def _generation(path: Path) -> dict[str, Any]:
-    """Only the token ids: how to sample is the diffusion family's own."""
+    """Token ids of a generation_config.json. Sampling settings are the diffusion family's own."""
     return {key: value for key, value in read_json(path).items() if key.endswith("_token_id")}
 
 
 @dataclass(frozen=True)
 class MaskToken:
-    """`files` are the tokenizer files that change, by their names in the folder; `special` are its bos, eos and pad
-    tokens by their names in a config."""
+    """Mask token of a tokenizer."""
 
     text: str
     id: int
     added: bool
-    special: dict[str, int | None] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
+    special: dict[str, int | None] = field(default_factory=dict)  # ids of the bos, eos and pad tokens, by config key
+    files: dict[str, bytes] = field(default_factory=dict)  # the tokenizer files that change, by name
 
 
-def mask_token(folder: Path, text: str | None) -> MaskToken:
-    """The mask token of a Hub folder's tokenizer: the one that it has, or a special token `text`, which is added
-    where it is new. None takes the tokenizer's own mask token, else adds `<|mask|>`.
+def find_mask_token(folder: Path, text: str | None) -> MaskToken:
+    """Find the mask token of a Hub folder's tokenizer, or add one.
 
-    Raises DlmBridgeError without a readable tokenizer.json, and where `text` is an ordinary token or another mask
-    token than the tokenizer's own.
+    Args:
+        text: a special token, which is added if it is new. None: the tokenizer's own mask token, or else `<|mask|>`.
+
+    Raises:
+        CheckpointError: tokenizer.json is missing or damaged.
+        SettingError: `text` is an ordinary token, or not the tokenizer's own mask token.
     """
     from tokenizers import AddedToken, Tokenizer
 
     if not (folder / _TOKENIZER).is_file():
-        raise DlmBridgeError(
-            f"{folder} has no {_TOKENIZER}, which takes the mask token: save its tokenizer there with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) first"
+        raise CheckpointError(
+            folder,
+            f"has no {_TOKENIZER}, to which the mask token is added: save the tokenizer with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) first",
         )
     try:
         tokenizer = Tokenizer.from_file(str(inside(folder, _TOKENIZER)))
     except Exception as error:  # tokenizers raises plain Exception
-        raise DlmBridgeError(f"{folder / _TOKENIZER}: cannot be read: {one_line(error)}") from None
+        raise CheckpointError(folder / _TOKENIZER, f"cannot be read: {one_line(error)}") from None
     config = _read_json(folder, _TOKENIZER_CONFIG)
     own = _token_text(config.get("mask_token"))
-    if own is not None and text is not None and own != text:
-        raise DlmBridgeError(
-            f"{folder}: the tokenizer has the mask token {own} already: leave --mask-token {text} out"
-        )
-    text = own or text or DEFAULT
+    wanted, text = text, own or text or DEFAULT
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     number = tokenizer.token_to_id(text)
-    if number is not None and text not in special:
-        raise DlmBridgeError(
-            f"--mask-token {text} is an ordinary token of the vocabulary: name a new or a special one"
-        )
+    if wanted not in (None, text) or (number is not None and text not in special):
+        ordinary = "an ordinary token of the vocabulary: name a new or special token"
+        why = ordinary if wanted in (None, text) else f"not the tokenizer's own mask token, {own}: omit it"
+        raise SettingError("mask_token", f"{wanted or text} is {why}")
     added = number is None
     files = {}
     if added:
@@ -268,9 +242,9 @@ def mask_token(folder: Path, text: str | None) -> MaskToken:
 
 
 def _other_files(folder: Path, config: dict[str, Any], text: str, number: int) -> dict[str, bytes]:
-    """What else of a tokenizer names its special tokens, where the folder has it."""
+    """Changed tokenizer files besides tokenizer.json, among those that the folder has."""
     config = {**config, "mask_token": text}
-    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name, unknown to 4; it reads both
+    if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 reads both names, transformers 4 one
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("added_tokens_decoder"), dict):
         known = {str(number): {"content": text, **_FLAGS}}
@@ -293,7 +267,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """A token's text, which is written plainly or with its flags."""
+    """Text of a token, which is stored as text or as an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

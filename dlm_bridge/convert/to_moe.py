@@ -1,9 +1,9 @@
-"""Upcycling: a dense Hub checkpoint becomes one with experts, which computes the same before it is trained.
+"""Upcycling: conversion of a dense Hub checkpoint to a mixture of experts with the same logits.
 
-Every expert is a copy of the dense MLP (Komatsuzaki et al., arXiv 2212.05055). With a granularity G an MLP is cut
-along its width into G experts, and the G experts of a copy share a row of the router, so that a token that chooses one
-chooses all of them (virtual groups: He et al., arXiv 2410.07524). The weights of a token's chosen experts add up to 1;
-their output matrices are therefore G times the dense one's, which makes the sum of a copy's experts the dense MLP.
+Every expert is a copy of the dense MLP (Komatsuzaki et al., arXiv 2212.05055). With granularity G an MLP is split
+along its width into G experts, which share a row of the router, so that a token is routed to all of them or none
+(virtual groups: He et al., arXiv 2410.07524). The weights of a token's experts sum to 1, so the experts' output
+matrices are multiplied by G to make the sum of a copy's experts equal the dense MLP.
 """
 
 from __future__ import annotations
@@ -16,40 +16,39 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
-from dlm_bridge.convert.planning import ConversionReport, Options
+from dlm_bridge.convert.checkpoints.huggingface import ConvertedCheckpoint, HubCheckpoint, open_hub
+from dlm_bridge.convert.planning import ConversionReport
+from dlm_bridge.convert.settings import UpcycleSettings, settings_from, takes
 from dlm_bridge.convert.transfer import write_hub
-from dlm_bridge.convert.workers import Progress
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.mapping.dtypes import parse_size
+from dlm_bridge.errors import SettingError
 from dlm_bridge.models.derived import forms_of
 from dlm_bridge.models.families import family_by_name
 from dlm_bridge.models.initialisation import Normal, initialise, initializer_range
+from dlm_bridge.settings import check_minimum
 
 _MLP = re.compile(r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight")
-SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
-class _Spelling:
-    """How a family with experts names them, and the keys of its config.json."""
+class _ExpertNames:
+    """A family's names for experts."""
 
-    block: str
+    block: str  # prefix of a layer's experts and router
     matrices: dict[str, str]
-    experts: str
-    width: str
-    fixed: dict[str, Any]
+    experts: str  # config key of their number
+    width: str  # config key of their width
+    fixed: dict[str, Any]  # further config keys
 
 
-_SPELLINGS = {
-    "qwen3_moe": _Spelling(
+_EXPERT_NAMES = {
+    "qwen3_moe": _ExpertNames(
         "mlp.",
         {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
         "num_experts",
         "moe_intermediate_size",
         {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
-    "mixtral": _Spelling(
+    "mixtral": _ExpertNames(
         "block_sparse_moe.",
         {"gate": "w1", "up": "w3", "down": "w2"},
         "num_local_experts",
@@ -57,9 +56,9 @@ _SPELLINGS = {
         {},
     ),
 }
-# The dense family and the one with experts whose other tensors are the same.
+# Families with experts whose other tensors are the same, by dense family.
 _PAIRS = {"qwen3": "qwen3_moe", "llama": "mixtral", "mistral": "mixtral"}
-# What configs may leave out, and the classes with experts have another default for.
+# Defaults of the dense classes that differ in the classes with experts.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32768},
     "llama": {"max_position_embeddings": 2048, "sliding_window": None},
@@ -69,16 +68,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Upcycling:
-    """A way from a dense family to `target`. `dense` and `sparse` are the autoregressive families whose tensors the
-    two have."""
+    """Conversion of a dense family to `target`."""
 
-    dense: str
-    sparse: str
+    dense: str  # autoregressive family with the source's tensors
+    sparse: str  # autoregressive family with the target's tensors
     target: str
 
 
 def targets() -> dict[str, Upcycling]:
-    """What each dense family becomes. A diffusion model keeps its attention pattern and shift."""
+    """Conversion by dense family. A diffusion model keeps its attention pattern and shift."""
     found = {}
     for dense, sparse in _PAIRS.items():
         found[dense] = Upcycling(dense, sparse, sparse)
@@ -88,112 +86,102 @@ def targets() -> dict[str, Upcycling]:
     return found
 
 
+@takes(UpcycleSettings)
 def upcycle(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    experts: int,
-    top_k: int = 2,
-    *,
-    granularity: int = 1,
-    seed: int = 0,
-    shard_size: int | str | None = SHARD_SIZE,
-    revision: str | None = None,
-    workers: int | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    accept_changed_tensors: bool = False,
-    progress: Progress | None = None,
+    source: str | os.PathLike[str], output: str | os.PathLike[str], experts: int, **settings: Any
 ) -> ConversionReport:
-    """Write the checkpoint with experts that the dense `source` (a Hub folder or id) becomes.
+    """Convert a dense checkpoint to a mixture of experts with the same logits.
+
+    Routers are randomly initialised with the config's `initializer_range`.
 
     Args:
-        experts: copies of each MLP.
-        top_k: copies that a token goes through.
-        granularity: experts that each copy is cut into, a power of two, so that scaling is exact in every dtype. The
-            model has `experts * granularity` experts, `top_k * granularity` of them for a token.
-        seed: of the routers, which are noise of the config's `initializer_range`, drawn from (seed, tensor name).
-        shard_size: the largest weight file, in bytes or as "5GB".
+        source: Hub folder or Hub id.
+        output: Hub folder to write.
+        experts: number of copies of each MLP.
+        settings: fields of `UpcycleSettings`.
 
     Raises:
-        DlmBridgeError: a family without one with experts to become, numbers that do not fit, a source that is not
-            whole, a refused output.
+        SettingError: the source's family has no counterpart with experts, a number is refused, or the output exists.
+        CheckpointError: the source is damaged.
     """
-    opened = open_hub(os.fspath(source), revision)
+    chosen = settings_from(UpcycleSettings, **settings)
+    opened = open_hub(
+        os.fspath(source), chosen.revision, chosen.family, chosen.dequantize_fp8, chosen.dequantize_mxfp4
+    )
     known = targets()
     if opened.family.name not in known:
-        raise DlmBridgeError(
-            f"{opened.where}: no family with experts has the attention of {opened.family.name}: known are "
-            f"{', '.join(sorted(known))}"
+        raise SettingError(
+            "source",
+            f"{opened.where}: {opened.family.name} has no counterpart with experts: supported are "
+            f"{', '.join(sorted(known))}",
         )
-    way = known[opened.family.name]
-    _check_sizes(experts, top_k, granularity, opened)
-    checkpoint = _Upcycled(opened, way, experts, top_k, granularity, seed)
-    options = Options(None, workers, overwrite, dry_run, progress, accept_changed_tensors=accept_changed_tensors)
-    report = write_hub(checkpoint, Path(output), options, parse_size(shard_size))
+    _check_sizes(experts, chosen, opened)
+    checkpoint = _Upcycled(opened, known[opened.family.name], experts, chosen)
+    report = write_hub(checkpoint, Path(output), chosen)
     report.action = "upcycle"
     sizes = checkpoint.dims
     report.notes += [
-        f"{checkpoint.family.title}: {sizes.experts} experts of width {sizes.moe_ffn} a layer, {top_k * granularity} "
-        "for a token; until it is trained it computes what the dense model computes",
-        "routers are noise",
+        f"{checkpoint.family.title}: {sizes.experts} experts of width {sizes.moe_ffn} per layer, "
+        f"{chosen.top_k * chosen.granularity} per token; logits equal the dense model's until you train",
+        "routers are randomly initialised",
         *opened.notes,
     ]
     return report
 
 
-def _check_sizes(experts: int, top_k: int, granularity: int, source: HubCheckpoint) -> None:
-    if experts < 2:
-        raise DlmBridgeError(f"--experts {experts}: a model with experts has at least 2 copies of each MLP")
-    if not 1 <= top_k <= experts:
-        raise DlmBridgeError(f"--top-k {top_k}: a token goes through 1 to {experts} copies (--experts)")
-    if granularity < 1 or granularity & (granularity - 1):
-        raise DlmBridgeError(f"--granularity {granularity} is not a power of two, by which weights scale exactly")
-    if source.dims.ffn % granularity:
-        raise DlmBridgeError(f"--granularity {granularity} does not divide the MLP's width of {source.dims.ffn}")
+def _check_sizes(experts: int, settings: UpcycleSettings, source: HubCheckpoint) -> None:
+    check_minimum("experts", experts, 2)
+    if settings.top_k > experts:
+        raise SettingError("top_k", f"must be at most `experts={experts}`, not {settings.top_k}")
+    granularity, width = settings.granularity, source.dims.ffn
+    if granularity & (granularity - 1) or width % granularity:
+        raise SettingError(
+            "granularity", f"must be a power of two that divides the MLP's width of {width}, not {granularity}"
+        )
     if source.config.get("use_sliding_window"):
-        raise DlmBridgeError(
-            f"{source.where}: config.json: use_sliding_window: layers with experts have no window of their own"
+        raise SettingError(
+            "source",
+            f"{source.where} has use_sliding_window, which the families with experts do not support per layer",
         )
 
 
-class _Upcycled(MadeOfHub):
-    """The source's tensors, with each MLP as experts and a router beside them."""
+class _Upcycled(ConvertedCheckpoint):
+    """Model with the source's tensors, in which experts and a router replace each MLP."""
 
-    def __init__(
-        self, source: HubCheckpoint, way: Upcycling, experts: int, top_k: int, granularity: int, seed: int
-    ) -> None:
-        self._spelling, self._granularity, self._seed = _SPELLINGS[way.sparse], granularity, seed
-        target = family_by_name(way.target)
-        spelling = self._spelling
+    def __init__(self, source: HubCheckpoint, conversion: Upcycling, experts: int, settings: UpcycleSettings) -> None:
+        granularity = settings.granularity
+        self._names, self._granularity, self._seed = _EXPERT_NAMES[conversion.sparse], granularity, settings.seed
+        target = family_by_name(conversion.target)
+        names = self._names
         config = {
-            **_config(source, way.dense),
+            **_config(source, conversion.dense),
             "architectures": [target.architectures[0]],
             "model_type": target.model_type,
-            **spelling.fixed,
-            spelling.experts: experts * granularity,
-            "num_experts_per_tok": top_k * granularity,
-            spelling.width: source.dims.ffn // granularity,
+            **names.fixed,
+            names.experts: experts * granularity,
+            "num_experts_per_tok": settings.top_k * granularity,
+            names.width: source.dims.ffn // granularity,
             "router_aux_loss_coef": 0.001,
             "output_router_logits": False,
         }
         super().__init__(source, target, config)
-        self._origin: dict[str, tuple[str, int]] = {}  # an expert's matrix -> the dense one, and its part of that
-        self._first: dict[str, str] = {}  # the dense matrix -> the first that is made of it
+        self._origin: dict[str, tuple[str, int]] = {}  # dense matrix and part of it, by expert's matrix
+        self._first: dict[str, str] = {}  # first expert's matrix by dense matrix
         self._routers: set[str] = set()
         self._stored = {}
-        left = {name for name, entry in source.passthrough.items() if not entry.in_model}
+        omitted = {name for name, entry in source.passthrough.items() if not entry.in_model}
         for name in source.reader.names:
             if match := _MLP.fullmatch(name):
                 self._add_experts(name, int(match[1]), match[2], experts)
-            elif name not in left:
+            elif name not in omitted:
                 self._stored[name] = source.spec(name)
 
     def _add_experts(self, name: str, layer: int, matrix: str, copies: int) -> None:
         dtype, (rows, columns) = self._source.spec(name)
         shape = (rows, columns // self._granularity) if matrix == "down" else (rows // self._granularity, columns)
-        block = f"model.layers.{layer}.{self._spelling.block}"
+        block = f"model.layers.{layer}.{self._names.block}"
         for expert in range(copies * self._granularity):
-            own = f"{block}experts.{expert}.{self._spelling.matrices[matrix]}.weight"
+            own = f"{block}experts.{expert}.{self._names.matrices[matrix]}.weight"
             self._stored[own], self._origin[own] = (dtype, shape), (name, expert % self._granularity)
             self._first.setdefault(name, own)
         if matrix == "gate":
@@ -218,17 +206,16 @@ class _Upcycled(MadeOfHub):
 
     def _router(self, name: str) -> torch.Tensor:
         dtype, (rows, hidden) = self._stored[name]
-        noise = Normal(initializer_range(self.config))
-        copies = initialise(name, (rows // self._granularity, hidden), noise, self._seed)
+        normal = Normal(initializer_range(self.config))
+        copies = initialise(name, (rows // self._granularity, hidden), normal, self._seed)
         return copies.repeat_interleave(self._granularity, dim=0).to(dtype)
 
 
 def _config(source: HubCheckpoint, dense: str) -> dict[str, Any]:
-    """The source's keys. Those that it leaves out, and that the class with experts has another default for, are
-    written out."""
+    """config.json of the source, with the defaults that differ in the class with experts."""
     sizes = source.dims
-    left = ("auto_map", "_name_or_path", "layer_types", "max_window_layers", "pretraining_tp")
-    config = {key: value for key, value in source.config.items() if key not in left}
+    omitted = ("auto_map", "_name_or_path", "layer_types", "max_window_layers", "pretraining_tp")
+    config = {key: value for key, value in source.config.items() if key not in omitted}
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": sizes.tied, **_DEFAULTS[dense]}
     if "rope_parameters" not in config:
         defaults["rope_theta"] = 10000.0

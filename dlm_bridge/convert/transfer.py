@@ -41,13 +41,13 @@ from dlm_bridge.convert.planning import (
     ConversionReport,
     HubOutput,
     MegatronOutput,
-    Options,
     can_stream,
     plan_hub,
     plan_megatron,
     task_bytes,
 )
 from dlm_bridge.convert.run_settings import write_run_config
+from dlm_bridge.convert.settings import ConversionSettings, HubSettings, MegatronSettings
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
@@ -64,43 +64,40 @@ from dlm_bridge.files.atomic import atomic_output, check_output
 from dlm_bridge.files.reading import bytes_digest
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.mapping.dtypes import dtype_name
-from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-# Files of the output that are not side files. The last two may be left by a conversion that was killed at its end.
+# Files of the output that are not side files. A conversion that was killed at its end may leave the last two.
 _NO_SIDE_FILES = (JOURNAL, MANIFEST, TRACKER)
 
 
-def write_megatron(
-    source: Checkpoint, output: Path, layout: Layout, options: Options, vocab_multiple: int | None = None
-) -> ConversionReport:
-    """Write `source` as a Megatron checkpoint in the parallel `layout`; with `dry_run`, only return the report.
+def write_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) -> ConversionReport:
+    """Write `source` as a Megatron checkpoint; with `dry_run`, only return the report.
 
-    Raises DlmBridgeError for a source that is incomplete or does not match its family, a layout that does not fit the
-    model, or a refused output. Then no file or folder with the name of the output remains.
+    Raises the errors of `plan_megatron`, and ChangedTensorsError. Then no file or folder with the name of the output
+    remains.
     """
     started = time.monotonic()
-    plan = plan_megatron(source, output, layout, options, vocab_multiple)
+    plan = plan_megatron(source, output, settings)
     report, specs, iteration = plan.report, plan.specs, plan.iteration
-    if _is_finished(source, output, plan, options) or options.dry_run:
+    if _is_finished(source, output, plan, settings) or settings.dry_run:
         return report
-    with _unfinished_output(source, output, plan, options) as (folder, journal):
+    with _unfinished_output(source, output, plan, settings) as (folder, journal):
         writer = plan.writer(folder / iteration)
-        transfer = MegatronTransfer(source, plan, journal, options, writer)
+        transfer = MegatronTransfer(source, plan, journal, settings, writer)
         transfer.run()
         if plan.state is not None:
             transfer.check_files()
-            plan.state.transfer(lambda param, bands: writer.note(param, writer.write(param, bands)), options.workers)
+            plan.state.transfer(lambda param, bands: writer.note(param, writer.write(param, bands)), settings.workers)
         hub_folder = folder / HUB_FOLDER
         hub_folder.mkdir(exist_ok=True)
         write_passthrough(hub_folder / CARRIED_FILE, transfer.passthrough)
         shards = source.hub.shards
         index = index_bytes(source, plan_like(shards, specs), specs, like_source=True) if shards else None
-        write_side_files(source, hub_folder, options.dtype, index)
+        write_side_files(source, hub_folder, settings.cast_dtype, index)
         file_digests = writer.finish(plan.number)
-        if options.megatron.run_config:
-            write_run_config(folder / iteration, source, plan.params, layout, plan.dtypes)
-        manifest = transfer.manifest(options.megatron.name, folder)
+        if settings.run_config:
+            write_run_config(folder / iteration, source, plan.params, settings.layout, plan.dtypes)
+        manifest = transfer.manifest(settings.format, folder)
         manifest.layout, manifest.vocab_multiple = report.layout, report.vocab_multiple
         manifest.iteration = iteration
         manifest.files = {f"{iteration}/{file}": value for file, value in sorted(file_digests.items())}
@@ -111,23 +108,25 @@ def write_megatron(
     return report
 
 
-def write_hub(source: Checkpoint, output: Path, options: Options, shard_size: int | None = None) -> ConversionReport:
-    """Write `source` as a Hub folder, with its own shard map if known, or in files of at most `shard_size` bytes.
+def write_hub(source: Checkpoint, output: Path, settings: HubSettings) -> ConversionReport:
+    """Write `source` as a Hub folder, with its own shard map if known, or in files of at most `shard_size`.
 
-    Raises DlmBridgeError as `write_megatron` does.
+    Raises the errors of `plan_hub`, and ChangedTensorsError.
     """
     started = time.monotonic()
-    plan = plan_hub(source, output, options, shard_size)
+    plan = plan_hub(source, output, settings)
     report = plan.report
-    if _is_finished(source, output, plan, options) or options.dry_run:
+    if _is_finished(source, output, plan, settings) or settings.dry_run:
         return report
-    with _unfinished_output(source, output, plan, options) as (folder, journal):
+    with _unfinished_output(source, output, plan, settings) as (folder, journal):
         writer = HubWriter(folder, plan.shards)
-        transfer = HubTransfer(source, plan, journal, options, writer)
+        transfer = HubTransfer(source, plan, journal, settings, writer)
         transfer.run()
         writer.finish()
-        like_source = shard_size is None and bool(source.hub.shards)
-        write_side_files(source, folder, options.dtype, index_bytes(source, plan.shards, plan.specs, like_source))
+        like_source = settings.shard_size is None and bool(source.hub.shards)
+        write_side_files(
+            source, folder, settings.cast_dtype, index_bytes(source, plan.shards, plan.specs, like_source)
+        )
         manifest = transfer.manifest("huggingface", folder)
         manifest.files = {shard.file: bytes_digest(shard.header) for shard in plan.shards}
         if not like_source:
@@ -156,10 +155,10 @@ class Transfer(ABC):
         source: Checkpoint,
         plan: MegatronOutput | HubOutput,
         journal: Journal,
-        options: Options,
+        settings: ConversionSettings,
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        self.source, self.plan, self.specs, self.journal, self.options = source, plan, plan.specs, journal, options
+        self.source, self.plan, self.specs, self.journal, self.settings = source, plan, plan.specs, journal, settings
         self.dtypes = dtypes  # output dtype of each parameter
         self.records = Records(plan.specs)
         self._sizes = [
@@ -173,23 +172,23 @@ class Transfer(ABC):
         """Convert every parameter, and every passthrough tensor that is not derived from another.
 
         Raises:
-            DlmBridgeError: a tensor differs from the one that it must be a copy of.
-            ChangedTensorsError: the source differs from the digests recorded when it was written, and the options do
-                not accept this.
+            CheckpointError: a tensor differs from its original.
+            ChangedTensorsError: the source differs from the digests recorded when it was written, without
+                `accept_changed_tensors`.
         """
-        source, workers = self.source, worker_count(self.options.workers)
-        damaged = source.damaged_files(self.options.workers)
+        source, workers = self.source, worker_count(self.settings.workers)
+        damaged = source.damaged_files(self.settings.workers)
         self._note_changed(
             {file.file: {"recorded": file.recorded, "found": file.found} for file in damaged}, map(str, damaged)
         )
         read = [name for name in source.passthrough if name not in source.derived]
         taking = [(spec_bytes(source.spec(name)), partial(self._take_passthrough, name)) for name in read]
-        if self.options.processes == 1:
+        if self.settings.processes == 1:
             tasks = [(size, partial(self._work_and_note, number)) for number, size in enumerate(self._sizes)]
             run_tasks([*tasks, *taking], workers)
         else:
             work = [(size, partial(self._work, number)) for number, size in enumerate(self._sizes)]
-            run_forked(work, self.options.processes, workers, lambda number, done: self._note(number, *done))
+            run_forked(work, self.settings.processes, workers, lambda number, done: self._note(number, *done))
             run_tasks(taking, workers)
         for name, copy_of in source.derived.items():
             self.records.alias(name, copy_of)
@@ -209,8 +208,8 @@ class Transfer(ABC):
             self._note_changed({file: {"recorded": record.files[file], "found": None} for file in files}, files)
 
     def _note_changed(self, changed: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
-        """Record changed tensors or files. Raises ChangedTensorsError with `names`, unless the options accept them."""
-        if changed and not self.options.accept_changed_tensors:
+        """Record changed tensors or files. Raises ChangedTensorsError with `names`, unless they are accepted."""
+        if changed and not self.settings.accept_changed_tensors:
             raise ChangedTensorsError(self.source.where, names)
         self.changed |= changed
 
@@ -219,7 +218,7 @@ class Transfer(ABC):
         source, hub = self.source, self.source.hub
         origin: dict[str, Any] = {key: hub.source.get(key) for key in ("name", "revision")}
         origin["digest"] = hub.source.get("digest") or combined_digest(self.records.read)
-        dtype = self.options.dtype
+        dtype = self.settings.cast_dtype
         return Manifest(
             format=format_,
             family=source.family.name,
@@ -278,8 +277,8 @@ class Transfer(ABC):
         self._note(number, *self._work(number))
 
     def _tell(self, nbytes: int) -> None:
-        if self.options.progress is not None:
-            self.options.progress(nbytes, self._total)
+        if self.settings.progress is not None:
+            self.settings.progress(nbytes, self._total)
 
     def _can_stream(self, number: int) -> bool:
         return can_stream(self.source.params[number], self.source, self.specs, self.dtypes[number])
@@ -303,9 +302,14 @@ class MegatronTransfer(Transfer):
     """
 
     def __init__(
-        self, source: Checkpoint, plan: MegatronOutput, journal: Journal, options: Options, writer: CheckpointWriter
+        self,
+        source: Checkpoint,
+        plan: MegatronOutput,
+        journal: Journal,
+        settings: ConversionSettings,
+        writer: CheckpointWriter,
     ) -> None:
-        super().__init__(source, plan, journal, options, [plan.dtypes[param.megatron_key] for param in plan.params])
+        super().__init__(source, plan, journal, settings, [plan.dtypes[param.megatron_key] for param in plan.params])
         self._writer, self._padded = writer, plan.params
         self._taken: dict[str, torch.Tensor] = {}
 
@@ -361,10 +365,10 @@ class HubTransfer(Transfer):
     """Conversion of all Hub tensors to the planned safetensors files."""
 
     def __init__(
-        self, source: Checkpoint, plan: HubOutput, journal: Journal, options: Options, writer: HubWriter
+        self, source: Checkpoint, plan: HubOutput, journal: Journal, settings: ConversionSettings, writer: HubWriter
     ) -> None:
         dtypes = [plan.specs[param.hub_names[0]][0] for param in source.params]
-        super().__init__(source, plan, journal, options, dtypes)
+        super().__init__(source, plan, journal, settings, dtypes)
         self._writer = writer
         self._copies: dict[str, list[str]] = {}
         for name, copy_of in source.derived.items():
@@ -415,33 +419,35 @@ class HubTransfer(Transfer):
         self._tell(spec_bytes(self.specs[name]))
 
 
-def _is_finished(source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options) -> bool:
+def _is_finished(
+    source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, settings: ConversionSettings
+) -> bool:
     """With `resume`, True if an earlier run has written the complete output; adds a note to the report.
 
-    Raises DlmBridgeError if the output exists and is something else.
+    Raises SettingError if the output exists and is something else.
     """
-    if not options.resume:
+    if not settings.resume:
         return False
     manifest = read_manifest(output) if (output / MANIFEST).is_file() else None
     is_whole = all((output / file).is_file() for file in plan.report.files)
-    if manifest is not None and is_whole and manifest.fingerprint == _fingerprint(source, plan, options):
+    if manifest is not None and is_whole and manifest.fingerprint == _fingerprint(source, plan, settings):
         plan.report.notes += [*manifest.notes(), "the conversion was already complete: nothing was written"]
         return True
-    check_output(output, source.folders(), options.overwrite)
+    check_output(output, source.folders(), settings.overwrite)
     return False
 
 
 @contextmanager
 def _unfinished_output(
-    source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, options: Options
+    source: Checkpoint, output: Path, plan: MegatronOutput | HubOutput, settings: ConversionSettings
 ) -> Iterator[tuple[Path, Journal]]:
     """Context manager: the temporary folder that becomes the output, and its journal, including the progress of an
     interrupted run."""
     sources, report = source.folders(), plan.report
-    mark = _fingerprint(source, plan, options)
-    resume = partial(matches, fingerprint=mark) if options.resume and sources else None
+    mark = _fingerprint(source, plan, settings)
+    resume = partial(matches, fingerprint=mark) if settings.resume and sources else None
     keep = has_progress if sources else None  # a model in memory cannot be resumed by another process
-    with atomic_output(output, sources, options.overwrite, report.bytes, resume, keep) as folder:
+    with atomic_output(output, sources, settings.overwrite, report.bytes, resume, keep) as folder:
         journal = Journal(folder, mark, report.files)
         try:
             yield folder, journal
@@ -451,14 +457,14 @@ def _unfinished_output(
         journal.close(remove=True)
 
 
-def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, options: Options) -> str:
+def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, settings: ConversionSettings) -> str:
     """Fingerprint that must match before an interrupted conversion is resumed."""
     report = plan.report.as_dict()
     chosen = ("action", "family", "format", "key_style", "layout", "vocab_multiple", "files", "side_files")
     facts = {
         **{name: report[name] for name in chosen},
-        "dtype": str(options.dtype),
-        "run_config": options.megatron.run_config,
+        "dtype": str(settings.cast_dtype),
+        "run_config": isinstance(settings, MegatronSettings) and settings.run_config,
         "config": source.hub.config_bytes().decode("utf-8", "replace"),
         "tensors": {name: [dtype_name(dtype), *shape] for name, (dtype, shape) in plan.specs.items()},
     }

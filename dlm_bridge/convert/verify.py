@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints in any two formats, tensor by tensor, or of one with its own manifest."""
+"""Comparison of two checkpoints of any formats, tensor by tensor, or of a checkpoint with its manifest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dlm_bridge.convert.manifest import (
 )
 from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
 from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
-from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError
+from dlm_bridge.errors import ChangedTensorsError, CheckpointError, DlmBridgeError
 from dlm_bridge.files.reading import file_digest
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
@@ -38,7 +38,7 @@ from dlm_bridge.mapping.dtypes import bit_view, dtype_name, same_bits
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not equal: `kind` is missing, extra, dtype, shape, values, unreadable or file."""
+    """A difference in a tensor or file. `kind`: missing, extra, dtype, shape, values, unreadable or file."""
 
     name: str
     kind: str
@@ -47,24 +47,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class LogitsVerdict:
-    """How far two models' logits are apart at the most (fp32, absolute), on `positions` random tokens.
+    """Largest absolute difference of two models' fp32 logits on `positions` random tokens.
 
-    `a` and `b` say what computed each side, megatron-core or transformers; `notes` why, where a Megatron checkpoint is
-    not computed by megatron-core, and what was too long to try.
+    `a` and `b` name the library that computed each side, megatron-core or transformers. `notes` explain why
+    megatron-core did not compute a Megatron checkpoint, and name longer inputs that were skipped.
     """
 
     a: str
     b: str
     difference: float
     allowed: float
-    largest: float  # logit of side a
+    largest: float  # largest logit of side a
     positions: int
     notes: list[str]
 
 
 @dataclass
 class Verdict:
-    """The result of a comparison. `logits` is there where both models could be asked for them."""
+    """Result of a comparison. `logits` is None if logits were not compared."""
 
     a: str
     b: str
@@ -76,7 +76,7 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Convert to a dict of plain values."""
         return asdict(self)
 
 
@@ -85,8 +85,8 @@ def verify_pair(
 ) -> Verdict:
     """Compare every tensor of two checkpoints by its Hub name: presence, dtype, shape, every bit.
 
-    A Megatron checkpoint without a manifest is read by the other side's configuration. Raises DlmBridgeError for what
-    is not a checkpoint; tensors that cannot be read are differences.
+    A Megatron checkpoint without a manifest is read with the config of the other checkpoint. Tensors that cannot be
+    read are differences. Raises CheckpointError if a path is not a checkpoint.
     """
     left, right = find_checkpoint(a), find_checkpoint(b)
     if not left.names_model:
@@ -117,35 +117,33 @@ def verify_pair(
 def verify_manifest(
     path: str | os.PathLike[str], workers: int | None = None, progress: Progress | None = None
 ) -> Verdict:
-    """Compare a checkpoint with its own manifest: every tensor's dtype, shape and digest, every side file's digest; or
-    every file of a training run's newest checkpoint (or of the one that is named) with the digests beside them.
+    """Compare a checkpoint with its manifest: dtype, shape and digest of every tensor, digest of every side file.
 
-    Raises DlmBridgeError where there is no manifest, or none of what is there now.
+    For a training run or one of its checkpoints, compare the digests of all files of the (newest) checkpoint.
+
+    Raises CheckpointError without a manifest, or if it describes another iteration.
     """
-    # Before it is opened, which a damaged file may prevent.
     path = checkpoint_folder(path)
     written = newest_iteration(path) or path
-    if (written / FILE_DIGESTS).is_file():
+    if (written / FILE_DIGESTS).is_file():  # checked before the checkpoint is opened, which damaged files may prevent
         return _verify_files(written, workers, progress)
     checkpoint = find_checkpoint(path)
     manifest = checkpoint.manifest
     if manifest is None or checkpoint.root is None:
-        raise DlmBridgeError(f"{checkpoint.where} has no {MANIFEST} to verify it against: name a second checkpoint")
-    if manifest.iteration is not None and manifest.iteration != checkpoint.iteration:
-        raise DlmBridgeError(
-            f"{checkpoint.where}: its {MANIFEST} describes {manifest.iteration}, the newest iteration is "
-            f"{checkpoint.iteration}: name a second checkpoint"
+        raise CheckpointError(checkpoint.where, f"has no {MANIFEST}: compare it with a second checkpoint")
+    if manifest.iteration not in (None, checkpoint.iteration):
+        raise CheckpointError(
+            checkpoint.where,
+            f"its {MANIFEST} describes {manifest.iteration}, but the newest iteration is {checkpoint.iteration}: "
+            "compare it with a second checkpoint",
         )
     if not manifest.tensors:
-        raise DlmBridgeError(
-            f"{checkpoint.where}: written by a training run before those had digests: name a second checkpoint to "
-            "compare it with"
-        )
+        raise CheckpointError(checkpoint.where, f"its {MANIFEST} has no digests: compare it with a second checkpoint")
     records = manifest.tensors
     specs = checkpoint.stored_specs()
     differences = _unmapped(checkpoint)
-    differences += [Difference(n, "missing", f"{MANIFEST} has it") for n in records if n not in specs]
-    differences += [Difference(n, "extra", f"{MANIFEST} does not have it") for n in specs if n not in records]
+    differences += [Difference(n, "missing", f"in {MANIFEST}, but not stored") for n in records if n not in specs]
+    differences += [Difference(n, "extra", f"not in {MANIFEST}") for n in specs if n not in records]
     common = [name for name in specs if name in records]
     non_finite: dict[str, int] = {}
 
@@ -158,7 +156,7 @@ def verify_manifest(
     differences += found
     differences += [*_compare_files(checkpoint.root, manifest), *_copies(checkpoint)]
     if not found:
-        detail = f"its bytes around the tensors are not what {MANIFEST} says"
+        detail = f"its bytes outside the tensors differ from {MANIFEST}"
         differences += [Difference(file, "file", detail) for file in checkpoint.changed_files(manifest)]
     notes = [*non_finite_note(non_finite), *manifest.changed_note()]
     total = _nbytes(common, specs)
@@ -166,8 +164,8 @@ def verify_manifest(
 
 
 def check_recorded(checkpoint: Checkpoint) -> None:
-    """Raise ChangedTensorsError where tensors, or files of a training run's checkpoint, differ from the digests that
-    were recorded as they were written. Reads those."""
+    """Read all recorded tensors, or all files of a training run's checkpoint. Raises ChangedTensorsError if any
+    differs from its recorded digest."""
     changed = [str(file) for file in checkpoint.damaged_files()]
     records = {} if checkpoint.record is None else checkpoint.record.tensors
     specs = {name: spec for name, spec in checkpoint.stored_specs().items() if name in records}
@@ -185,7 +183,7 @@ def check_recorded(checkpoint: Checkpoint) -> None:
 def _verify_files(folder: Path, workers: int | None, progress: Progress | None) -> Verdict:
     differences = [Difference(found.file, "file", found.detail) for found in check_files(folder, workers, progress)]
     root = folder.absolute().parent
-    if (root / MANIFEST).is_file():  # of all iterations
+    if (root / MANIFEST).is_file():  # manifest of all iterations
         differences += _compare_files(root, read_manifest(root) if is_intact(root) else None)
     tensors = 0 if differences else _count_tensors(folder)
     size = sum((folder / name).stat().st_size for name in file_names(folder))
@@ -199,7 +197,7 @@ def _count_tensors(folder: Path) -> int:
 
 
 def _unmapped(checkpoint: Checkpoint) -> list[Difference]:
-    detail = f"in {checkpoint.where}, but it belongs to no Hub tensor"
+    detail = f"in {checkpoint.where}, but not part of a Hub tensor"
     return [Difference(key, "extra", detail) for key in checkpoint.unmapped()]
 
 
@@ -215,8 +213,8 @@ def _compare_tensors(
     workers: int | None,
     progress: Progress | None,
 ) -> list[Difference]:
-    """What `compare` finds of each name and its tensor on each side, and tensors that cannot be read, in the order of
-    the names."""
+    """Call `compare` with each name and its tensors. Returns the differences and the unreadable tensors, ordered by
+    `names`."""
     total = _nbytes(names, specs)
     found: dict[str, Difference] = {}
 
@@ -239,7 +237,7 @@ def _compare_tensors(
 
 
 def _groups(names: Iterable[str], *sides: Checkpoint) -> list[list[str]]:
-    """Names that are read together, since they lie in one Megatron tensor."""
+    """Group names that are stored in one Megatron tensor, so that they are read together."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         key = next((side.group_of(name) for side in sides if side.group_of(name) != name), name)
@@ -261,16 +259,16 @@ def _compare_specs(name: str, a: TensorSpec, b: TensorSpec) -> Difference | None
 
 def _compare_record(name: str, now: TensorRecord, record: TensorRecord) -> Difference | None:
     if now.shape != record.shape:
-        return Difference(name, "shape", f"{list(now.shape)}, {MANIFEST} says {list(record.shape)}")
+        return Difference(name, "shape", f"{list(now.shape)}, {MANIFEST} has {list(record.shape)}")
     if now.dtype != record.dtype:
-        return Difference(name, "dtype", f"{now.dtype}, {MANIFEST} says {record.dtype}")
+        return Difference(name, "dtype", f"{now.dtype}, {MANIFEST} has {record.dtype}")
     if now.digest != record.digest:
-        return Difference(name, "values", f"digest {now.digest}, {MANIFEST} says {record.digest}")
+        return Difference(name, "values", f"digest {now.digest}, {MANIFEST} has {record.digest}")
     return None
 
 
 def _compare_files(root: Path, manifest: Manifest | None) -> list[Difference]:
-    differences = [] if is_intact(root) else [Difference(MANIFEST, "file", "is not as it was written")]
+    differences = [] if is_intact(root) else [Difference(MANIFEST, "file", "was changed")]
     for name, recorded in ({} if manifest is None else manifest.side_files).items():
         path = root / name
         if not path.is_file():
@@ -278,14 +276,14 @@ def _compare_files(root: Path, manifest: Manifest | None) -> list[Difference]:
             continue
         try:
             if file_digest(path) != recorded:
-                differences.append(Difference(name, "file", f"is not what {MANIFEST} says"))
+                differences.append(Difference(name, "file", f"differs from {MANIFEST}"))
         except OSError as error:
             differences.append(Difference(name, "file", f"cannot be read: {error.strerror}"))
     return differences
 
 
 def _first_difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Where two tensors of one dtype and shape differ first, and in how many elements."""
+    """Format the number of different elements, and the first of them, of two tensors of the same dtype and shape."""
     wrong = (bit_view(a) != bit_view(b)).reshape(-1)
     first = int(torch.argmax(wrong.to(torch.uint8)))
     index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []

@@ -1,7 +1,7 @@
 """Threads, forked processes and memory of a conversion's tasks.
 
-The bytes in flight are bounded whatever the number of threads. With several processes each has its share of the tasks
-and sends what they return to the first one.
+The memory of concurrent tasks is bounded for any number of threads. Forked processes each run a part of the tasks and
+send the results to the parent process.
 """
 
 from __future__ import annotations
@@ -18,40 +18,38 @@ from math import prod
 from multiprocessing import connection, get_all_start_methods, get_context
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError, WorkerError
+from dlm_bridge.errors import DlmBridgeError, SettingError, WorkerError
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked
+from dlm_bridge.settings import check_minimum
 
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
 
-Progress = Callable[[int, int], None]  # (bytes just done, bytes in all); called from any thread
-FLOOR = 512 << 20  # bytes that may be in flight even where every tensor is small
-_SMALL = 1 << 20  # bytes; below, the allocator of the process reuses its memory itself
+Progress = Callable[[int, int], None]  # (bytes just written, total bytes); called from any thread
+FLOOR = 512 << 20  # bytes that concurrent tasks may always hold
+_SMALL = 1 << 20  # bytes; the process's allocator reuses smaller blocks itself
 _HUGE_PAGE = 2 << 20
 _task = threading.local()
-_DONE = -1  # sent in a task's place: the process has done its share
+_DONE = -1  # sent instead of a task's number when a process has finished
 _FAILED = -2
 
 
 def worker_count(workers: int | None) -> int:
-    """The number of threads: as asked, else one per core and no more than eight. Raises DlmBridgeError."""
-    if workers is None:
-        return min(8, os.cpu_count() or 1)
-    if workers < 1:
-        raise DlmBridgeError(f"--workers must be at least 1, not {workers}")
-    return workers
+    """Number of threads; None: one per core, at most eight. Raises SettingError."""
+    check_minimum("workers", workers)
+    return min(8, os.cpu_count() or 1) if workers is None else workers
 
 
 def in_flight(sizes: Iterable[int]) -> int:
-    """Bytes that tasks of these sizes may hold together: as many as the largest one, or FLOOR if that is more."""
+    """Bytes that concurrent tasks of these sizes may hold: the largest size, at least FLOOR."""
     return max([FLOOR, *sizes])
 
 
 def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> None:
-    """Run (bytes, task) pairs; the tasks under way hold no more bytes than `in_flight` of all of them.
+    """Run (bytes, task) pairs in threads; concurrent tasks hold at most `in_flight` bytes.
 
-    The first exception stops the rest and is raised; so does KeyboardInterrupt.
+    The first exception, also KeyboardInterrupt, stops the remaining tasks and is raised.
     """
     budget = _Budget(in_flight(size for size, _ in tasks))
     stop = threading.Event()
@@ -77,21 +75,24 @@ def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> 
 
 
 def check_processes(processes: int) -> None:
-    """Raise DlmBridgeError for a number of processes that cannot be."""
-    if processes < 1:
-        raise DlmBridgeError(f"--processes must be at least 1, not {processes}")
+    """Raise SettingError if this process cannot be forked."""
     if processes > 1 and "fork" not in get_all_start_methods():
-        raise DlmBridgeError(f"--processes {processes} needs a system that can fork: use --workers")
+        raise SettingError("processes", f"{processes}: this system cannot fork processes: use `workers`")
     if processes > 1 and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        raise DlmBridgeError(f"--processes {processes}: this process uses CUDA, which does not survive a fork")
+        raise SettingError("processes", f"{processes}: a process that uses CUDA cannot be forked: use `workers`")
 
 
 def run_forked(
     tasks: Sequence[tuple[int, Callable[[], Any]]], processes: int, workers: int, done: Callable[[int, Any], None]
 ) -> None:
-    """Run (bytes, task) pairs in `processes` processes of `workers` threads; `done` gets the number of each task and
-    what it returned, here. The first exception ends all processes and is raised; a process that was killed is a
-    WorkerError."""
+    """Run (bytes, task) pairs in `processes` forked processes of `workers` threads each.
+
+    Args:
+        done: called in this process with the number of each finished task and its result.
+
+    Raises:
+        WorkerError: a process was killed. The first exception of a task is raised too; it ends all processes.
+    """
     context = get_context("fork")
     running = {}
     try:
@@ -99,7 +100,7 @@ def run_forked(
             here, there = context.Pipe(duplex=False)
             mine = [(n, *tasks[n]) for n in share]
             process = context.Process(target=_work, args=(os.getpid(), there, mine, workers))
-            # The first process hears of Ctrl-C and ends this one, which collects nothing before `leave_inherited`.
+            # The parent handles Ctrl-C and ends the child, which runs no garbage collection before `leave_inherited`.
             with signals_blocked(), gc_paused():
                 process.start()
             there.close()
@@ -112,7 +113,7 @@ def run_forked(
                 except (EOFError, OSError):
                     process = running[end]
                     process.join()
-                    raise WorkerError(f"a worker process {how_it_ended(process.exitcode)}") from None
+                    raise WorkerError("processes", f"a worker process {how_it_ended(process.exitcode)}") from None
                 if number == _FAILED:
                     raise result
                 if number == _DONE:
@@ -126,7 +127,7 @@ def run_forked(
 
 
 class TaskMemory:
-    """Blocks for the tensors of the tasks under way: no more than `limit` bytes stay allocated beyond those in use."""
+    """Memory blocks for tensors of tasks, reused by later tasks. Unused ones are freed beyond `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._total = limit, 0
@@ -135,7 +136,7 @@ class TaskMemory:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Context in which `new_tensor` allocates from here, on this thread. Its tensors are invalid afterwards."""
+        """Context manager: `new_tensor` in this thread uses these blocks. Its tensors are invalid afterwards."""
         taken: list[mmap.mmap] = []
         _task.memory, _task.taken = self, taken
         try:
@@ -163,7 +164,7 @@ class TaskMemory:
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, in the memory of the task that this thread runs where there is one."""
+    """Create an uninitialised tensor, in the memory of this thread's task if it runs one."""
     import torch
 
     memory: TaskMemory | None = getattr(_task, "memory", None)
@@ -176,7 +177,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Budget:
-    """Memory budget in bytes that tasks share; one task alone may always run."""
+    """Memory budget in bytes, shared by tasks. A single task may exceed it."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used = limit, 0
@@ -196,7 +197,7 @@ class _Budget:
 
 
 def _shares(sizes: Sequence[int], processes: int) -> list[list[int]]:
-    """The tasks' numbers for each process, so that all have about as many bytes, each in order."""
+    """Numbers of the tasks of each process, in ascending order, balanced by bytes."""
     shares: list[list[int]] = [[] for _ in range(processes)]
     filled = [0] * processes
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
@@ -209,12 +210,13 @@ def _shares(sizes: Sequence[int], processes: int) -> list[list[int]]:
 def _work(
     parent: int, end: connection.Connection, share: Sequence[tuple[int, int, Callable[[], Any]]], workers: int
 ) -> None:
-    """In a forked process, which ends here: no handler or buffer that it has inherited may run or be flushed."""
+    """Main function of a forked process. It ends with `os._exit`, so that no inherited handler runs and no inherited
+    buffer is flushed."""
     import torch
 
     leave_inherited()
     end_with_parent(parent)
-    torch.set_num_threads(1)  # the threads that torch had are not here
+    torch.set_num_threads(1)  # torch's threads were not forked
     lock = threading.Lock()
 
     def one(number: int, task: Callable[[], Any]) -> None:
@@ -226,7 +228,7 @@ def _work(
     try:
         run_tasks([(size, partial(one, number, task)) for number, size, task in share], workers)
         end.send((_DONE, None))
-    except BrokenPipeError:  # the first process is gone
+    except BrokenPipeError:  # the parent has ended
         status = 1
     except (DlmBridgeError, OSError) as error:
         end.send((_FAILED, error))

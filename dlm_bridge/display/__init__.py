@@ -1,4 +1,4 @@
-"""What a generation looks like while it runs: the live view in the terminal, the animated page and the picture."""
+"""Views of the denoising: live in the terminal, as an animated HTML page and as an animated SVG."""
 
 from dlm_bridge.registration import Extension
 

@@ -1,7 +1,7 @@
-"""Animated SVG of a denoising trace, for a README or a page: masks turn into tokens, coloured by confidence.
+"""Animated SVG of a denoising trace: masks turn into tokens, coloured by confidence.
 
-It is one file without scripts that loads nothing, and plays where it is shown as an image. The layout is that of the
-final text, so that nothing moves while tokens appear.
+The file has no scripts, loads nothing and plays when it is shown as an image, such as in a README. Every frame has the
+layout of the final text, so that nothing moves while tokens appear.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from xml.sax.saxutils import escape, quoteattr
 
 from dlm_bridge.display.trace import DenoisingTrace, confidence_colour
 
-COLUMNS = 64  # characters a line
-CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of its font's size
-FRAME_SECONDS, LONGEST_SECONDS, PAUSE_SECONDS = 0.25, 12.0, 4.0  # of the animation, and of its still end
+COLUMNS = 64  # characters per line
+CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of the font size wide
+FRAME_SECONDS, LONGEST_SECONDS, PAUSE_SECONDS = (
+    0.25,
+    12.0,
+    4.0,
+)  # per frame, of the whole animation, of the pause at its end
 GIVEN, MASKED, INK, PAPER = "#6b7280", "#d5dae0", "#1b1f24", "#ffffff"
 NOT_XML = re.compile("[\x00-\x08\x0b-\x1f\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """One position's text from one frame until another."""
+    """Text of one position over a range of frames."""
 
     text: str | None  # None: a mask
     colour: str
@@ -31,7 +35,7 @@ class _Shown:
 
 
 def svg(trace: DenoisingTrace, title: str) -> str:
-    """The picture of `trace`. Every text in it is escaped."""
+    """SVG of `trace`. All texts are escaped."""
     shown = [_history(trace, place) for place in range(len(trace.last.strings))]
     places, lines = _layout([_visible(history[-1].text) for history in shown])
     count = len(trace.frames)
@@ -55,7 +59,7 @@ def svg(trace: DenoisingTrace, title: str) -> str:
 
 
 def _history(trace: DenoisingTrace, place: int) -> list[_Shown]:
-    """What stands at one position, in order."""
+    """Texts of one position in temporal order."""
     found: list[_Shown] = []
     for number, frame in enumerate(trace.frames):
         known = place < len(frame.strings)
@@ -77,8 +81,8 @@ def _visible(text: str | None) -> str:
 
 
 def _layout(texts: list[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
-    """For each text its runs (column, line, characters), broken at newlines and, if long, at the right edge: before a
-    text that begins a word. Returns the number of lines, too."""
+    """Lay the texts out in lines, broken at newlines and, at the right edge, before a text that begins a word if
+    possible. Returns the runs (column, line, characters) of each text, and the number of lines."""
     places, column, line = [], 0, 0
     for text in texts:
         runs = []
@@ -98,9 +102,9 @@ def _layout(texts: list[str]) -> tuple[list[list[tuple[int, int, str]]], int]:
 
 
 def _drawn(one: _Shown, runs: list[tuple[int, int, str]]) -> Iterator[str]:
-    """The opened groups of one position: a box in the place of each run for a mask, else the text itself.
+    """Opened SVG groups of one position: a box per run for a mask, else the text.
 
-    Spaces before a word are distance: a browser would leave them out.
+    Leading spaces become an offset, because browsers drop them.
     """
     for number, (column, line, final) in enumerate(runs):
         lead = len(final) - len(final.lstrip(" "))
@@ -117,7 +121,7 @@ def _drawn(one: _Shown, runs: list[tuple[int, int, str]]) -> Iterator[str]:
 
 
 def _timing(one: _Shown, frames: int, moving: float, seconds: float) -> str:
-    """When it is visible: `moving` is the fraction of `seconds` before the pause."""
+    """SVG animation of the visibility. `moving` is the fraction of `seconds` before the pause."""
     if one.first == 0 and one.end == frames:
         return ""
     begin, end = (moving * place / frames for place in (one.first, one.end))

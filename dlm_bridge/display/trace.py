@@ -1,7 +1,7 @@
 """Denoising trace of one row: token, commit step and confidence per position, after each forward pass.
 
-`live` shows a trace in the terminal as it grows: colours are the model's confidence, masks are a shade. `page` writes
-it as one self-contained HTML page that plays it, with a slider and colours.
+`live` shows a growing trace in the terminal: colours are the model's confidence, masks are a shade. `page` returns a
+self-contained HTML page that plays the trace, with a slider.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from rich.text import Text
 from dlm_bridge.generation.callbacks import DenoisingStep
 from dlm_bridge.generation.request import MASK
 
-REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character
-MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
-MASKED = "\u2591"  # a light shade, for each mask
-BAR = "\u2588"  # a full block, of the legend
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes of an incomplete character
+MAX_CHARACTER_TOKENS = 4  # maximum number of bytes of a character in UTF-8
+MASKED = "\u2591"  # a light shade, shown for a mask
+BAR = "\u2588"  # a full block, shown in the legend
 GIVEN_STYLE, MASKED_STYLE = "dim", "bright_black"
-NEW_STYLE = "reverse"  # in addition to the colour, for the tokens of the last forward pass
-STEPS = 10  # of the scale from red to green
+NEW_STYLE = "reverse"  # style of tokens of the last forward pass, in addition to the colour
+STEPS = 10  # number of colours from red to green
 
 
 class TokenStrings:
-    """Texts of single tokens. Tokens that only together decode to a character are shown by the first of them."""
+    """Texts of single tokens. The first of several tokens that together decode to a character has the text of all."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Some tokenizers drop the space at the start of a text: a token is decoded behind another one.
+        # Some tokenizers drop the space at the start of a text: a token is decoded after another one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         self._lead = self._decode(self._before)
         self._known: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: Sequence[int]) -> list[str | None]:
-        """[S] texts, None at `MASK`."""
+        """Texts of [S] tokens, None at `MASK`."""
         texts: list[str | None] = [None if token == MASK else self._text((token,)) for token in tokens]
         place = 0
         while place < len(tokens):
@@ -53,7 +53,7 @@ class TokenStrings:
         return texts
 
     def _join(self, tokens: Sequence[int], texts: list[str | None], place: int) -> int:
-        """Join the tokens from `place` on that make whole characters. Returns how many those are."""
+        """Join the tokens from `place` on that form complete characters. Returns the number of joined tokens."""
         for count in range(2, MAX_CHARACTER_TOKENS + 1):
             group = tuple(tokens[place : place + count])
             if len(group) < count or MASK in group:
@@ -79,10 +79,10 @@ class TraceFrame:
 
     Args:
         forwards: forward passes of the model so far.
-        strings: [S] the text of each token, None at masks.
-        committed_at: [S] the forward pass that committed the token; 0 for given tokens and masks.
-        confidence: [S] the model's probability of the token when it was committed; None for given tokens and masks,
-            and for an autoregressive model, whose streamers do not get it.
+        strings: [S], the text of each token, None at masks.
+        committed_at: [S], the forward pass that committed the token; 0 for given tokens and masks.
+        confidence: [S], the model's probability of the token when it was committed; None for given tokens and masks,
+            and for autoregressive models, whose streamers do not get it.
     """
 
     forwards: int
@@ -92,13 +92,13 @@ class TraceFrame:
 
     @property
     def committed(self) -> int:
-        """The number of tokens committed so far."""
+        """Number of tokens committed so far."""
         tokens = zip(self.strings, self.committed_at, strict=True)
         return sum(1 for string, step in tokens if string is not None and step)
 
 
 class DenoisingTrace:
-    """Step callback that records one row. For an autoregressive model `token_streamer()` is the streamer."""
+    """Step callback that records one row. `token_streamer()` does so for an autoregressive model."""
 
     def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
         self._strings = strings
@@ -112,7 +112,7 @@ class DenoisingTrace:
     def on_step(self, step: DenoisingStep) -> None:
         """Record a forward pass of a diffusion model."""
         tokens = step.tokens[0].masked_fill(step.masked[0], MASK).tolist()
-        if len(self.frames) == 1:  # only now the row's length and its given tokens are known
+        if len(self.frames) == 1:  # the length and the given tokens of the row are known from the first step on
             new = step.committed[0].tolist()
             strings = zip(self._strings.of(tokens), new, strict=True)
             self.frames[0] = _initial_frame(tuple(None if is_new else string for string, is_new in strings))
@@ -135,23 +135,23 @@ class DenoisingTrace:
 
 
 def trace_of(tokenizer: Any, prompt: Sequence[int]) -> DenoisingTrace:
-    """The trace, empty yet, of a row with these prompt tokens."""
+    """Create the trace of a row with these prompt tokens."""
     return DenoisingTrace(TokenStrings(tokenizer), prompt)
 
 
 @contextmanager
 def live(trace: DenoisingTrace, console: Console) -> Iterator[None]:
-    """Show a trace as it grows, and remove it at the end; without effect where `console` is not a terminal."""
+    """Show a growing trace and remove it at the end. Has no effect if `console` is not a terminal."""
     if not console.is_terminal:
         yield
         return
-    # What does not fit is cropped at the top: samplers go from left to right.
+    # Long texts are cropped at the top, because samplers go from left to right.
     with Live(_TraceView(trace), console=console, transient=True, refresh_per_second=15, vertical_overflow="crop"):
         yield
 
 
 def frame_text(frame: TraceFrame) -> Text:
-    """One frame, coloured."""
+    """Coloured text of one frame."""
     text = Text()
     for string, step, confidence in zip(frame.strings, frame.committed_at, frame.confidence, strict=True):
         if string is None:
@@ -165,7 +165,7 @@ def frame_text(frame: TraceFrame) -> Text:
 
 
 def confidence_colour(confidence: float) -> str:
-    """From red for a probability of 0 over yellow to green for 1, in a few steps, legible on any background."""
+    """CSS colour of a probability, from red (0) over yellow to green (1), legible on light and dark backgrounds."""
     fraction = min(int(confidence * STEPS), STEPS - 1) / (STEPS - 1)
     rgb = colorsys.hls_to_rgb(fraction / 3, 0.42, 0.85)
     return "rgb({},{},{})".format(*(round(255 * part) for part in rgb))
@@ -183,7 +183,7 @@ def status(frame: TraceFrame) -> Text:
 
 
 class _TraceView:
-    """The newest frame, rendered only as often as the screen is drawn."""
+    """Renderable of the newest frame, which is formatted once per screen refresh."""
 
     def __init__(self, trace: DenoisingTrace) -> None:
         self._trace = trace
@@ -196,11 +196,11 @@ class _TraceView:
 
 
 def page(trace: DenoisingTrace, title: str, facts: Mapping[str, Any]) -> str:
-    """The page's HTML; `facts` are shown below the text. Every text in it is escaped, and it loads nothing."""
+    """HTML page that plays the trace and loads nothing. All texts are escaped; `facts` are shown below the text."""
     template = resources.files(__package__).joinpath("player.html").read_text("utf-8")
     facts_text = " \u00b7 ".join(f"{name} {value}" for name, value in facts.items())
     data = json.dumps(trace_data(trace), ensure_ascii=False, separators=(",", ":"))
-    # Only these characters could end a script element or begin a comment in it; JSON escapes keep the text.
+    # Only these characters can end a script element or begin a comment in it. JSON escapes preserve the text.
     for character in "<>&\u2028\u2029":
         data = data.replace(character, f"\\u{ord(character):04x}")
     values = {"title": html.escape(title), "facts": html.escape(facts_text), "trace": data}
@@ -208,8 +208,8 @@ def page(trace: DenoisingTrace, title: str, facts: Mapping[str, Any]) -> str:
 
 
 def trace_data(trace: DenoisingTrace) -> dict[str, Any]:
-    """The data of the page: `length` positions, and for each frame `forwards` and its `changes`, each as [position,
-    text or null at a mask, whether it was given, the model's probability or null where it is unknown]."""
+    """Data of the page: `length` (number of positions), and for each frame `forwards` and `changes`. A change is
+    [position, text (None at a mask), True if given, the model's probability (None if unknown)]."""
     frames: list[dict[str, Any]] = []
     before: tuple[tuple[str | None, int], ...] = ()
     for frame in trace.frames:
@@ -229,7 +229,7 @@ def _initial_frame(strings: tuple[str | None, ...]) -> TraceFrame:
 
 
 class _TokenStreamer:
-    """Gets new tokens by `put`, and before them, from a model that denoises canvases, drafts of them."""
+    """Streamer that records a frame per `put`, and per draft of a model that denoises drafts (DiffusionGemma)."""
 
     def __init__(self, trace: DenoisingTrace, prompt: list[int]) -> None:
         self._trace = trace
@@ -246,7 +246,7 @@ class _TokenStreamer:
         self._drafted = False
 
     def put_draft(self, value: Any) -> None:
-        """The canvas after a denoising step."""
+        """Record the draft after a denoising step."""
         self._forwards += 1
         self._drafted = True
         self._show([*self._tokens, *value.reshape(-1).tolist()])

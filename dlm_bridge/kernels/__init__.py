@@ -1,4 +1,4 @@
-"""Kernels in Triton, and what swaps a model's modules for fused ones. Without this package sampling runs the same
+"""Triton kernels, and fused modules that replace those of a model. Without this package sampling runs the same
 operations in PyTorch."""
 
 from dlm_bridge.registration import Extension

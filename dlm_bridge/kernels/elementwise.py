@@ -1,8 +1,8 @@
-"""Triton kernels of what a decoder layer does between its matrix products, as custom operators. Imports Triton.
+"""Triton kernels of the elementwise operations of a decoder layer, as custom operators. Imports Triton.
 
-Each rounds where transformers' own layers round, so that it gives their numbers: statistics and functions in float32,
-every product and sum to the dtype that PyTorch would give it. A pass over memory takes place once, where the layers
-write each intermediate result, those of a norm in float32.
+Each kernel rounds as transformers' layers do and returns the same numbers: statistics and functions are computed in
+float32, and every product and sum is rounded to the dtype that PyTorch would use. A kernel reads and writes memory
+once, whereas the layers write every intermediate result (those of a norm in float32).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_NORM_SIZE = 16384  # of a row, which one program holds
-_TILE = 2048  # elements of a program, at most
-_PROGRAMS = 8  # of each multiprocessor, before one takes several rows
+MAX_NORM_SIZE = 16384  # maximum row length of a norm, which one program loads whole
+_TILE = 2048  # maximum number of elements per program
+_PROGRAMS = 8  # programs per multiprocessor, above which a program processes several rows
 
 
 @torch.library.custom_op("dlm_bridge::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm_torch` in one launch. [..., H]."""
+    """`rms_norm_torch` in one launch. Returns [..., H]."""
     x = x.contiguous()
     output = torch.empty_like(x)
     _launch_norm(x, None, weight, None, output, eps)
@@ -32,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + residual and its `rms_norm_torch` in one launch. Twice [..., H]."""
+    """`x + residual` and its `rms_norm_torch` in one launch. Returns [..., H] twice."""
     x, residual = x.contiguous(), residual.contiguous()
     total, output = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, residual, weight, total, output, eps)
@@ -41,7 +41,7 @@ def add_rms_norm(
 
 @torch.library.custom_op("dlm_bridge::silu_and_mul", mutates_args=())
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., I], silu(gate) * up of [..., 2 * I], gate and up side by side."""
+    """silu(gate) * up, [..., I], of the concatenated gate and up, [..., 2 * I]."""
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     output = gate_up.new_empty(*gate_up.shape[:-1], size)
@@ -64,13 +64,14 @@ def rotate_heads(
     queries: int,
     keys: int,
 ) -> torch.Tensor:
-    """Queries and keys with rotary embedding, out of a QKV projection: `rotate_torch` in one launch.
+    """Rotary embedding of the queries and keys of a QKV projection: `rotate_torch` in one launch.
 
     Args:
-        qkv: [B, S, C], the query heads, then the key heads, then as many value heads.
+        qkv: [B, S, C], query heads, key heads and value heads, in this order.
         cos, sin: [B or 1, S, R], in the dtype of `qkv` or in float32; the first R numbers of a head are rotated.
-        query_weight, key_weight: [D], of the heads' RMSNorm with this `eps`, before they are rotated; None: no norm.
-        queries, keys: numbers of heads.
+        query_weight, key_weight: [D], weights of the RMSNorm of each head before the rotation; None: no norm.
+        eps: epsilon of that norm.
+        queries, keys: number of query heads, and of key heads.
 
     Returns:
         [B, S, queries + keys, D].
@@ -107,19 +108,19 @@ def rotate_heads(
             NORMED=query_weight is not None,
             ROWS=tile,
             num_warps=min(4, max(1, tile * half_tile // 256)),
-            enable_fp_fusion=False,  # a fused multiply-add would leave out the rounding of its product
+            enable_fp_fusion=False,  # a fused multiply-add would not round the product
         )
     return output
 
 
 @torch.library.custom_op("dlm_bridge::sum_experts", mutates_args=())
 def sum_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[N, H], the weighted sum of each token's experts: `sum_experts_torch` in one launch.
+    """Weighted sum of the expert outputs of each token, [N, H]: `sum_experts_torch` in one launch.
 
     Args:
-        rows: [N * K, H], what the experts gave.
-        places: [N * K], the row of each token's each expert.
-        weights: [N, K], in the dtype of `rows` or in float32.
+        rows: [N * K, H], outputs of the experts.
+        places: [N * K], index into `rows` for each token and each of its experts.
+        weights: [N, K], routing weights in the dtype of `rows` or in float32.
     """
     rows, places, weights = rows.contiguous(), places.contiguous(), weights.contiguous()
     (tokens, experts), size = weights.shape, rows.shape[1]
@@ -145,9 +146,13 @@ def sum_experts(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor)
 def route_in_groups(
     logits: torch.Tensor, bias: torch.Tensor, groups: int, top_groups: int, top: int, normalised: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [N, top] in float32 and experts [N, top], of float32 logits [N, E]: `route_in_groups_torch` in a launch.
+    """Group-limited routing: `route_in_groups_torch` in one launch. Of equal scores the lowest expert index wins.
 
-    Of equal scores the expert with the lowest number wins.
+    Args:
+        logits: [N, E], float32.
+
+    Returns:
+        Weights [N, top] in float32, and expert indices [N, top].
     """
     logits, bias = logits.contiguous(), bias.contiguous()
     tokens, experts = logits.shape
@@ -175,15 +180,15 @@ def route_in_groups(
 
 
 def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm as transformers' Llama computes it: rounded to the dtype of `x` before the weight."""
+    """RMSNorm as in transformers' Llama: rounded to the dtype of `x` before the multiplication with the weight."""
     x_float = x.float()
     normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def rotate_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of heads [B, S, heads, D] as transformers' Llama computes it, in the wider dtype of `x` and of
-    cos and sin, and rounded to that of `x`. Two halves of the first R numbers are rotated into each other."""
+    """Rotary embedding of heads [B, S, heads, D] as in transformers' Llama, computed in the wider dtype of `x` and the
+    tables and rounded to that of `x`. The two halves of the first R numbers are rotated into each other."""
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
@@ -192,7 +197,7 @@ def rotate_torch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def sum_experts_torch(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`sum_experts` as transformers' experts compute it: products in the wider dtype, summed in float32."""
+    """Weighted sum of expert outputs as in transformers: products in the wider dtype, summed in float32."""
     products = rows[places].view(*weights.shape, -1) * weights[..., None]
     return products.sum(dim=1).to(rows.dtype)
 
@@ -200,8 +205,8 @@ def sum_experts_torch(rows: torch.Tensor, places: torch.Tensor, weights: torch.T
 def route_in_groups_torch(
     logits: torch.Tensor, bias: torch.Tensor, groups: int, top_groups: int, top: int, normalised: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sigmoid router as in DeepSeek-V3, GLM-4.5 and LLaDA2: the best `top` experts out of the best groups, where a
-    group counts as its two best experts together; the bias helps an expert to be chosen, and is not in its weight."""
+    """Sigmoid router as in DeepSeek-V3, GLM-4.5 and LLaDA2: the best `top` experts of the best groups. The score of a
+    group is the sum of its two best experts. The bias affects the choice, not the weights."""
     scores = logits.sigmoid()
     choice = scores + bias
     in_groups = choice.unflatten(-1, (groups, -1))
@@ -246,13 +251,13 @@ def _launch_norm(
 
 
 def _rows_per_program(rows: int, most: int, device: torch.device) -> int:
-    """A power of two."""
-    share = rows // (_PROGRAMS * _multiprocessors(device))
+    """Number of rows per program, a power of two."""
+    share = rows // (_PROGRAMS * multiprocessors(device))
     return 1 << (max(1, min(share, most)).bit_length() - 1)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -295,13 +300,13 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, REST: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
     NORMED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, of which each is a head of a token."""
+    # A row is a head of a token.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
     column, rest = tl.arange(0, HALF_TILE), 2 * HALF + tl.arange(0, REST_TILE)
     inside, behind = column < HALF, rest < SIZE
     turned, kept = (row < rows)[:, None] & inside[None, :], (row < rows)[:, None] & behind[None, :]
-    # Products and sums are rounded to the dtype of the angles, which is that of the heads or wider.
+    # Products and sums are rounded to the dtype of cos and sin, which is that of the heads or wider.
     wider: tl.constexpr = cos.dtype.element_ty
     own: tl.constexpr = output.dtype.element_ty
     angle = (token % angles).to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
@@ -335,7 +340,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weighted(normed, query_weight, key_weight, is_query, column, inside, own: tl.constexpr):  # type: ignore[no-untyped-def]
-    """These columns of heads, by the weights of queries or of keys."""
+    """Multiply columns of normalised heads by the norm's weights for queries or keys."""
     of_query = tl.load(query_weight + column, mask=inside, other=0.0)
     of_key = tl.load(key_weight + column, mask=inside, other=0.0)
     weight = tl.where(is_query, of_query[None, :], of_key[None, :]).to(tl.float32)
@@ -351,7 +356,7 @@ def _sum_experts_kernel(  # type: ignore[no-untyped-def]
     there = column < size
     wider: tl.constexpr = weights.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
-    for lane in tl.static_range(min(4, EXPERTS)):  # PyTorch's sum keeps four running sums
+    for lane in tl.static_range(min(4, EXPERTS)):  # PyTorch's sum has four partial sums
         part = tl.zeros((BLOCK,), tl.float32)
         for expert in tl.static_range(lane, EXPERTS, 4):
             pair = token * EXPERTS + expert

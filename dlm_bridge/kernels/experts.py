@@ -1,8 +1,8 @@
 """Fused mixture of experts: routing, activation, and the weighted sum of the experts' outputs in few kernels.
 
-transformers' router launches 15 to 20 kernels of one operation each. Its experts launch 13 beside their two grouped
-matrix products; the weighted sum alone writes the outputs twice in float32. As in `layers`, modules are
-replaced for what they compute: their forward pass with tiny weights must give what the formula gives.
+transformers' router launches 15 to 20 kernels of one operation each. Its experts launch 13 in addition to their two
+grouped matrix products; the weighted sum alone writes the outputs twice in float32. As in `layers`, a module is
+replaced only if its forward pass with tiny weights returns the values of the formula.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm, linear
 class FusedExperts:
     """Forward pass of transformers' gated experts by grouped matrix products.
 
-    Rows are sorted by expert. Each grouped product then serves all experts, however uneven their loads are.
+    Rows are sorted by expert, so that one grouped product computes all experts for any distribution of their loads.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -28,12 +28,12 @@ class FusedExperts:
         self._key = torch.uint8 if experts.num_experts <= 256 else torch.int16  # radix sort makes one pass per byte
 
     def __call__(self, hidden_NH: torch.Tensor, experts_NK: torch.Tensor, weights_NK: torch.Tensor) -> torch.Tensor:
-        """[N, H], the sum of the outputs of each token's K experts.
+        """Weighted sum of the outputs of each token's K experts, [N, H].
 
         Args:
             hidden_NH: hidden states of N tokens.
-            experts_NK: numbers of their experts.
-            weights_NK: routing weights of these.
+            experts_NK: indices of the experts.
+            weights_NK: routing weights of the experts.
         """
         numbers, order = experts_NK.flatten().to(self._key).sort(stable=True)
         ends = torch.searchsorted(numbers.int(), self._numbers, right=True, out_int32=True)
@@ -47,14 +47,14 @@ class FusedExperts:
 
 
 class FusedRouter:
-    """Forward pass of a sigmoid router with group-limited routing, such as that of GLM-4.5 and of LLaDA2."""
+    """Forward pass of a sigmoid router with group-limited routing, as in GLM-4.5 and LLaDA2."""
 
     def __init__(self, router: Any) -> None:
         self._router = router
         self._settings = _router_settings(router)
 
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [N, E], and the weights and the numbers [N, K] of each token's experts, of [..., H] hidden states."""
+        """Logits [N, E], and weights and indices [N, K] of each token's experts, for hidden states [..., H]."""
         router = self._router
         hidden_NH = hidden_states.view(-1, hidden_states.shape[-1])
         logits_NE = linear(hidden_NH.float(), router.weight.float())
@@ -63,7 +63,7 @@ class FusedRouter:
 
 
 def supports_grouped_experts(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module is transformers' gated experts with SiLU, and `FusedExperts` can run them on its device."""
+    """True if a module is transformers' gated experts with SiLU and `FusedExperts` supports its device and sizes."""
     weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     if not all(type(one) is nn.Parameter and one.dtype == dtype and one.dim() == 3 for one in weights):
         return False
@@ -75,7 +75,7 @@ def supports_grouped_experts(module: Any, dtype: torch.dtype) -> bool:
         return False
     if getattr(module.config, "_experts_implementation", None) != "grouped_mm":
         return False
-    # Small integers, whose sums are exact in any order. silu(x) rounds to x where x is 0, or at least 64.
+    # Small integers, whose sums are exact in any order. silu(x) rounds to x for x = 0 and x >= 64.
     experts, wide = module.num_experts, torch.arange(2 * unit)
     number, inner = torch.arange(experts)[:, None, None], torch.arange(unit)
     gate, up = (
@@ -94,13 +94,13 @@ def supports_grouped_experts(module: Any, dtype: torch.dtype) -> bool:
     tiny = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
     try:
         found = functional_call(module, tiny, (rows, chosen, routing_weights))
-    except Exception:  # of experts of another kind
+    except Exception:  # experts of another class
         return False
     return isinstance(found, torch.Tensor) and found.dtype == dtype and torch.equal(found, expected.to(dtype))
 
 
 def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether the module computes what `FusedRouter` does.
+    """True if the module computes the same function as `FusedRouter`.
 
     Args:
         formula: `elementwise.route_in_groups_torch`.
@@ -116,9 +116,9 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
     try:
         logits, weights, experts = functional_call(module, {"weight": weight, "e_score_correction_bias": bias}, (x,))
         expected = formula(linear(x, weight), bias, *_router_settings(module))
-    except Exception:  # of a router of another kind
+    except Exception:  # a router of another class
         return False
-    # A token's experts may come in any order: transformers does not sort them.
+    # Sorted, because transformers returns a token's experts in any order.
     (found, found_order), (wanted, wanted_order) = (one.sort(dim=-1) for one in (experts, expected[1]))
     return (
         torch.equal(logits, linear(x, weight))
@@ -128,7 +128,7 @@ def is_group_router(module: Any, formula: Callable[..., tuple[torch.Tensor, torc
 
 
 def _router_settings(router: Any) -> tuple[int, int, int, bool, float]:
-    """Number of groups, groups and experts that a token chooses, whether their weights are normalised to a sum of one,
-    and the factor that scales them."""
+    """Number of groups, groups per token, experts per token, True if the weights are normalised to a sum of one, and
+    the scaling factor of the weights."""
     groups: tuple[int, int, int] = (router.num_group, router.topk_group, router.top_k)
     return *groups, bool(router.norm_topk_prob), float(router.routed_scaling_factor)

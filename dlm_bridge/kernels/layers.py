@@ -1,12 +1,13 @@
-"""Fused elementwise operations: what a decoder layer of transformers does between its matrix products, in few kernels.
+"""Fused elementwise operations of transformers' decoder layers, in few kernels.
 
-A Llama layer launches 32 kernels of one operation each beside its four matrix products and attention. Here they are
-four: a residual addition with the norm after it, twice; the rotary embedding of queries and keys with their norms; the
-gated activation. In a mixture-of-experts layer routing and the weighted sum of the experts' outputs are fused as well.
+A Llama layer launches 32 kernels of one operation each in addition to its four matrix products and attention. They
+become four: a residual addition with the norm after it, twice; the rotary embedding of queries and keys with their
+norms; the gated activation. In a mixture-of-experts layer, routing and the weighted sum of the experts' outputs are
+fused as well.
 
-A module is replaced for what it computes, not for its name: its forward pass runs on a small random input, with
-stand-ins for its submodules, and must return what the formula gives, bit for bit in the model's dtype. Modules that
-compute something else, have hooks or are wrapped keep their forward pass.
+A module is replaced if it computes the right function, whatever its class: its forward pass runs on a small random
+input, with stand-ins for its submodules, and must equal the formula bit for bit in the model's dtype. Modules that
+compute another function, have hooks or are wrapped keep their forward pass.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _PROBE = "dlm_bridge_probe"  # name of the attention function `_record_call` in 
 
 
 class Layers(graphs.DecoderLayers):
-    """Fused linear layers, and fused elementwise operations where Triton has a kernel: of compiled layers in the last
-    one only."""
+    """Fused linear layers, and fused elementwise operations if there are Triton kernels. Of compiled layers only the
+    last one has fused elementwise operations."""
 
     def __init__(self, model: Any, compiled: bool) -> None:
         self._groups = fuse_linear_layers(model)
@@ -66,7 +67,7 @@ class Layers(graphs.DecoderLayers):
 
 @dataclass(frozen=True)
 class Replacement:
-    """A function in the place of a module's method."""
+    """A function that replaces a module's method."""
 
     module: nn.Module
     function: Callable[..., Any]
@@ -74,7 +75,7 @@ class Replacement:
 
 
 class FusedRMSNorm:
-    """Forward pass of an RMSNorm, possibly computed together with the residual addition before it (`add`)."""
+    """Forward pass of an RMSNorm, optionally fused with the residual addition before it (`add`)."""
 
     def __init__(self, norm: Any) -> None:
         self.norm = norm
@@ -94,7 +95,7 @@ class FusedRMSNorm:
         return normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`x + residual`, [..., H]. The same kernel computes its norm, which the next call on the sum returns."""
+        """Compute `x + residual`, [..., H], and its norm in one kernel. The next call on the sum returns the norm."""
         if not x.dtype == residual.dtype == self.norm.weight.dtype:
             return x + residual
         total: torch.Tensor
@@ -119,11 +120,10 @@ class FusedAttention:
     """Forward pass of an attention layer with one QKV projection, optional norms of the heads, and rotary embedding.
 
     Args:
-        qkv: the projection to all query heads, then the key heads, then the value heads, side by side.
+        qkv: projection to the concatenated query heads, key heads and value heads.
         heads: number of query heads, and of key heads.
         norms: RMSNorms of the query heads and of the key heads; None: neither is normalised.
-        constants: keyword arguments that the layer adds to its own when it calls the attention function, such as
-            `scaling`.
+        constants: keyword arguments that the layer itself passes to the attention function, such as `scaling`.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class FusedLayer:
     """Forward pass of a pre-norm decoder layer, whose residual additions are fused with the norms after them.
 
     Args:
-        norms: before attention and before the MLP.
-        next_norm: the norm that is applied to this layer's output, the next layer's first; None where that is another
-            kind of norm.
+        norms: the norm before attention, and the norm before the MLP.
+        next_norm: the norm of this layer's output, which is the next layer's first one; None for a norm of another
+            class.
     """
 
     def __init__(self, layer: Any, norms: tuple[FusedRMSNorm, FusedRMSNorm], next_norm: FusedRMSNorm | None) -> None:
@@ -176,7 +176,7 @@ class FusedLayer:
 
     @contextmanager
     def returning(self, places_AN: torch.Tensor | None) -> Iterator[None]:
-        """Context in which the last layer of a body returns these places alone, see `at_places`; None: all."""
+        """Context in which this last layer of a body returns only these positions, see `at_places`; None: all."""
         self._places = places_AN
         try:
             yield
@@ -194,11 +194,11 @@ class FusedLayer:
 
 
 def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replacement]:
-    """Find the methods of a transformers body that can be replaced: none without a Triton kernel for its device and
-    dtype, and none under autocast.
+    """Find the methods of a transformers body that can be replaced. There are none under autocast, and none without a
+    Triton kernel for the device and dtype.
 
     Args:
-        groups: the fused linear layers. They must not be installed while this runs.
+        groups: fused linear layers, which must not be installed during this call.
     """
     kernels = _kernels(model.device.type)
     if kernels is None or model.dtype not in kernels.DTYPES or torch.is_autocast_enabled(model.device.type):
@@ -234,7 +234,7 @@ def fuse_elementwise(model: Any, groups: Iterable[FusedGroup]) -> list[Replaceme
 
 
 def last_layer(model: Any, replacements: Iterable[Replacement]) -> FusedLayer | None:
-    """The replacement of the last decoder layer; None where it has none."""
+    """The replacement of the last decoder layer, or None."""
     last = model.model.layers[-1]
     return next((one.function for one in replacements if one.module is last), None)  # type: ignore[return-value]
 
@@ -247,8 +247,8 @@ def of_last_layer(model: Any, replacements: Iterable[Replacement]) -> list[Repla
 
 @contextmanager
 def installed(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Replace methods of modules, which must be their class's own; restore them afterwards."""
-    # Not through nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
+    """Replace methods of modules, and restore those of the class afterwards."""
+    # Bypasses nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
     done = []
     try:
         for one in replacements:
@@ -262,7 +262,7 @@ def installed(replacements: Iterable[Replacement]) -> Iterator[None]:
 
 @functools.cache
 def _kernels(device: str) -> ModuleType | None:
-    """The module of the Triton kernels; None without Triton or on another kind of device."""
+    """The module of the Triton kernels; None without Triton, and for devices other than CUDA."""
     if device != "cuda":
         return None
     try:
@@ -273,19 +273,19 @@ def _kernels(device: str) -> ModuleType | None:
 
 
 def _position_embeddings(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Random stand-ins for the body's rotary cosines and sines of three positions, in their shape and dtype; None
-    where the body has another position embedding."""
+    """Random tensors with the shapes and dtypes of the body's rotary cosines and sines for three positions; None for
+    another position embedding."""
     try:
         places = torch.arange(3, device=model.device)[None]
         tables = model.model.rotary_emb(torch.empty(1, dtype=model.dtype, device=model.device), places)
         cos, sin = (_random(seed, *one.shape, dtype=one.dtype) for seed, one in enumerate(tables, start=10))
-    except Exception:  # of a body with another rotary embedding, or with none
+    except Exception:  # another rotary embedding, or none
         return None
     return cos, sin
 
 
 class _Probe:
-    """Tests what modules compute, on small random inputs."""
+    """Tests of the functions that modules compute, on small random inputs."""
 
     def __init__(self, dtype: torch.dtype, kernels: ModuleType) -> None:
         self._dtype = dtype
@@ -293,7 +293,7 @@ class _Probe:
         self._norm_classes: dict[tuple[Any, ...], bool] = {}
 
     def is_norm(self, module: Any) -> bool:
-        """Whether the module computes `rms_norm_torch`."""
+        """True if the module computes `rms_norm_torch`."""
         weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
         if type(weight) is not nn.Parameter or weight.dim() != 1 or weight.dtype != self._dtype:
             return False
@@ -308,7 +308,7 @@ class _Probe:
         return self._norm_classes[kind]
 
     def is_gated_mlp(self, module: Any) -> bool:
-        """Whether the module computes what `FusedSwiGLU` does."""
+        """True if the module computes the same function as `FusedSwiGLU`."""
         parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
         if not _are_unmodified(module, *parts):
             return False
@@ -319,7 +319,7 @@ class _Probe:
             return _returns(expected, lambda: module.forward(x))
 
     def is_gated_experts(self, module: Any) -> bool:
-        """Whether the module is transformers' experts with the activation silu(gate) * up, of both side by side."""
+        """True if the module is transformers' experts with the activation silu(gate) * up of their concatenation."""
         if not hasattr(module, "_apply_gate") or "_apply_gate" in vars(module):
             return False
         x = self._random(0, 2, 24)
@@ -335,8 +335,8 @@ class _Probe:
         norms: dict[nn.Module, FusedRMSNorm],
         cos_sin: tuple[torch.Tensor, torch.Tensor],
     ) -> FusedAttention | None:
-        """The module as a `FusedAttention`, if it computes that. Without `fused_qkv` its projection is one layer,
-        `query_key_value`."""
+        """`FusedAttention` for the module if it computes the same function, else None. Without `fused_qkv` the
+        projection is the layer `query_key_value`."""
         names = ("query_key_value",) if fused_qkv is None else ("q_proj", "k_proj", "v_proj")
         layers: list[Any] = [getattr(module, name, None) for name in names]
         if not _are_unmodified(module, *layers, getattr(module, "o_proj", None)):
@@ -378,7 +378,7 @@ class _Probe:
     def norms_of_layer(
         self, layer: Any, norms: dict[nn.Module, FusedRMSNorm]
     ) -> tuple[FusedRMSNorm, FusedRMSNorm] | None:
-        """The norms of a layer that computes what `FusedLayer` does; None for another one."""
+        """The norms of a layer that computes the same function as `FusedLayer`; None for another layer."""
         parts: list[Any] = [getattr(layer, name, None) for name in ("self_attn", "mlp")]
         names = ("input_layernorm", "post_attention_layernorm")
         first, second = (norms.get(getattr(layer, name, layer)) for name in names)
@@ -409,7 +409,7 @@ class _Probe:
 
 
 class _AttentionCall:
-    """A layer's call of the attention function `_record_call`: its arguments, and the output that it gets."""
+    """A layer's call of the attention function `_record_call`: arguments and output."""
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
@@ -428,13 +428,13 @@ def _record_call(
 def _attention_constants(
     module: Any, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], expected: list[torch.Tensor]
 ) -> dict[str, Any] | None:
-    """The keyword arguments that the layer adds to its own when it calls the attention function. None where it passes
-    other queries, keys and values than `expected`, or returns something else than the attention function's output."""
+    """Keyword arguments that the layer itself passes to the attention function. None if it passes other queries, keys
+    and values than `expected`, or does not return the attention function's output."""
     from transformers import AttentionInterface
 
     call = _AttentionCall(_random(4, 1, 3, *expected[0].shape[1::2], dtype=x.dtype))
     mask, columns = (_random(seed, 1, 1, 1, 3, dtype=x.dtype) for seed in (5, 6))
-    # Positions so far apart that attention which depends on them in itself shows it.
+    # Distant positions reveal attention that itself depends on positions.
     passed = {"attention_mask": mask, "position_ids": torch.tensor([[0, 70_000, 5_000_000]]), "kv_columns": columns}
     arguments = {"hidden_states": x, "position_embeddings": cos_sin, "attention_call": call, **passed}
     AttentionInterface.register(_PROBE, _record_call)
@@ -459,10 +459,10 @@ def _are_unmodified(*parts: Any) -> bool:
 
 
 def _returns(expected: torch.Tensor, call: Callable[[], Any]) -> bool:
-    """Whether a call, which may fail in any way, returns this tensor."""
+    """True if the call returns this tensor; False if it returns another value or raises any exception."""
     try:
         return _equal(call(), expected)
-    except Exception:  # of a module that is none of those that are looked for
+    except Exception:  # a module of another class
         return False
 
 

@@ -1,7 +1,7 @@
 """Fused linear layers: QKV and gate/up projections as one matrix product each.
 
-A GPU runs one wide product faster than several narrow ones. The weights are laid out contiguously in memory, and the
-layers' parameters become views of that memory: the same parameters with the same values.
+A GPU runs one wide product faster than several narrow ones. The weights are made contiguous in memory, and the layers'
+parameters become views of that memory: the same parameters with the same values.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-# Layers of the same input, by their names in the module that holds them.
+# Names of layers with the same input in their parent module.
 FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear:
-    """Several linear layers of one input as one matrix product, computed when the first output is asked for."""
+    """Several linear layers of one input as one matrix product, computed at the first access to an output."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.weight = _contiguous([layer.weight for layer in layers])
@@ -31,7 +31,7 @@ class FusedLinear:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """[..., out] of the layer with this index; the last one must be asked for last."""
+        """Output [..., out] of the layer with this index. The last layer must be accessed last."""
         if self._input is not x:
             self._input = x
             self._outputs = self.whole(x).split(self.sizes, dim=-1)
@@ -41,12 +41,12 @@ class FusedLinear:
         return output
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., sum of out], the outputs of all layers side by side."""
+        """Concatenated outputs of all layers, [..., sum of out]."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
 class FusedLinearOutput(nn.Module):
-    """Replaces one of the fused layers in the model."""
+    """Replacement of one of the fused layers in the model."""
 
     def __init__(self, product: FusedLinear, index: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class FusedLinearOutput(nn.Module):
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """The fused layers of one module: the module, their names in it, and their regroupments."""
+    """The fused layers of one module: the module, the names of the layers in it, and their replacements."""
 
     holder: nn.Module
     names: tuple[str, ...]
@@ -69,13 +69,13 @@ class FusedGroup:
 def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
     """Make the weights of each set of fusable layers contiguous in memory.
 
-    Not fused: layers of another class (quantised, adapted, sharded), with hooks, with a shared weight, or with a bias
-    that the others lack.
+    Layers of another class (quantised, adapted, sharded), with hooks, with a shared weight, or with a bias that the
+    others lack are not fused.
     """
     parameters = (one for _, one in model.named_parameters(remove_duplicate=False))
     owners = Counter(_storage(one) for one in parameters if type(one) is nn.Parameter)
     groups = []
-    # Not inference tensors, which cannot be trained.
+    # Avoid inference tensors, which cannot be trained.
     with torch.inference_mode(False), torch.no_grad():
         for holder in model.modules():
             for names in FUSED_LAYERS:
@@ -92,7 +92,7 @@ def fuse_linear_layers(model: nn.Module) -> list[FusedGroup]:
 
 
 def separate_weights(groups: Iterable[FusedGroup]) -> None:
-    """Give every parameter that is a view of a fused weight memory of its own again."""
+    """Copy every parameter that is a view of a fused weight into separate memory."""
     with torch.inference_mode(False), torch.no_grad():
         for group in groups:
             for parameter in (one for name in group.names for one in getattr(group.holder, name).parameters()):
@@ -102,8 +102,8 @@ def separate_weights(groups: Iterable[FusedGroup]) -> None:
 
 @contextmanager
 def fused_layers_installed(groups: Iterable[FusedGroup]) -> Iterator[None]:
-    """Replace the layers by the outputs of fused products; restore them afterwards."""
-    # Not through nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
+    """Replace the layers by the outputs of fused products, and restore them afterwards."""
+    # Bypasses nn.Module.__setattr__, which takes as long as a forward pass of a deep model.
     before = [
         (group.holder._modules, name, part)
         for group in groups
@@ -120,14 +120,14 @@ def fused_layers_installed(groups: Iterable[FusedGroup]) -> Iterator[None]:
 
 
 def _is_plain(layer: object) -> TypeGuard[nn.Linear]:
-    """Whether a layer is an unmodified nn.Linear with its weight on a device."""
+    """True if a layer is an unmodified nn.Linear whose weight is on a device."""
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or not is_unmodified(layer):
         return False
     return not (layer.weight.is_meta or layer.weight.is_inference())
 
 
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether the module runs its class's forward pass and nothing else: it has no hooks."""
+    """True if the module runs its class's forward pass and has no hooks."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return not any(hooks) and "forward" not in vars(module)
 
@@ -144,7 +144,7 @@ def _compatible(layers: list[nn.Linear]) -> bool:
 
 
 def _unshared(layers: list[nn.Linear], owners: Counter[int]) -> bool:
-    """Whether the layers' weights share memory with no other parameter."""
+    """True if the layers' weights share memory with no parameter of another layer."""
     for kind in ("weight", "bias"):
         storages = [_storage(one) for layer in layers if (one := getattr(layer, kind)) is not None]
         for storage, count in Counter(storages).items():
@@ -154,7 +154,7 @@ def _unshared(layers: list[nn.Linear], owners: Counter[int]) -> bool:
 
 
 def _contiguous(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[sum of rows, ...], one tensor of which the parameters become views."""
+    """Tensor [sum of rows, ...] of which the parameters become views."""
     first = parameters[0].data
     rows = [len(one) for one in parameters]
     shape = (sum(rows), *first.shape[1:])

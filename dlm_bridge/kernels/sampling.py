@@ -1,28 +1,29 @@
 """Triton kernels: attention over the KV cache, best and drawn tokens, token probability. Imports Triton.
 
-Attention: a query group is one matrix, whose rows are the queries of all heads that share keys, so that keys and
-values are read once from the cache. New keys and values are attended to where they come from and written to the cache
-in the same pass: no program reads what another writes. Where there are fewer groups than multiprocessors, several
-programs share a group's columns and a second kernel merges their partial results (flash-decoding,
+Attention: a query group is one matrix whose rows are the queries of all heads that share keys, so that keys and values
+are read from the cache once. New keys and values are read from the input and written to the cache in the same pass, so
+that no program reads memory that another one writes. With fewer groups than multiprocessors, several programs share a
+group's columns, and a second kernel merges their partial results (flash-decoding,
 https://pytorch.org/blog/flash-decoding).
 
-Vocabulary reductions: the logits are read once, for a draw three times, and one number is written per position, where
-PyTorch writes probabilities of the logits' size. A position's result does not depend on the others.
+Vocabulary reductions: the logits are read once (three times for a draw) and one number is written per position,
+whereas PyTorch writes probabilities of the logits' size. A position's result does not depend on other positions.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from dlm_bridge.kernels.elementwise import multiprocessors
+
 # Score of a masked column. Finite: the difference of two infinities is NaN.
 _MASKED_SCORE: tl.constexpr = tl.constexpr(-1e30)
 _LOG2_E = 1.4426950408889634
-_SCANNED = 512  # columns of a mask that are read at once
+_SCANNED = 512  # columns of a mask that are read together
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class AttentionTiles:
     """Tile sizes and launch options.
 
     Args:
-        rows: rows per program, at most; a power of two, 16 or more.
+        rows: maximum number of rows per program; a power of two, at least 16.
         keys: columns per iteration of a program's loop.
     """
 
@@ -58,15 +59,17 @@ def attend(
     """Write `key` and `value` to the cache and attend to its first `end` columns.
 
     Args:
-        query, key, value: [B, heads, Q, D], [B, groups, Q, D] twice, of any strides with D's elements side by side.
+        query, key, value: [B, heads, Q, D] and twice [B, groups, Q, D], of any strides with stride 1 along D.
         key_cache, value_cache: [B, groups, K or more, D]; changed in place.
-        columns: [Q], or [B, Q] by row: one after the other. Those from `end` on and, behind the others, repeated ones
-            are written, and not attended to a second time.
-        mask: [B or 1, 1, 1, K] boolean, True: attended to; None: all are. A row that attends to nothing gets zero.
-        scaling: what scores are multiplied with, by default 1 / sqrt(D).
-        length: [1], the number of those columns as a tensor on the device: a recorded launch then serves every length.
-        block: attention among the new columns, which are the last ones, is block-causal in blocks of this length.
-        splits: programs that share a group's columns; by default as many as fill the GPU.
+        columns: consecutive cache columns of the new keys, [Q], or [B, Q] per row. Columns from `end` on, and repeated
+            ones after the others, are written but not attended to.
+        mask: [B or 1, 1, 1, K] boolean, True at columns to attend to; None: all. The result is zero for a row without
+            any.
+        scaling: factor of the scores, by default 1 / sqrt(D).
+        length: [1], the number of columns to attend to as a tensor on the device, so that one CUDA graph serves every
+            length.
+        block: length of the blocks in which attention among the new columns, which are the last ones, is block-causal.
+        splits: number of programs that share a group's columns; by default as many as fill the GPU.
 
     Returns:
         [B, Q, heads, D].
@@ -146,7 +149,7 @@ def attend(
 def supports_attention(
     dtype: torch.dtype, width: int, heads_per_group: int, size: int, mask: torch.Tensor | None
 ) -> bool:
-    """Whether `attend` supports these inputs: few queries, and a mask that is the same for all of them."""
+    """True if `attend` supports these inputs: few queries, and one mask for all queries of a row."""
     return (
         dtype in (torch.bfloat16, torch.float16, torch.float32)
         and size in (16, 32, 64, 128, 256)
@@ -157,26 +160,22 @@ def supports_attention(
 
 
 def _tiles(programs: int, rows: int, row_bytes: int, device: torch.device) -> AttentionTiles:
-    """Tuned with `benchmarks/attention.py --tune` on an H200."""
-    if row_bytes > 256:  # prefetched tiles have to fit in shared memory
+    """Tile sizes, tuned with `benchmarks/attention.py --tune` on an H200."""
+    if row_bytes > 256:  # prefetched tiles must fit in shared memory
         return AttentionTiles(rows=32, keys=32, stages=2)
-    many = programs >= 4 * _multiprocessors(device)  # many programs hide latency: small tiles are best
+    many = programs >= 4 * multiprocessors(device)  # many programs hide latency: small tiles are best
     return AttentionTiles(keys=32, warps=2) if many and rows <= 32 else AttentionTiles()
 
 
 def _splits(programs: int, turns: int, device: torch.device) -> int:
-    """About two programs per multiprocessor, of two loop iterations or more each; short loops are not split."""
-    return max(1, min(2 * _multiprocessors(device) // programs, turns // 2)) if turns >= 8 else 1
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Number of splits: about two programs per multiprocessor, of two or more loop iterations each. Short loops are
+    not split."""
+    return max(1, min(2 * multiprocessors(device) // programs, turns // 2)) if turns >= 8 else 1
 
 
 @triton.jit
 def _scores(query, key, attended, scale, precision: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns]; `attended` is [1 or rows, columns]."""
+    """Scores [rows, columns], masked by `attended` [1 or rows, columns]."""
     scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
     return tl.where(attended, scores, _MASKED_SCORE)
 
@@ -208,13 +207,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, NEW)
     written = n < width
     column = tl.load(columns + b * columns_b + n * columns_q, mask=written, other=0).to(tl.int32)
-    # The new columns that are attended to: one run, wherever it begins among the written ones.
+    # The new columns to attend to are one run among the written ones.
     is_new = written & (column < end)
     shift = tl.max(tl.where(is_new, column - n, -NEW), 0)
     is_new = is_new & (column - n == shift)
     first = tl.min(tl.where(is_new, column, end), 0)
     last = tl.max(tl.where(is_new, column + 1, 0), 0)
-    shared = rows // width  # heads of a group
+    shared = rows // width  # heads per group
     d = tl.arange(0, SIZE)
 
     r = tile * ROWS + tl.arange(0, ROWS)
@@ -230,7 +229,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     keys_of_group = key_cache + b * key_cache_b + g * key_cache_g
     values_of_group = value_cache + b * value_cache_b + g * value_cache_g
     start = 0
-    if MASKED:  # padding in front of a row takes no turns of the loop
+    if MASKED:  # the loop skips padding at the start of a row
         start = end
         for begin in range(0, end, SCANNED):
             c = begin + tl.arange(0, SCANNED)
@@ -283,7 +282,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 def _merge_kernel(  # type: ignore[no-untyped-def]
     sums, marks, output, groups, width, rows, splits, SIZE: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Merges the partial softmaxes of one row of a group."""
+    """Merge the partial softmaxes of one row of a group."""
     pair, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, g = pair // groups, pair % groups
     shared = rows // width
@@ -304,25 +303,25 @@ _LOWEST: tl.constexpr = tl.constexpr(-3e38)  # below every finite logit
 
 
 def supports_logits(logits: torch.Tensor) -> bool:
-    """Whether the vocabulary kernels support these logits."""
+    """True if the vocabulary kernels support these logits."""
     return (
         logits.dim() == 3 and logits.stride(-1) == 1 and logits.dtype in (torch.bfloat16, torch.float16, torch.float)
     )
 
 
 def best_token(logits_ANV: torch.Tensor, without: int) -> torch.Tensor:
-    """[A, N], the highest logit's token but `without`, the first of equal ones."""
+    """Token with the highest logit except the token `without`, [A, N]; the first one of equal logits."""
     return _launch(_best_token_kernel, logits_ANV, torch.long, without)
 
 
 def draw_token(logits_ANV: torch.Tensor, without: int, uniform_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N], the first token up to which softmax(logits) adds up to more than the float64 number on (0, 1), without
-    the token `without`. Exponentials are float32, sums float64."""
+    """Inverse-CDF sampling from softmax(logits) except the token `without`, [A, N]: the first token whose cumulative
+    probability exceeds `uniform_AN`, float64 on (0, 1). Exponentials are float32, sums float64."""
     return _launch(_draw_token_kernel, logits_ANV, torch.long, without, uniform_AN.contiguous())
 
 
 def probability_of(tokens_AN: torch.Tensor, logits_ANV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[A, N], softmax(logits) at the tokens, in `dtype`, computed in float32, or in float64 for that dtype."""
+    """softmax(logits) at the tokens in `dtype`, [A, N], computed in float64 for that dtype, else in float32."""
     accumulator = tl.float64 if dtype == torch.float64 else tl.float32
     return _launch(_probability_kernel, logits_ANV, dtype, tokens_AN.contiguous(), ACCUMULATOR=accumulator)
 
@@ -378,7 +377,7 @@ def _draw_token_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, vocabulary, BLOCK):
         x = _others(logits, begin + tl.arange(0, BLOCK), vocabulary, without)
         total += tl.sum(tl.exp(x - peak).to(tl.float64), 0)
-    # Below the total, which the same sums add up to again: rounding leaves no remainder for some rare token.
+    # Less than the total, and the same sums are computed again below: rounding leaves no remainder for a rare token.
     target = tl.load(uniform + row) * total
     before = tl.full((), 0, tl.float64)
     token = vocabulary
@@ -391,12 +390,14 @@ def _draw_token_kernel(  # type: ignore[no-untyped-def]
             last = tl.max(tl.where(weight > 0, v, 0), 0)
             token = tl.minimum(tl.min(tl.where(reached, v, vocabulary), 0), last)
         before = after
-    tl.store(output + row, tl.where(token == vocabulary, without == 0, token).to(tl.int64))  # of NaN: any other
+    tl.store(
+        output + row, tl.where(token == vocabulary, without == 0, token).to(tl.int64)
+    )  # for NaN logits: any other token
 
 
 @triton.jit
 def _others(logits, v, vocabulary, without):  # type: ignore[no-untyped-def]
-    """Logits, minus infinity at `without`: not a mask of the load, which would go one by one."""
+    """Logits, minus infinity at `without`. (As a mask of the load it would prevent vectorised loads.)"""
     x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.where(v == without, float("-inf"), x)
 
@@ -413,7 +414,7 @@ def _probability_kernel(  # type: ignore[no-untyped-def]
         v = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(peak, tl.max(x, 0))
-        # Of float64 the differences, too: those of float32 logits have more digits than float32.
+        # With float64 the differences as well: those of float32 logits have more digits than float32.
         shrink = tl.exp(peak.to(ACCUMULATOR) - higher.to(ACCUMULATOR))
         mass = mass * shrink + tl.exp(x.to(ACCUMULATOR) - higher.to(ACCUMULATOR))
         peak = higher
@@ -423,7 +424,7 @@ def _probability_kernel(  # type: ignore[no-untyped-def]
 
 
 def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor) -> torch.Tensor:
-    """`dlm_bridge.objectives.noise.philox_uniform`, the same numbers in one launch; [A, 1] or [A, N] each."""
+    """Same numbers as `dlm_bridge.objectives.noise.philox_uniform` in one launch; arguments are [A, 1] or [A, N]."""
     seed, major, minor = torch.broadcast_tensors(seed, major, minor)
     output = torch.empty(minor.shape, dtype=torch.float64, device=minor.device)
     if output.numel():
@@ -435,7 +436,7 @@ def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor)
     return output
 
 
-_NUMBERS = 256  # of a program
+_NUMBERS = 256  # numbers per program
 
 
 @triton.jit

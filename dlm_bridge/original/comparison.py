@@ -1,11 +1,11 @@
-"""Comparison of a Hub checkpoint with the remote code that it names (`verify --against-original`).
+"""Comparison of a Hub checkpoint with the remote code that it names (`dlm-bridge verify` against the original).
 
-The one place where code of the Hub is run, and only where the caller consents: in a process of its own
-(runner.py), in a virtual environment with the versions that the checkpoint was published for. Compared are
-the keys of config.json, every tensor name and shape, logits, and the tokens of a greedy sample.
+This is the only module that runs code of the Hub, and only with the caller's consent. The code runs in a separate
+process (runner.py), in a virtual environment with the versions that the checkpoint was published for. The comparison
+covers the keys of config.json, every tensor name and shape, logits, and the tokens of a greedy sample.
 
-A virtual environment is not a sandbox: what runs there can do whatever the user can. It gets neither the Hub's token
-nor this process's environment variables, a home folder of its own, and no way to fetch further code from the Hub.
+A virtual environment is not a sandbox: the code has the user's permissions. The process gets its own home folder,
+neither the Hub's token nor this process's environment variables, and cannot download further code from the Hub.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ import torch
 
 from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, MissingExtraError, SettingError
 from dlm_bridge.evaluation.logits import LENGTH, TOLERANCE
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.reading import check_plain_files, read_json
 from dlm_bridge.hub import CONFIG_FILE, resolve
 
-PROMPT, STEPS = 8, 16  # tokens of the greedy sample, one committed a step
-# Of the program that loads a checkpoint, not of its maths.
+PROMPT, STEPS = 8, 16  # prompt and new tokens of the greedy sample, one committed per step
+# Keys of config.json that concern the loading program, not the computation.
 NOT_COMPARED = {
     "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "attn_implementation",
     "_attn_implementation", "_name_or_path", "name_or_path", "rope_parameters",
 }  # fmt: skip
-OWN_MASK = {"fast_dllm_v2"}  # block-causal families whose model makes its mask itself
+OWN_MASK = {"fast_dllm_v2"}  # block-causal families whose model builds its own mask
 VERSION = re.compile(r"transformers\s*==\s*(\d+(?:\.\d+)+)")
-_MISSING = "missing"  # no JSON value that a config holds under a key of the other side
+_MISSING = "missing"  # stands for a key that a config does not have
 RUNNER = Path(__file__).with_name("runner.py")
 READY = "requirements.json"  # written last: an environment without it was interrupted
 PASSED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "OMP_NUM_THREADS", "SYSTEMROOT")
-_SHOWN = 3  # lines of a failed process' output
+_SHOWN = 3  # lines of a failed process' output in the error
 
 
 @dataclass(frozen=True)
 class OriginalResult:
-    """What the original code says of a checkpoint; fields as runner.py writes them."""
+    """Results of the original code for a checkpoint, in the fields that runner.py writes."""
 
     versions: dict[str, str]
     class_name: str
@@ -65,37 +65,41 @@ class OriginalResult:
 def verify_original(
     place: str | os.PathLike[str],
     *,
-    consent: bool = False,
-    python: str | os.PathLike[str] | None = None,
-    requires: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    original_python: str | os.PathLike[str] | None = None,
+    original_requires: Sequence[str] = (),
     revision: str | None = None,
 ) -> Verdict:
     """Compare a Hub folder or id, as this package loads it, with its own remote code.
 
     Args:
-        consent: runs that code as the user: a virtual environment is not a sandbox.
-        python: an interpreter that has torch and transformers; by default one with the transformers version that the
-            checkpoint's README.md or config.json names is made in the cache folder.
-        requires: further requirements of that environment, or other versions of `torch` and `transformers`.
+        trust_remote_code: allow that code to run with the user's permissions; a virtual environment is not a sandbox.
+        original_python: interpreter with torch and transformers. By default, a virtual environment is created in the
+            cache folder, with the transformers version that the checkpoint's README.md or config.json names.
+        original_requires: further pip requirements of that environment, or versions of `torch` and `transformers`.
 
     Raises:
-        DlmBridgeError: without consent; for a checkpoint that names no code, or is none; where an environment cannot
-            be made or the original code fails.
+        SettingError: without `trust_remote_code`, and if no transformers version is named.
+        CheckpointError: for a damaged checkpoint, one without code of its own, and one whose code fails.
+        MissingExtraError: if the environment or its process cannot be created.
     """
     folder = resolve(place, revision)
     files = code_files(folder)
-    if not consent:
-        raise DlmBridgeError(
-            f"{folder}: --against-original runs the checkpoint's own code ({', '.join(files) or 'none is there'}) as "
-            "you, and a virtual environment is not a sandbox: read it, then give --trust-remote-code"
+    if not trust_remote_code:
+        raise SettingError(
+            "against_original",
+            f"runs the code of {folder} ({', '.join(files) or 'no file'}) with your permissions, and a virtual "
+            "environment is not a sandbox: read the code, then set `trust_remote_code`",
         )
     bridge = Bridge.from_hf(folder)
     if bridge.family.kind != "diffusion":
-        raise DlmBridgeError(
-            f"{folder}: {bridge.family.name} is transformers' own model, compared by transformers alone"
-        )
+        raise CheckpointError(folder, f"{bridge.family.name} is a class of transformers, without code of its own")
     bridge.checkpoint.check()
-    interpreter = make_environment(requirements(folder, requires)) if python is None else Path(python).expanduser()
+    interpreter = (
+        make_environment(requirements(folder, original_requires))
+        if original_python is None
+        else Path(original_python).expanduser()
+    )
     model = bridge.build_hf_model(torch.float32)
     request = _request(bridge, model)
     original = _checked(*run_original(interpreter, folder, request), folder, request)
@@ -108,17 +112,18 @@ def verify_original(
 
 
 def requirements(folder: Path, more: Sequence[str] = ()) -> list[str]:
-    """What the original code's environment has: torch, the transformers version that the checkpoint's card names
-    (else its config.json), and `more`, which wins. Raises DlmBridgeError where nothing names that version."""
+    """pip requirements of the original code's environment: torch, the transformers version that the checkpoint's card
+    names (else its config.json), and `more`, which takes precedence. Raises SettingError without a version."""
     chosen = {re.split(r"[\s<>=!~\[;@]", text.strip(), maxsplit=1)[0].lower(): text for text in more}
     if "transformers" not in chosen:
         card = folder / "README.md"
         found = VERSION.search(card.read_text("utf-8", "replace")) if card.is_file() else None
         version = found[1] if found else read_json(folder / CONFIG_FILE).get("transformers_version")
         if not isinstance(version, str) or not re.fullmatch(r"\d+(\.\w+)+", version):
-            raise DlmBridgeError(
-                f"{folder}: neither its README.md nor its config.json names a transformers version: give "
-                "--original-requires transformers==VERSION"
+            raise SettingError(
+                "original_requires",
+                f"{folder} names a transformers version neither in README.md nor in config.json: set "
+                "`original_requires=transformers==VERSION`",
             )
         chosen["transformers"] = f"transformers=={version}"
     return sorted({"torch": "torch", "safetensors": "safetensors", **chosen}.values())
@@ -129,7 +134,7 @@ def _request(bridge: Bridge, model: Any) -> dict[str, Any]:
     mask = getattr(model.config, "mask_token_id", None)
     mask = family.mask_token_id if mask is None else mask
     if mask is None:
-        raise DlmBridgeError(f"{bridge.checkpoint.where}: its config has no mask_token_id, which a sample needs")
+        raise CheckpointError(bridge.checkpoint.where, "its config has no mask_token_id, which the sample needs")
     block = int(model.config.block_size) if family.attention_pattern == "block_causal" else None
     length = max(LENGTH, 0 if block is None else 5 * block // 2)
     generator = torch.Generator().manual_seed(0)
@@ -146,14 +151,14 @@ def _request(bridge: Bridge, model: Any) -> dict[str, Any]:
 
 
 def _checked(result: dict[str, Any], logits: torch.Tensor, folder: Path, request: dict[str, Any]) -> OriginalResult:
-    """The result, which another program has written, in the shape that it must have. Raises DlmBridgeError."""
+    """Check the shape of a result that the other process wrote. Raises CheckpointError."""
     try:
         original = OriginalResult(**result, logits=logits)
         whole = len(original.picks) == request["steps"] and logits.shape[:2] == (1, len(request["tokens"]))
     except TypeError:
         whole = False
     if not whole:
-        raise DlmBridgeError(f"{folder}: its original code left a result of another shape")
+        raise CheckpointError(folder, "its original code wrote a malformed result")
     return original
 
 
@@ -176,7 +181,7 @@ def _compare(bridge: Bridge, model: Any, original: OriginalResult, request: dict
 def _config_differences(
     source: dict[str, Any], config: Any, original: OriginalResult, notes: list[str]
 ) -> list[Difference]:
-    """Keys of config.json, and those that the original class adds, whose value is another here."""
+    """Keys of config.json, and keys that the original class adds, whose value differs here."""
     plain = json.loads(json.dumps(config.to_diff_dict()))
     rope = getattr(config, "rope_parameters", None) or {}
     differences, unread = [], []
@@ -187,15 +192,16 @@ def _config_differences(
             if theirs is not None:
                 unread.append(f"{key} = {theirs!r}")
         elif ours != theirs and not (ours is None and theirs == _MISSING):
-            kind = "its class says" if key not in source else f"of config.json's {source[key]!r} its class makes"
-            differences.append(Difference(key, "config", f"{ours!r} here, {kind} {theirs!r}"))
+            stored = f" (config.json has {source[key]!r})" if key in source else ""
+            differences.append(Difference(key, "config", f"{ours!r} here, {theirs!r} in its class{stored}"))
     if unread:
         notes.append(f"keys that only the original class has: {', '.join(unread)}")
     return differences
 
 
 def _tensor_differences(shapes: dict[str, list[int]], original: OriginalResult, notes: list[str]) -> list[Difference]:
-    """Names and shapes of the files' tensors, all of which this package accounts for, and of the original class's."""
+    """Differences in name or shape between the files' tensors and those of the original class. That this package
+    accounts for all tensors of the files is checked before."""
     differences = [
         Difference(name, "extra", f"in the checkpoint, but not in {original.class_name}")
         for name in shapes
@@ -217,7 +223,7 @@ def _tensor_differences(shapes: dict[str, list[int]], original: OriginalResult, 
 
 
 def _is_shared(name: str, original: OriginalResult, shapes: dict[str, list[int]]) -> bool:
-    """Whether another tensor, which the checkpoint has, lies in the same storage."""
+    """True if the checkpoint has another tensor with the same storage."""
     return any(tensor["shares"] == name and other in shapes for other, tensor in original.tensors.items())
 
 
@@ -253,8 +259,8 @@ def _compare_logits(
 def _sample_differences(
     model: Any, original: OriginalResult, request: dict[str, Any], allowed: float, notes: list[str]
 ) -> list[Difference]:
-    """The first step of the original's greedy sample that this package's logits would not have taken, on the same
-    canvas. Two choices that the logits' precision does not tell apart are one."""
+    """The first step of the original's greedy sample that differs from the choice of this package's logits for the
+    same tokens. Choices within the logits' precision of each other count as equal."""
     mask = request["mask_token_id"]
     prompt = request["tokens"][: request["prompt"]]
     canvas = torch.tensor([[*prompt, *([mask] * request["steps"])]])
@@ -268,24 +274,25 @@ def _sample_differences(
         if here != [position, token]:
             margin = float(scores_SV.flatten()[best] - scores_SV[position, token])
             if margin > 4 * allowed:
-                detail = f"step {step}: token {here[1]} at {here[0]} here, token {token} at {position} there"
+                detail = f"step {step}: token {here[1]} at {here[0]} here, token {token} at {position} in the original"
                 return [Difference("greedy sample", "values", detail)]
             notes.append(f"greedy sample, step {step}: two choices are equally probable within {margin:.1e}")
         canvas[0, position] = token
-    notes.append(f"greedy sample: the same {len(original.picks)} tokens, one a step, in the same order")
+    notes.append(f"greedy sample: the same {len(original.picks)} tokens, one per step, in the same order")
     return []
 
 
 def cache_folder() -> Path:
-    """Where the environments are kept: below XDG_CACHE_HOME, by default ~/.cache."""
+    """Folder of the environments, below XDG_CACHE_HOME, by default ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "dlm_bridge" / "original"
 
 
 def make_environment(requirements: Sequence[str], folder: Path | None = None, pip_options: Sequence[str] = ()) -> Path:
-    """The interpreter of a virtual environment with `requirements`, which is made where there is none yet.
+    """Interpreter of a virtual environment with `requirements`, created on first use.
 
-    Keyed by the requirements and this interpreter's version. Raises DlmBridgeError where pip cannot install them.
+    Environments are keyed by the requirements and this interpreter's version. Raises MissingExtraError if pip cannot
+    install the requirements.
     """
     wanted = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "requirements": sorted(requirements)}
     key = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:16]
@@ -296,17 +303,18 @@ def make_environment(requirements: Sequence[str], folder: Path | None = None, pi
         if (place / READY).is_file() and python.exists():
             return python
         shutil.rmtree(place, ignore_errors=True)
-        _check_run([sys.executable, "-m", "venv", str(place)], f"{place}: no virtual environment could be made")
+        create = [sys.executable, "-m", "venv", str(place)]
+        _check_run(create, MissingExtraError, place, "the virtual environment cannot be created")
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip_options]
-        _check_run([*pip, *requirements], f"pip cannot install {' '.join(requirements)}")
+        _check_run([*pip, *requirements], MissingExtraError, " ".join(requirements), "pip cannot install this")
         (place / READY).write_text(json.dumps(wanted, indent=2) + "\n")
     return python
 
 
 def run_original(python: Path, checkpoint: Path, request: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """result.json's dict and the logits [1, S, V] that the checkpoint's own code computes under `python`.
+    """Run the checkpoint's own code under `python`. Returns the content of result.json and the logits [1, S, V].
 
-    Raises DlmBridgeError where it fails, with the last lines of its output.
+    Raises CheckpointError with the last lines of its output if it fails.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -315,28 +323,29 @@ def run_original(python: Path, checkpoint: Path, request: dict[str, Any]) -> tup
         (folder / "home").mkdir()
         (folder / "request.json").write_text(json.dumps({"checkpoint": str(checkpoint.absolute()), **request}))
         command = [str(python), "-I", str(RUNNER), str(folder)]
-        what = f"{checkpoint}: its original code failed under {python}"
-        _check_run(command, what, environment=_environment(folder / "home"))
+        reason = f"its original code failed under {python}"
+        _check_run(command, CheckpointError, checkpoint, reason, environment=_environment(folder / "home"))
         try:
             check_plain_files(folder)
             return read_json(folder / "result.json"), load_file(folder / "logits.safetensors")["logits"]
         except (OSError, SafetensorError, KeyError) as error:
-            raise DlmBridgeError(f"{what}: it left no whole result: {error}") from None
+            raise CheckpointError(checkpoint, f"{reason}: incomplete result: {error}") from None
 
 
 def code_files(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every Python file that running the checkpoint's code may execute. Raises DlmBridgeError where its
+    """SHA-256 of every Python file that running the checkpoint's code may execute. Raises CheckpointError if its
     config.json names no code, or code of another repository."""
     where = checkpoint / CONFIG_FILE
     auto_map = read_json(where).get("auto_map")
     if not isinstance(auto_map, dict) or not auto_map:
-        raise DlmBridgeError(f"{where}: it has no auto_map, so there is no original code to compare with")
+        raise CheckpointError(where, "without auto_map: it names no original code to compare with")
     for reference in auto_map.values():
         text = str(reference)
         if "--" in text:
-            raise DlmBridgeError(
-                f"{where}: auto_map names code of another repository, {text}: copy it beside config.json and name it "
-                "without the repository"
+            raise CheckpointError(
+                where,
+                f"auto_map names code of another repository, {text}: copy it beside config.json and name it without "
+                "the repository",
             )
     return {
         str(file.relative_to(checkpoint)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -357,23 +366,30 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _check_run(command: Sequence[str], what: str, environment: dict[str, str] | None = None) -> None:
-    """Run a command to its end. Raises DlmBridgeError with the last lines of its output where it fails."""
+def _check_run(
+    command: Sequence[str],
+    kind: type[DlmBridgeError],
+    field: object,
+    reason: str,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Run a command to its end. Raises an error of this kind with the last lines of its output if it fails, and
+    MissingExtraError if it cannot be started."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
         )
     except OSError as error:
-        raise DlmBridgeError(f"{command[0]}: cannot be started: {error.strerror}") from None
+        raise MissingExtraError(command[0], f"cannot be started: {error.strerror}") from None
     with process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            printed = process.stdout.read().decode("utf-8", "replace")  # standard input stays open until it has ended
+            output = process.stdout.read().decode("utf-8", "replace")  # standard input stays open until the end
             code = process.wait()
         except BaseException:
             process.kill()
             raise
     if code != 0:
-        lines = [line.strip() for line in printed.splitlines() if line.strip()][-_SHOWN:]
-        raise DlmBridgeError(f"{what} (exit code {code}): {printable(' | '.join(lines))}")
+        lines = [line.strip() for line in output.splitlines() if line.strip()][-_SHOWN:]
+        raise kind(field, f"{reason} (exit code {code}): {' | '.join(lines)}")

@@ -1,8 +1,8 @@
-"""The original side of `verify --against-original`: what a checkpoint's own remote code computes.
+"""The original side of `dlm-bridge verify` against the original: results of a checkpoint's own remote code.
 
-A script for another interpreter, with the versions of torch and transformers that the code was written for: it imports
-nothing of this package, reads request.json in the folder that it is given and writes result.json and
-logits.safetensors there. Ends when its standard input does, which the process that started it holds open.
+This script runs under another interpreter, with the versions of torch and transformers that the code was written for,
+and imports nothing of this package. It reads request.json in the given folder and writes result.json and
+logits.safetensors there. It ends when its standard input is closed, which the parent process keeps open.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForMaskedLM")  # the first that auto_map names
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModel", "AutoModelForMaskedLM")  # in order of preference
 
 
 def main(folder: Path) -> None:
-    """Load the checkpoint of request.json with its own code and write down what that computes."""
+    """Load the checkpoint of request.json with its own code and write the results."""
     request = json.loads((folder / "request.json").read_text("utf-8"))
     import torch
     import transformers
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
 
 
 def greedy_sample(predict: Any, prompt_1P: Any, request: dict[str, Any]) -> list[list[int]]:
-    """[position, token] of each step: one token a step, the most probable one over all masked positions."""
+    """[position, token] of each step, which commits the most probable token of all masked positions."""
     import torch
 
     mask, shift = request["mask_token_id"], request["shift"]
@@ -69,7 +69,7 @@ def greedy_sample(predict: Any, prompt_1P: Any, request: dict[str, Any]) -> list
 
 
 class _Predictor:
-    """[1, S, V] logits in fp32 of a model, which is given a block-causal mask where it makes none itself."""
+    """Logits [1, S, V] of a model in fp32; with `block`, under a block-causal attention mask."""
 
     def __init__(self, model: Any, block: int | None) -> None:
         import inspect
@@ -106,7 +106,7 @@ def _load(config: Any, checkpoint: str) -> Any:
 
 
 def _config_values(config: Any) -> dict[str, Any]:
-    """The config's values; what transformers 5 moves into rope_parameters under its own name, too."""
+    """The config's values, including those that transformers 5 moves into rope_parameters."""
     values = config.to_dict()
     rope = values.get("rope_parameters")
     return {**(rope if isinstance(rope, dict) else {}), **values}
@@ -121,7 +121,8 @@ def _is_json(value: Any) -> bool:
 
 
 def _tensors(model: Any) -> dict[str, dict[str, Any]]:
-    """Shape of each tensor of the state dict, the name that it shares its storage with, whether it is a parameter."""
+    """Shape of each tensor of the state dict, the name of a tensor with the same storage, and whether it is a
+    parameter."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     first: dict[tuple[int, tuple[int, ...]], str] = {}
     tensors = {}

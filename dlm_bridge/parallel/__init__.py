@@ -1,5 +1,5 @@
-"""The Megatron-Core engine: platform, process groups, live models with the weights loaded, training, and the hand-over
-back."""
+"""Megatron-Core engine: platform, process groups, live models with loaded weights, training, and weights back to the
+Hub's layout."""
 
 from dlm_bridge.registration import Extension
 

@@ -1,4 +1,4 @@
-"""One micro-batch of one rank: its context parallel part, its attention mask and the loss positions."""
+"""One micro-batch of one rank: its context parallel part, attention mask and loss positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_bridge.attention.masks import MaskColumn, MaskDescriptor, document_ids
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.objectives.linear_cross_entropy import loss_bucket
 from dlm_bridge.objectives.losses import Certainty, NoisePositions
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents that stand one after the other in a single row, for kernels of variable length (THD)."""
+    """Documents concatenated in a single row, for variable-length kernels (THD)."""
 
-    cu_seqlens: torch.Tensor  # [documents + 1] int32, where each begins, and the row's length
+    cu_seqlens: torch.Tensor  # [documents + 1] int32: the start of each, and the row's length
     max_seqlen: int
 
     def params(self) -> Any:
@@ -40,28 +40,29 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a multi-token prediction layer of depth k = 1, 2, ... reads and predicts: at position i the embedding of
-    token i + k, and where token i + k + 1 has a loss and is of the same document, that token. M as in `MicroBatch`."""
+    """Inputs and targets of the multi-token prediction layer of depth k = 1, 2, ...: at position i it reads the
+    embedding of token i + k and predicts token i + k + 1, if that has a loss and is in the same document. M as in
+    `MicroBatch`."""
 
     input_ids: torch.Tensor  # [B, S] int64
     loss_positions: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
     targets: torch.Tensor  # [M] int64
-    weights: torch.Tensor  # [M] fp32: the tokens' own, of the next-token loss
+    weights: torch.Tensor  # [M] fp32: as in the next-token loss
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Prediction:
-        """The same with every tensor changed."""
+        """Apply a function to every tensor."""
         return Prediction(**{name: change(tensor) for name, tensor in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs and targets of a forward pass. S is this context parallel rank's part of a row, M the number of its
-    loss positions, padded to one of a few sizes (index 0, weight 0) so that there are few shapes."""
+    """Inputs and targets of a forward pass. S is the length of this context parallel rank's part of a row, M the
+    number of its loss positions, padded to one of a few sizes (index 0, weight 0) so that there are few shapes."""
 
     input_ids: torch.Tensor  # [B, S] int64
-    position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..S-1, or for those of `packed`
-    # Of all ranks' parts, rank after rank: a mask descriptor [B or 1, cp * S, 5], or where none describes it
-    # [B or 1, 1, cp * S, cp * S] bool (True: attends); None where the layers' own mask type is enough.
+    position_ids: torch.Tensor | None  # [B or 1, S]; None for 0..S-1, or for the positions in `packed` documents
+    # Over all ranks' parts, rank after rank: a mask descriptor [B or 1, cp * S, 5], or if no descriptor expresses it
+    # [B or 1, 1, cp * S, cp * S] bool (True: attends); None if the layers' own mask type is sufficient.
     attention_mask: torch.Tensor | None
     packed: PackedDocuments | None
     loss_positions: torch.Tensor  # [M] int64, b * S + s, ascending up to the padding
@@ -70,16 +71,16 @@ class MicroBatch:
     terms: torch.Tensor | None  # [M] int64, as in `NoisyBatch`
     noise: NoisePositions | None = None  # as in `NoisyBatch`
     certainty: Certainty | None = None  # as in `NoisyBatch`
-    predictions: tuple[Prediction, ...] = ()  # of depth 1, 2, ...
+    predictions: tuple[Prediction, ...] = ()  # for depth 1, 2, ...
     z_weights: torch.Tensor | None = None  # [M] fp32, as in `LossPositions`
     rows: torch.Tensor | None = None  # [M] int64, as in `NoisyBatch`
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device, copied without waiting where the memory is pinned."""
+        """Copy to another device, asynchronously if the memory is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self) -> MicroBatch:
-        """The same in pinned memory."""
+        """Copy to pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
@@ -104,28 +105,31 @@ def micro_batch(
     absolute: bool = False,
     depths: int = 0,
 ) -> MicroBatch:
-    """A rank's part of `noisy`, on the CPU.
+    """One rank's part of `noisy`, on the CPU.
 
-    `attention_pattern` and `block_size` are the model's, for batches without a rule of their own. With `packed`
-    (Transformer Engine, without context parallelism) the rows become one row of documents for a kernel of variable
-    length; else documents and padding become a mask descriptor. `absolute`: the model's attention goes by the
-    positions themselves, not only by how far apart they are (queries scaled by position). `depths`: the number of
-    multi-token prediction layers. Raises DlmBridgeError where the sequence length does not divide, and where documents
-    alone do not describe the mask.
+    Args:
+        attention_pattern: the model's, for batches without a mask descriptor.
+        block_size: of block-causal attention.
+        packed: concatenate the rows into one row of documents for a variable-length kernel (Transformer Engine,
+            without context parallelism). Otherwise documents and padding become a mask descriptor.
+        absolute: the model's attention depends on absolute positions (queries scaled by position), not only on
+            relative ones.
+        depths: number of multi-token prediction layers.
+
+    Raises LayoutError if context parallel ranks do not divide the sequence length, and SettingError if documents alone
+    do not describe the mask.
     """
     rows, length = noisy.input_ids.shape
     descriptor = _descriptor(noisy, attention_pattern, block_size)
     plain = torch.arange(length)[None]
     streams = _streams(descriptor)
-    # Rotary embeddings are relative: documents of one stream need not begin anew, and rows then share their positions.
+    # Rotary embeddings are relative: documents of one stream need not restart at 0, so that rows share positions.
     positions = plain
     if noisy.position_ids is not None and (streams == 2 or absolute):
         positions = _shared_positions(noisy.position_ids, descriptor)
     if packed:
-        if cp_size > 1:
-            raise DlmBridgeError(f"--cp {cp_size}: packed documents need a mask descriptor under context parallelism")
-        if noisy.pairs is not None:
-            raise DlmBridgeError("documents of variable length cannot express a mask of pairs")
+        if cp_size > 1 or noisy.pairs is not None:
+            raise SettingError("packed", "variable-length documents express neither context parallelism nor `pairs`")
         whole = _loss_positions(noisy, torch.arange(length))
         documents = _packed(descriptor, attention_pattern, rows, length)
         ids = noisy.input_ids.reshape(1, -1)
@@ -148,13 +152,13 @@ def micro_batch(
 def rank_targets(
     noisy: NoisyBatch, attention_pattern: str, block_size: int | None = None, cp_rank: int = 0, cp_size: int = 1
 ) -> torch.Tensor:
-    """[M] int64: which of `noisy.targets` the loss positions of a rank's `micro_batch` have, without its padding."""
+    """[M] int64 indices into `noisy.targets` for the loss positions of a rank's `micro_batch`, without padding."""
     streams = _streams(_descriptor(noisy, attention_pattern, block_size))
     return _targets_at(noisy, rank_positions(noisy.input_ids.shape[1], cp_size, streams)[cp_rank])
 
 
 def _descriptor(noisy: NoisyBatch, attention_pattern: str, block_size: int | None) -> torch.Tensor | None:
-    """[B or 1, S, 5], or None where the attention pattern is enough."""
+    """[B or 1, S, 5], or None if the attention pattern is sufficient."""
     if noisy.pairs is not None:
         return None
     if noisy.mask_descriptor is not None:
@@ -172,8 +176,8 @@ def _streams(descriptor: torch.Tensor | None) -> int:
 
 
 def _shared_positions(position_ids: torch.Tensor, descriptor: torch.Tensor | None) -> torch.Tensor:
-    """[B or 1, S] the same positions, in one row where all rows agree: those of padding, to which nothing attends, are
-    whatever a row without padding there has."""
+    """[B or 1, S] the positions, as one row if all rows agree. A padding position, to which nothing attends, takes the
+    position of a row without padding there."""
     if len(position_ids) == 1:
         return position_ids
     if descriptor is not None:
@@ -185,8 +189,7 @@ def _shared_positions(position_ids: torch.Tensor, descriptor: torch.Tensor | Non
 
 
 def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, length: int) -> PackedDocuments:
-    """Where the documents of all rows begin when the rows stand one after the other; padding that stands together is
-    one document, in which there is no loss."""
+    """Document starts in the concatenated rows. Each run of padding is one document without a loss."""
     documents = (
         torch.zeros(1, length, dtype=torch.int32) if descriptor is None else descriptor[..., MaskColumn.DOCUMENT]
     )
@@ -197,8 +200,8 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
             MaskDescriptor.of_pattern(attention_pattern, documents).codes, descriptor.expand(rows, -1, -1)
         )
     ):
-        raise DlmBridgeError(
-            f"documents of variable length cannot express this batch's attention mask ({attention_pattern})"
+        raise SettingError(
+            "packed", f"variable-length documents do not express this batch's attention mask ({attention_pattern})"
         )
     documents = documents.clamp(min=-1)
     begins = torch.ones(rows, length, dtype=torch.bool)
@@ -206,7 +209,7 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
     for row, begin in zip(documents, begins, strict=True):
         numbers = row[begin & (row >= 0)]
         if len(numbers.unique()) != len(numbers):
-            raise DlmBridgeError("a document of a packed row is not in one piece")
+            raise SettingError("packed", "a document of a row is not contiguous")
     starts = begins.flatten().nonzero()[:, 0]
     ends = torch.cat([starts, torch.tensor([rows * length])]).int()
     return PackedDocuments(ends, int(ends.diff().max()))
@@ -215,8 +218,8 @@ def _packed(descriptor: torch.Tensor | None, attention_pattern: str, rows: int, 
 def _loss_positions(
     noisy: NoisyBatch, mine: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, NoisePositions | None, Certainty | None]:
-    """The loss positions, b * S + s, among the positions `mine` [S] of each row, and their targets, weights, terms,
-    noise and certainty."""
+    """Loss positions b * S + s among the positions `mine` [S] of each row, with their targets, weights, terms, noise
+    and certainty."""
     mask, which = noisy.mask[:, mine], _targets_at(noisy, mine)
     terms = None if noisy.terms is None else noisy.terms[which]
     noise = None if noisy.noise is None else noisy.noise.each(lambda tensor: tensor[which])
@@ -224,13 +227,13 @@ def _loss_positions(
 
 
 def _targets_at(noisy: NoisyBatch, mine: torch.Tensor) -> torch.Tensor:
-    """[M] int64: which of `noisy.targets` those at the positions `mine` [S] of each row are, row by row."""
+    """[M] int64 indices into `noisy.targets` for the positions `mine` [S] of each row, row by row."""
     number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)
     return number[:, mine][noisy.mask[:, mine]]
 
 
 def _predictions(noisy: NoisyBatch, mine: torch.Tensor, depths: int) -> tuple[Prediction, ...]:
-    """Those of depth 1 to `depths` at the positions `mine` [S] of each row; token 0 stands for what is beyond it."""
+    """Predictions of depth 1 to `depths` at the positions `mine` [S] of each row; beyond its end the token is 0."""
     if depths == 0:
         return ()
     if noisy.mask_descriptor is not None:
@@ -242,7 +245,7 @@ def _predictions(noisy: NoisyBatch, mine: torch.Tensor, depths: int) -> tuple[Pr
     number = (noisy.mask.flatten().cumsum(0) - 1).view_as(noisy.mask)  # of each position in `targets`
     found = []
     for depth in range(1, depths + 1):
-        same = _from_later(documents, depth, -1) == documents  # padding is below 0, and each a document of its own
+        same = _from_later(documents, depth, -1) == documents  # every padding token has a negative number of its own
         mask = (_from_later(noisy.mask, depth, 0) & same & (documents >= 0))[:, mine]
         which = _from_later(number, depth, 0)[:, mine][mask]
         ids = _from_later(noisy.input_ids, depth, 0)[:, mine]
@@ -252,12 +255,12 @@ def _predictions(noisy: NoisyBatch, mine: torch.Tensor, depths: int) -> tuple[Pr
 
 
 def _from_later(values_BL: torch.Tensor, depth: int, beyond: int) -> torch.Tensor:
-    """The values of the position `depth` later, `beyond` where the row has ended."""
+    """Values of the position `depth` later; `beyond` after the row's end."""
     return torch.nn.functional.pad(values_BL[:, depth:], (0, min(depth, values_BL.shape[1])), value=beyond)
 
 
 def _padded(batch: MicroBatch, most: int) -> MicroBatch:
-    """The batch with its loss positions, and those of each depth, padded to a bucket."""
+    """Pad the loss positions of the batch, and of each depth, to a bucket size."""
     more = [name for name in ("terms", "rows") if getattr(batch, name) is not None]
     names = ("loss_positions", "targets", "weights", *more)
     pad = _bucket_padding(batch.loss_positions, most)
@@ -274,26 +277,26 @@ def _padded_depth(prediction: Prediction, most: int) -> Prediction:
 
 
 def _bucket_padding(positions_M: torch.Tensor, most: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What pads a tensor [M] of so many loss positions to a bucket."""
+    """Function that pads a tensor [M] to the bucket size of `positions_M`."""
     more = loss_bucket(len(positions_M), most) - len(positions_M)
     return lambda tensor: torch.nn.functional.pad(tensor, (0, more))
 
 
 def rank_positions(length: int, cp_size: int, streams: int = 1) -> torch.Tensor:
-    """[cp, S] the positions of a row of `length` that each context parallel rank holds, in the order in which it holds
-    them, which is Transformer Engine's: of 2 cp equal chunks rank r has chunks r and 2 cp - 1 - r, so that causal
-    attention is as much work on every rank. Each of several streams, one after the other, is dealt on its own.
+    """[cp, S] the positions of a row of `length` on each context parallel rank, in Transformer Engine's order: of
+    2 cp equal chunks rank r has chunks r and 2 cp - 1 - r, which balances causal attention. Each of several streams,
+    one after the other, is split separately.
 
-    Raises DlmBridgeError where the chunks would not be equal.
+    Raises LayoutError if the chunks are not equal.
     """
     chunks = 2 * cp_size if cp_size > 1 else 1
     if length % (streams * chunks):
-        raise DlmBridgeError(
-            f"--seq-length {length // streams} is not a multiple of {chunks}, which --cp {cp_size} deals it out in: "
-            "change one of them"
+        raise LayoutError(
+            "seq_length",
+            f"{length // streams} is not a multiple of {chunks}, the number of chunks with `cp={cp_size}`",
         )
     if cp_size == 1:
         return torch.arange(length)[None]
-    dealt = torch.arange(length).view(streams, chunks, -1)
+    split = torch.arange(length).view(streams, chunks, -1)
     first = torch.arange(cp_size)
-    return torch.stack((dealt[:, first], dealt[:, chunks - 1 - first]), dim=2).transpose(0, 1).reshape(cp_size, -1)
+    return torch.stack((split[:, first], split[:, chunks - 1 - first]), dim=2).transpose(0, 1).reshape(cp_size, -1)

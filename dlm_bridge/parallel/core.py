@@ -1,7 +1,6 @@
-"""The one door to megatron-core: the version check, every name that the engine uses of it, and its errors as one
-line."""
+"""All names that the engine imports from megatron-core, the check of its version, and its errors as one line each."""
 
-# ruff: noqa: F401 (what is imported here is there for the other modules)
+# ruff: noqa: F401 (other modules import these names from here)
 from __future__ import annotations
 
 import contextlib
@@ -12,28 +11,28 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from dlm_bridge.errors import DlmBridgeError, MissingExtraError, one_line
+from dlm_bridge.errors import DlmBridgeError, MissingExtraError, SettingError, one_line
 from dlm_bridge.parallel import platform
-from dlm_bridge.parallel.overrides import check_version, installed_version
+from dlm_bridge.parallel.overrides import MEGATRON_CORE, check_version, installed_version
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-    raise DlmBridgeError("this needs megatron-core, which is not installed: pip install 'dlm-bridge[megatron]'")
+    raise MissingExtraError(MEGATRON_CORE, "is not installed: pip install 'dlm-bridge[megatron]'")
 
 
 def hide_gpu_packages() -> None:
-    """Let imports of Transformer Engine and apex fail in this process, as where they are not installed."""
+    """Make imports of Transformer Engine and apex fail in this process, as if they were not installed."""
     sys.modules.update(dict.fromkeys(("transformer_engine", "apex")))  # type: ignore[arg-type]
 
 
 if isinstance(platform.current(), platform.CPU):
-    hide_gpu_packages()  # a row of `mcore_patches`, but megatron-core takes them when it is imported
+    hide_gpu_packages()  # a row of `mcore_patches`, but megatron-core looks for them when it is imported
 
 version = installed_version()
-check_version(version)  # once, whatever the platform: everything that uses megatron-core imports it from here
+check_version(version)  # once per process: everything that uses megatron-core imports it from here
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
+        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine)
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import (
@@ -110,29 +109,49 @@ try:
             unwrap_model,
         )
 except ImportError as error:
-    raise DlmBridgeError(f"megatron-core {version} cannot be used: {one_line(error)}") from error
+    raise MissingExtraError(MEGATRON_CORE, f"{version} cannot be used: {one_line(error)}") from error
 
-_BUILD_MODULE = re.compile(r"( when instantiating \w+)+$")  # what its build_module adds to any message, ours too
+_BUILD_MODULE = re.compile(r" when instantiating \w+$")  # what `build_module` appends to the message of any exception
 
 
 @contextlib.contextmanager
-def named_refusals(kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise whatever megatron-core raises inside as it checks a configuration, or only what is of this `kind`, as a
-    DlmBridgeError of one line; where a package is missing as a MissingExtraError."""
+def named_refusals(*kinds: type[Exception]) -> Iterator[None]:
+    """Context manager that raises megatron-core's refusals of a configuration as errors of one line.
+
+    Args:
+        kinds: the exceptions that are refusals; all exceptions if none is given.
+
+    Raises:
+        SettingError: its field is megatron-core.
+        MissingExtraError: a package is missing.
+    """
     try:
         yield
-    except DlmBridgeError as error:
-        if not _BUILD_MODULE.search(str(error)):
+    except Exception as raised:
+        error = _original(raised)
+        if isinstance(error, DlmBridgeError):
+            if error is raised:
+                raise
+            raise error from None
+        if not isinstance(error, kinds or Exception):
             raise
-        raise type(error)(error.field, _BUILD_MODULE.sub("", error.reason)) from error
-    except kind as error:  # it asserts, looks words up and imports as it checks
-        missing = isinstance(error, ImportError | RuntimeError) or "install TE" in str(error)
-        refusal = MissingExtraError if missing else DlmBridgeError
-        raise refusal(f"megatron-core refuses this configuration: {_reason(error)}") from error
+        missing = isinstance(error, ImportError | RuntimeError) or "install" in str(error)
+        refusal = MissingExtraError if missing else SettingError
+        raise refusal(MEGATRON_CORE, f"refuses this configuration: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
-    """The message; of an assertion without one, the assertion itself."""
+def _original(error: BaseException) -> BaseException:
+    """The exception that `build_module` replaced, once for each module around it, by one of its class made from the
+    message alone; a TypeError stands for a class that cannot be made so."""
+    while (context := error.__context__) is not None and (
+        _BUILD_MODULE.search(str(error)) or (isinstance(error, TypeError) and isinstance(context, DlmBridgeError))
+    ):
+        error = context
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The message, or the source line of an assertion without a message."""
     if isinstance(error, KeyError):
         return f"it does not know {one_line(error)}"
     if str(error):

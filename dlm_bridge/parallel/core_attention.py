@@ -1,5 +1,5 @@
-"""Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each takes every
-mask that a call may have, or refuses it. Attention with sinks (gpt-oss) is FlexAttention, on CPU a dense softmax.
+"""Core attention of the engine's layers: FlashAttention 4, Transformer Engine, FlexAttention or SDPA. Each applies the
+mask of a call, or refuses it. Attention with sinks (gpt-oss) uses FlexAttention, on CPU a dense softmax.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.attention import sdpa_kernel
 
 from dlm_bridge.attention import flash_attention
 from dlm_bridge.attention.flash_attention import SDPA_KERNELS
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import MissingExtraError, SettingError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.attention import MaskCache, block_mask, causal_descriptor, dense_mask, plain_mask
 from dlm_bridge.parallel.core import (
@@ -30,18 +30,18 @@ from dlm_bridge.parallel.core import (
 )
 
 MASKS = MaskCache()
-WIDE_HEAD = 128  # up to which FlexAttention's own tiles of fp32 fit
+WIDE_HEAD = 128  # largest head size for which FlexAttention's default fp32 tiles fit
 
 
 class LocalAttention(MegatronModule):
-    """Attention without Transformer Engine: FlashAttention 4 or torch's own kernels, on CPU the exact reference.
+    """Attention without Transformer Engine: FlashAttention 4 or torch's kernels, on CPU the exact reference.
 
-    Context parallel ranks gather keys and values; without a mask, causal attention takes the positions to be dealt to
-    the ranks as Transformer Engine does (`batch.rank_positions`).
+    Context parallel ranks gather keys and values. Without a mask, causal attention assumes Transformer Engine's order
+    of positions on the ranks (`batch.rank_positions`).
 
-    With `softmax_type` learnable each head has a sink, one more logit in its softmax that no value belongs to:
-    `softmax_offset` [H] of this tensor parallel rank's heads, under megatron-core's name. Such layers have this class
-    also where Transformer Engine is used.
+    With `softmax_type` learnable each head has a sink, an additional logit in its softmax without a value:
+    `softmax_offset` [H] for this tensor parallel rank's heads, under megatron-core's name. Such layers use this class
+    with Transformer Engine too.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -58,7 +58,7 @@ class LocalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if reason := unsupported(config):
-            raise DlmBridgeError(f"{reason} needs Transformer Engine: leave it out, or install it on a GPU")
+            raise MissingExtraError(reason, "needs Transformer Engine: unset it, or install it on a GPU")
         self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.window = _window(config, layer_number)
@@ -77,12 +77,14 @@ class LocalAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[S, B, H * Dv] of `query` [S, B, H, D], `key` [S, B, G, D] and `value` [S, B, G, Dv], each this rank's part
-        of the row."""
+        """Attention output [S, B, H * Dv] for `query` [S, B, H, D], `key` [S, B, G, D] and `value` [S, B, G, Dv], each
+        this rank's part of the row."""
         if packed_seq_params is not None:
-            raise DlmBridgeError("packed_seq_params need Transformer Engine: give an attention_mask of documents")
+            raise MissingExtraError(
+                "packed_seq_params", "need Transformer Engine: pass an `attention_mask` of documents instead"
+            )
         if attention_bias is not None:
-            raise DlmBridgeError("the engine's attention would ignore an attention_bias: leave it out")
+            raise SettingError("attention_bias", "would be ignored by the engine's attention: unset it")
         check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
         ranks = self.cp_group.size()
         if attention_mask is None and self.softmax_offset is not None:
@@ -106,7 +108,7 @@ class LocalAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks, cut over tensor parallel ranks; nothing without."""
+        """The sinks, sharded over tensor parallel ranks; empty without sinks."""
         group = (metadata or {}).get("dp_cp_group")
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -121,9 +123,12 @@ class LocalAttention(MegatronModule):
 
 @cache
 def transformer_engine_attention() -> type:
-    """Without a mask FlashAttention 4 where `takes_flash`, else Transformer Engine's attention, both of which go by
-    the layers' mask type and packed documents, the latter by its own context parallelism; with a mask, FlexAttention
-    over gathered keys and values."""
+    """Class of Transformer Engine's attention with masks.
+
+    Without a mask it is FlashAttention 4 if `uses_flash`, otherwise Transformer Engine's attention with its own
+    context parallelism; both apply the layers' mask type and packed documents. With a mask it is FlexAttention over
+    gathered keys and values.
+    """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class MaskedTEDotProductAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
@@ -148,14 +153,15 @@ def transformer_engine_attention() -> type:
         ) -> torch.Tensor:
             if attention_mask is None or packed_seq_params is not None:
                 if attention_mask is not None:
-                    raise DlmBridgeError("packed_seq_params would ignore an attention_mask: give one of them")
+                    raise SettingError("attention_mask", "would be ignored with `packed_seq_params`: pass one of them")
                 check_mask(None, self._mask_type, query, self._gather_group.size())
                 if self._flash and is_flash_call(packed_seq_params, kwargs.get("attention_bias")):
                     causal = self._mask_type == AttnMaskType.causal
                     return flash_rows(query, key, value, self._scale, causal, packed_seq_params)
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
-            check_settings(self.config)
+            if reason := unsupported(self.config):
+                raise SettingError(reason, "would be ignored by attention under an `attention_mask`: unset it")
             return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group, self._window)
 
     return MaskedTEDotProductAttention
@@ -171,9 +177,15 @@ def masked_attention(
     window: tuple[int, int] | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a mask in rank
-    order: FlexAttention for a mask descriptor on a GPU, else a dense mask. `window`: how far back and ahead a query
-    attends; `sinks` [H]. Raises DlmBridgeError where the mask cannot be combined with the window."""
+    """Attention output [S, B, H * Dv] of this context parallel rank's queries over all ranks' keys and values, under a
+    mask in rank order: FlexAttention for a mask descriptor on a GPU, otherwise a dense mask.
+
+    Args:
+        window: number of positions back and ahead that a query attends to.
+        sinks: [H].
+
+    Raises SettingError if the mask cannot be combined with the window.
+    """
     key, value = gather_keys_values(key, value, cp_group)
     rank, queries, back = cp_group.rank(), len(query), None if window is None else window[0]
     kind = (rank, queries, back)
@@ -185,7 +197,7 @@ def masked_attention(
         if sinks is None:
             return _heads_last(flex(q, k, v, block_mask=blocks, **options))
         output_BHSD, log_sum_BHS = flex(q, k, v, block_mask=blocks, return_lse=True, **options)
-        return _heads_last(output_BHSD * kept_by_sinks(log_sum_BHS, sinks).to(output_BHSD.dtype))
+        return _heads_last(output_BHSD * non_sink_mass(log_sum_BHS, sinks).to(output_BHSD.dtype))
     if mask.dim() == 4:
         dense = dense_mask(mask, *kind)
     else:
@@ -195,9 +207,9 @@ def masked_attention(
     return _torch_attention(query, key, value, dense, False, scale)
 
 
-def kept_by_sinks(log_sum_BHS: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
-    """[B, H, S, 1] the part of each softmax that a head's sink leaves to the keys, of which `log_sum_BHS` is the
-    logarithm of the sum of exponentials."""
+def non_sink_mass(log_sum_BHS: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+    """Probability mass [B, H, S, 1] of the keys in a softmax with a sink; `log_sum_BHS` is the log-sum-exp over the
+    keys."""
     return torch.sigmoid(log_sum_BHS.float() - sinks_H.float()[:, None])[..., None]
 
 
@@ -209,7 +221,7 @@ def _sink_attention(
     scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """The definition: a softmax over the keys' logits and the sink, whose share is then dropped."""
+    """Reference: a softmax over the keys' logits and the sink, whose probability is then dropped."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     if q.shape[1] != k.shape[1]:
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
@@ -221,11 +233,11 @@ def _sink_attention(
 
 
 def tile_options(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any] | None:
-    """FlexAttention's `kernel_options` for heads [..., D] and [..., Dv]; None where torch's own choice fits.
+    """FlexAttention's `kernel_options` for heads [..., D] and [..., Dv]; None for torch's defaults.
 
-    Of fp32 heads wider than 128, which Triton rounds up to a power of two, torch 2.11 keeps three tiles of 64 keys and
-    values at once in a shared memory that has no room for two. A tile of 32 queries, keys and values needs 96 KiB at a
-    width of 256. Short rows go the same way: the kernel that torch has for them takes no such options.
+    For fp32 heads wider than 128, which Triton rounds up to a power of two, torch 2.11 uses three tiles of 64 keys and
+    values, but shared memory does not hold two. Tiles of 32 queries, keys and values need 96 KiB at a width of 256.
+    Short rows use the same kernel, because torch's kernel for them does not take these options.
     """
     if query.dtype != torch.float32 or max(query.shape[-1], value.shape[-1]) <= WIDE_HEAD:
         return None
@@ -237,8 +249,8 @@ def tile_options(query: torch.Tensor, value: torch.Tensor) -> dict[str, Any] | N
 def gather_keys_values(
     key: torch.Tensor, value: torch.Tensor, cp_group: torch.distributed.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [S_total, B, G, D] and values [S_total, B, G, Dv] of all context parallel ranks, one after the other; in
-    the backward each rank gets the sum of what all ranks have of its gradients."""
+    """Keys [S_total, B, G, D] and values [S_total, B, G, Dv] of all context parallel ranks, concatenated; the backward
+    pass sums each rank's gradients over all ranks."""
     if cp_group.size() == 1:
         return key, value
     both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=cp_group)
@@ -247,26 +259,29 @@ def gather_keys_values(
 
 
 def check_mask(mask: torch.Tensor | None, mask_type: AttnMaskType, query: torch.Tensor, ranks: int) -> None:
-    """Raise DlmBridgeError for a mask that is missing or of another form or size than the call needs."""
+    """Raise SettingError for a mask that is missing, or whose dtype or shape does not fit the call."""
     if mask is None:
         if mask_type == AttnMaskType.arbitrary:
-            raise DlmBridgeError(
-                "block-causal attention needs an attention_mask in every call: make it with "
-                "dlm_bridge.parallel.attention.attention_mask"
+            raise SettingError(
+                "attention_mask",
+                "is missing, but block-causal attention needs it in every call: create it with "
+                "dlm_bridge.parallel.attention.attention_mask",
             )
         return
     keys, batch = query.shape[0] * ranks, query.shape[1]
     is_descriptor = mask.dtype == torch.int32 and tuple(mask.shape[1:]) == (keys, 5)
     is_dense = mask.dtype == torch.bool and tuple(mask.shape[1:]) == (1, keys, keys)
     if not (is_descriptor or is_dense) or mask.shape[0] not in (1, batch):
-        raise DlmBridgeError(
-            f"attention_mask must be an int32 descriptor [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, "
-            f"{keys}], True where a query attends, not {mask.dtype} {list(mask.shape)}"
+        raise SettingError(
+            "attention_mask",
+            f"must be an int32 descriptor [{batch} or 1, {keys}, 5] or bool [{batch} or 1, 1, {keys}, {keys}], True "
+            f"where a query attends, not {mask.dtype} {list(mask.shape)}",
         )
 
 
 def _sinks(config: TransformerConfig, ranks: int) -> torch.nn.Parameter:
-    """[H] of one of so many tensor parallel ranks, with the attributes that megatron-core's gradient norm goes by."""
+    """Sinks [H] of one of `ranks` tensor parallel ranks, with the attributes that megatron-core's gradient norm
+    reads."""
     heads, device = config.num_attention_heads // ranks, platform.current().device()
     sinks = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
@@ -275,21 +290,15 @@ def _sinks(config: TransformerConfig, ranks: int) -> torch.nn.Parameter:
 
 
 def has_sinks(config: TransformerConfig) -> bool:
-    """Whether attention heads have sinks, which `LocalAttention` computes."""
+    """True if attention heads have sinks, which `LocalAttention` computes."""
     return bool(config.softmax_type == "learnable")
 
 
-def check_settings(config: TransformerConfig) -> None:
-    """Raise DlmBridgeError where a layer's attention under a mask would ignore a setting."""
-    if reason := unsupported(config):
-        raise DlmBridgeError(f"attention under an attention_mask would ignore {reason}: leave it out")
-
-
 def unsupported(config: TransformerConfig) -> str | None:
-    """The first setting that Transformer Engine has and torch's kernels lack; None where there is none."""
+    """First setting in use that Transformer Engine supports and torch's kernels do not; None if there is none."""
     settings = {
         "attention_dropout": config.attention_dropout > 0,
-        f"softmax_type {config.softmax_type}": config.softmax_type not in ("vanilla", "learnable"),
+        "softmax_type": config.softmax_type not in ("vanilla", "learnable"),
         "apply_query_key_layer_scaling": config.apply_query_key_layer_scaling,
         "qk_clip": config.qk_clip,
         "log_max_attention_logit": config.log_max_attention_logit,
@@ -298,7 +307,7 @@ def unsupported(config: TransformerConfig) -> str | None:
 
 
 def _window(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
-    """How far back and ahead the layer attends; None for all the way."""
+    """Sliding window of a layer: positions back and ahead; None without one."""
     slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return tuple(config.window_size) if slides else None
 
@@ -319,7 +328,7 @@ def _torch_attention(
 
 
 def _heads_last(output_BHSD: torch.Tensor) -> torch.Tensor:
-    """[S, B, H * D]."""
+    """Permute to [S, B, H * D]."""
     return output_BHSD.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -333,9 +342,15 @@ def _compiled_flex_attention() -> Any:
 def uses_flash(
     config: TransformerConfig, mask_type: AttnMaskType, window: tuple[int, int] | None, setting: str | None, ranks: int
 ) -> bool:
-    """Whether a layer's calls without a mask are FlashAttention 4's: with `attention_backend` auto wherever it can,
-    with flash always. `setting` names one that only Transformer Engine has, `ranks` are the context parallel ones.
-    Raises DlmBridgeError for flash where it cannot."""
+    """True if a layer uses FlashAttention 4 for calls without a mask: with `attention_backend` auto if it is
+    supported, with flash always.
+
+    Args:
+        setting: the layer's setting that only Transformer Engine supports, if any.
+        ranks: number of context parallel ranks.
+
+    Raises SettingError for flash if it is not supported.
+    """
     if config.attention_backend not in (AttnBackend.auto, AttnBackend.flash):
         return False
     reason = (
@@ -344,12 +359,12 @@ def uses_flash(
         or flash_attention.unsupported_heads(config.kv_channels, config.params_dtype)
     )
     if reason is not None and config.attention_backend == AttnBackend.flash:
-        raise DlmBridgeError(f"--attention-backend flash: {reason}; or leave the option out")
+        raise SettingError("attention_backend", f"flash: {reason}; or leave the setting out")
     return reason is None
 
 
 def is_flash_call(packed: Any, bias: torch.Tensor | None) -> bool:
-    """Whether FlashAttention 4 supports a call: of whole sequences, or of documents without padding between them."""
+    """True if FlashAttention 4 supports a call: whole sequences, or documents without padding between them."""
     if bias is not None:
         return False
     odd = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "cp_group", "local_cp_size")
@@ -363,8 +378,8 @@ def is_flash_call(packed: Any, bias: torch.Tensor | None) -> bool:
 def flash_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, packed: Any = None
 ) -> torch.Tensor:
-    """[S, B, H * D] of `query` [S, B, H, D], `key` and `value` [S, B, G, D]; of `packed` documents [T, H * D] of
-    [T, H, D] and [T, G, D]. Nothing is copied."""
+    """FlashAttention 4 without copies: [S, B, H * D] for `query` [S, B, H, D], `key` and `value` [S, B, G, D]; with
+    `packed` documents [T, H * D] for [T, H, D] and [T, G, D]."""
     if packed is not None:
         starts, longest = packed.cu_seqlens_q, int(packed.max_seqlen_q)
         return flash_attention.flash_attention(query, key, value, scale, causal, starts, longest).flatten(1)
@@ -373,9 +388,9 @@ def flash_rows(
 
 
 def _flash_missing() -> str | None:
-    """Why FlashAttention 4 cannot be used here, also where a GPU is there but another platform computes."""
+    """Reason why FlashAttention 4 is not available on this platform; None if it is."""
     if (name := platform.current().name) != "cuda":
-        return f"FlashAttention 4 needs the CUDA platform, this one is {name}"
+        return f"FlashAttention 4 needs the CUDA platform, not {name}"
     return flash_attention.missing()
 
 
@@ -383,13 +398,13 @@ def _flash_unsupported(
     config: TransformerConfig, mask_type: AttnMaskType, window: tuple[int, int] | None, setting: str | None, ranks: int
 ) -> str | None:
     reasons = {
-        "block-causal attention is FlexAttention's": mask_type == AttnMaskType.arbitrary,
-        "FlashAttention 4 is not used under context parallelism (--cp)": ranks > 1,
+        "block-causal attention needs FlexAttention": mask_type == AttnMaskType.arbitrary,
+        "FlashAttention 4 is not used under context parallelism (`cp`)": ranks > 1,
         "FlashAttention 4 is not used with a sliding window, which this model has": window is not None,
-        "FlashAttention 4 has no attention sinks, which this model has": has_sinks(config),
+        "FlashAttention 4 does not support attention sinks, which this model has": has_sinks(config),
         "FlashAttention 4 is not used for multi-head latent attention": config.multi_latent_attention,
         f"FlashAttention 4 would ignore {setting}": setting is not None,
         "FlashAttention 4's gradients are not deterministic": config.deterministic_mode,
-        "FlashAttention 4 has no FP8": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
+        "FlashAttention 4 does not support FP8": config.fp8_dot_product_attention or config.fp8_multi_head_attention,
     }
     return next((reason for reason, there in reasons.items() if there), None)

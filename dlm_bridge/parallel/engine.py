@@ -1,4 +1,4 @@
-"""The Megatron engine as the core finds it by `registration.load`: what is imported depends on what is asked."""
+"""Megatron engine as registered with the core; its methods import megatron-core when they are called."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dlm_bridge.train.engine import TrainingEngine
 
 
 class MegatronEngine(TrainingEngine):
-    """Training on megatron-core; beside it live models (of `Bridge.build_megatron_model`) and their logits (of `verify
-    --logits`)."""
+    """Training on megatron-core, live models (`Bridge.build_megatron_model`) and their logits (`verify` with
+    `logits`)."""
 
     train = deferred("dlm_bridge.parallel.train.assembly:train")
     find_checkpoint = deferred("dlm_bridge.parallel.train.checkpoints:find_checkpoint")
@@ -26,7 +26,7 @@ class MegatronEngine(TrainingEngine):
     logits = deferred("dlm_bridge.parallel.logits:logits")
 
     def device(self) -> Any:
-        """The device of this process, on which logits are computed."""
+        """Device of this process, on which logits are computed."""
         from dlm_bridge.parallel import platform
 
         return platform.current().device()

@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel for training: explicit positions, packed documents, the loss at the loss positions only."""
+"""megatron-core's GPTModel with explicit positions, packed documents, and a loss at the loss positions only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions
 from dlm_bridge.parallel.batch import MicroBatch, Prediction
 from dlm_bridge.parallel.core import GPTModel, parallel_state
@@ -34,24 +34,26 @@ from dlm_bridge.parallel.weights import AbsentWeights
 
 # Settings of megatron-core that this forward pass would ignore.
 IGNORED_SETTINGS = {
-    "defer_embedding_wgrad_compute": "the output layer keeps no logits for later",
-    "fused_single_qkv_rope": "the engine has a kernel of its own for it, where it can",
+    "defer_embedding_wgrad_compute": "the output layer does not store logits",
+    "fused_single_qkv_rope": "the engine uses its own fused kernel",
 }
 
 
 @dataclass
 class DeferredLoss:
-    """The loss positions of a micro-batch that runs by a schedule plan, and the sums of its loss when that has run."""
+    """Loss positions of a micro-batch in a schedule plan, and the sums of its loss once it has run."""
 
     loss_positions: LossPositions
     sums: torch.Tensor | None = None
 
 
 def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> dict[str, Any]:
-    """Keyword arguments of a forward pass: `model(**model_inputs(batch))`, through any wrapper, on every pipeline
-    stage.
+    """Keyword arguments of a forward pass, `model(**model_inputs(batch))`, on every pipeline stage and through any
+    wrapper.
 
-    `num_terms` is the objective's number of loss terms; `summed` as of `LossPositions`.
+    Args:
+        num_terms: number of the objective's loss terms.
+        summed: as in `LossPositions`.
     """
     return {
         "input_ids": batch.input_ids,
@@ -77,23 +79,28 @@ def model_inputs(batch: MicroBatch, num_terms: int = 1, summed: bool = True) -> 
 
 
 class BridgeGPTModel(GPTModel):
-    """One virtual pipeline stage. `vocab` is the true vocabulary, without padding; with `value_head` the last stage
-    has a `ValueHead` in place of the output layer; other arguments as GPTModel's. Raises DlmBridgeError for a setting
-    that it would ignore.
+    """One virtual pipeline stage.
 
-    Do not wrap it in megatron-core's Float16Module, which would also cast what is fp32 on purpose: the last stage's
-    output is fp32 anyway.
+    Do not wrap it in megatron-core's Float16Module, which would also cast tensors that are fp32 on purpose; the last
+    stage's output is fp32 anyway.
+
+    Args:
+        vocab: vocabulary size without padding.
+        value_head: the last stage has a `ValueHead` instead of the output layer.
+        args, kwargs: arguments of GPTModel.
+
+    Raises SettingError for a setting that the model would ignore.
     """
 
-    absent: AbsentWeights | None = None  # what is to be loaded before the model is used
-    _next_ids: torch.Tensor | None = None  # [D, B, S] during a forward pass: of multi-token prediction layers
+    absent: AbsentWeights | None = None  # weights to load before the model is used
+    _next_ids: torch.Tensor | None = None  # [D, B, S] during a forward pass, for multi-token prediction layers
 
     def __init__(self, *args: Any, vocab: int, value_head: bool = False, **kwargs: Any) -> None:
         with patched_gradient_accumulation():
             super().__init__(*args, **kwargs)
         for setting, reason in IGNORED_SETTINGS.items():
             if getattr(self.config, setting):
-                raise DlmBridgeError(f"{setting} would be ignored ({reason}): leave it off")
+                raise SettingError(setting, f"would be ignored ({reason}): unset it")
         self._scales_queries, self._fuses_heads = scales_queries(self.config), fuses_heads(self.config)
         patch_token_dispatchers(self)
         patch_expert_biases(self)
@@ -115,21 +122,21 @@ class BridgeGPTModel(GPTModel):
         loss_positions: LossPositions | None = None,
         predictions: Sequence[Prediction] = (),
     ) -> Any:
-        """This stage's hidden states; on the last stage logits, or the loss at the `loss_positions`.
+        """Hidden states of this stage; on the last stage logits, or the loss at the `loss_positions`.
 
         Args:
-            input_ids: [B, S], of this context parallel rank.
-            position_ids: [B or 1, S]; None for 0..S-1, or for those of `packed_seq_params`.
-            attention_mask: mask descriptor or dense mask, as of `parallel.attention`.
+            input_ids: [B, S], this context parallel rank's part.
+            position_ids: [B or 1, S]; None for 0..S-1, or for the positions in `packed_seq_params`.
+            attention_mask: mask descriptor or dense mask, see `parallel.attention`.
             packed_seq_params: megatron-core's PackedSeqParams.
-            predictions: what each multi-token prediction layer, where there are any, reads and predicts. In training
-                mode their loss is part of the loss.
+            predictions: inputs and targets of the multi-token prediction layers, if any. In training mode their loss
+                is part of the loss.
 
         Returns:
-            logits: [B, S, V / tp] fp32 of every position, -inf at padded columns.
-            loss, sums: with `loss_positions`; see `linear_cross_entropy`, and `ValueHead.forward`. With
-                multi-token prediction the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv
-                2412.19437, section 2.2), and the last of the sums is (L_1 + ... + L_D) / D.
+            logits: [B, S, V / tp] fp32 at every position, -inf in padded columns.
+            loss, sums: with `loss_positions`; see `linear_cross_entropy` and `ValueHead.forward`. With multi-token
+                prediction the loss is L + factor / D (L_1 + ... + L_D) for D depths (DeepSeek-V3, arXiv 2412.19437,
+                section 2.2), and the last of the sums is (L_1 + ... + L_D) / D.
         """
         predicts = self.mtp_process and self.training and loss_positions is not None
         self._next_ids = torch.stack([each.input_ids for each in predictions]) if predicts else None
@@ -157,10 +164,9 @@ class BridgeGPTModel(GPTModel):
         loss_positions: LossPositions | None = None,
         predictions: Sequence[Prediction] = (),
     ) -> Any:
-        """megatron-core's plan of a training forward pass and its backward pass, layer by layer, which runs with
-        another micro-batch's (`overlap_moe_expert_parallel_comm`). Arguments as of `forward`; the last stage's loss is
-        that of the `loss_positions`, whose sums are in the plan's `state.labels`, a `DeferredLoss`. There are no
-        `predictions`."""
+        """megatron-core's plan of a training forward and backward pass, layer by layer, which overlaps with another
+        micro-batch's (`overlap_moe_expert_parallel_comm`). Arguments as in `forward`, without `predictions`. The last
+        stage stores the sums of its loss in the plan's `state.labels`, a `DeferredLoss`."""
         assert loss_positions is not None
         assert not predictions
         return super().build_schedule_plan(
@@ -179,7 +185,7 @@ class BridgeGPTModel(GPTModel):
         predictions: Sequence[Prediction],
         weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss with that of the hidden states [S, B, H] of each depth, and the sums with their mean."""
+        """Add the loss of each depth's hidden states [S, B, H] to the loss, and append their mean to the sums."""
         mean = torch.zeros_like(sums[:1])
         for hidden_SBH, each in zip(of_depths, predictions, strict=True):
             positions = LossPositions(each.loss_positions, each.targets, each.weights)
@@ -189,12 +195,12 @@ class BridgeGPTModel(GPTModel):
         return loss, torch.cat([sums, mean])
 
     def _loss_positions_layer(self) -> LossPositionsLayer | None:
-        """The last layer, where it can compute the loss positions only."""
+        """The last layer, if it can compute only the loss positions."""
         found = [layer for layer in self.decoder.layers[-1:] if isinstance(layer, LossPositionsLayer)]
         return found[0] if found else None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """megatron-core's embedding, and the rotary angles of `position_ids`."""
+        """megatron-core's embedding, with the rotary angles of `position_ids`."""
         embedded, angles, *rest = super()._preprocess(*args, **kwargs)
         position_ids = kwargs["position_ids"]
         if position_ids is not None and (rotary := self._rotary()) is not None:
@@ -207,7 +213,8 @@ class BridgeGPTModel(GPTModel):
         return embedded, angles, *rest
 
     def _rotary(self) -> Any:
-        """The rotary embedding, which every layer of latent attention has for itself; None for a stage without any."""
+        """Rotary embedding of the model, or of the first layer with latent attention; None for a stage without
+        layers."""
         if not self.config.multi_latent_attention:
             return self.rotary_pos_emb
         layers = [*self.decoder.layers, *(self.mtp.layers if self.mtp_process else ())]
@@ -223,8 +230,8 @@ class BridgeGPTModel(GPTModel):
         labels: DeferredLoss | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """The hidden states [S, B, H] as they are, or followed by those of each depth [(1 + D) S, B, H]: `forward`
-        calls the output layer. In a schedule plan the loss of the `labels`."""
+        """Hidden states [S, B, H], or with those of each depth [(1 + D) S, B, H]: `forward` calls the output layer. In
+        a schedule plan, the loss of the `labels`."""
         if labels is not None and self.post_process:
             weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             loss, labels.sums = self.output_layer(hidden_states, weight, loss_positions=labels.loss_positions)

@@ -1,4 +1,4 @@
-"""Weights of a live, distributed megatron-core model back in the Hub's layout, one tensor at a time."""
+"""Weights of a live, distributed megatron-core model in the Hub's layout, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, merged_weight
 from dlm_bridge.convert.lora.tensors import AdapterTensor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import ParamMapping, Passthrough
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import parallel_state
@@ -34,14 +34,18 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def stream_hf_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hub tensor of a live model as (Hub name, whole tensor), in the mapping's order.
+    """Yield every Hub tensor of a live model as (Hub name, unsharded tensor), in the mapping's order.
 
-    Collective: every rank iterates to the end, and every rank gets every tensor, on the model's device and in the
-    model's dtype. At most one tensor is gathered at a time, and what is yielded is a copy. `megatron_model` is this
-    rank's chunks (a GPTModel or a list, wrapped for data parallelism or not). Padded vocabulary rows are left out.
-    What the live model lacks (passthrough tensors, multi-token prediction layers unless it was built with them) comes
-    last, from `checkpoint`, which it was built from. Raises DlmBridgeError where the model and the mapping do not
-    cover each other.
+    Collective: every rank must iterate to the end, and receives every tensor, on the model's device and in the model's
+    dtype. One tensor is gathered at a time, and tensors are copies. Padded vocabulary rows are omitted. Tensors that
+    the live model lacks (passthrough tensors, multi-token prediction layers unless it was built with them) come last,
+    from `checkpoint`.
+
+    Args:
+        checkpoint: from which the model was built.
+        megatron_model: this rank's chunks: a GPTModel or a list, with or without data parallel wrappers.
+
+    Raises CheckpointError if the model's and the mapping's parameters differ.
     """
     seen = set()
     for name, tensor in stream_live_weights(checkpoint, megatron_model):
@@ -59,8 +63,8 @@ def stream_hf_weights(checkpoint: Checkpoint, megatron_model: Any) -> Iterator[t
 def stream_live_weights(
     checkpoint: Checkpoint, megatron_model: Any, adapter: LiveAdapter | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`stream_hf_weights` without what the live model lacks: nothing is read. With its `adapter` merged, else without
-    one."""
+    """Same as `stream_hf_weights` without the tensors that the live model lacks; the checkpoint is not read. `adapter`
+    is merged; None for the base."""
     chunks = list(megatron_model) if isinstance(megatron_model, Sequence | torch.nn.ModuleList) else [megatron_model]
     chunks = unwrapped(chunks)
     gather = _Gather({name: tensor for name, tensor in live_tensors(chunks).items() if ADAPTER not in name})
@@ -83,18 +87,19 @@ def stream_live_weights(
 
 @torch.no_grad()
 def refresh_hf_model(checkpoint: Checkpoint, hf_model: PreTrainedModel, megatron_model: Any) -> None:
-    """Copy a live Megatron model's weights into `hf_model` in place, so that optimizers and tied weights keep theirs.
+    """Copy a live Megatron model's weights into the parameters of `hf_model` in place, which optimizers and tied
+    weights refer to.
 
-    Collective, as `stream_hf_weights`; the Hub model keeps its own dtype and device. Raises DlmBridgeError, before
-    anything is written, where the two models do not have the same tensors.
+    Collective, as in `stream_hf_weights`. The Hub model keeps its dtype and device. Raises CheckpointError, before
+    anything is written, if the two models' tensors differ.
     """
     write_hf_weights(checkpoint, InPlaceWriter(hf_model), megatron_model)
 
 
 class HubTensorWriter(Protocol):
-    """What writes Hub tensors into a model."""
+    """Interface for writing Hub tensors into a model."""
 
-    shapes: dict[str, tuple[int, ...]]  # of every Hub tensor that the model has
+    shapes: dict[str, tuple[int, ...]]  # of every Hub tensor of the model
 
     def write(self, name: str, tensor: torch.Tensor) -> None: ...
 
@@ -103,28 +108,36 @@ class HubTensorWriter(Protocol):
 def write_hf_weights(
     checkpoint: Checkpoint, writer: HubTensorWriter, megatron_model: Any, adapter: LiveAdapter | None = None
 ) -> None:
-    """`refresh_hf_model` of the model that `writer` writes to; as `stream_live_weights` with an `adapter` merged."""
+    """`refresh_hf_model` for the model of a `writer`; `adapter` as in `stream_live_weights`."""
     wanted = {
         name: shape
         for param in _live_params(checkpoint)
         for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)
     }
-    for name, shape in wanted.items():
-        if name not in writer.shapes:
-            raise DlmBridgeError(f"{name}: the Hub model does not have this tensor")
-        if writer.shapes[name] != shape:
-            raise DlmBridgeError(f"{name} has shape {writer.shapes[name]} in the Hub model, but {shape} here")
-    if extra := sorted(
-        writer.shapes.keys() - wanted.keys() - checkpoint.mapping.passthrough_names(checkpoint.dims).keys()
-    ):
-        raise DlmBridgeError(f"{extra[0]}: the Hub model has this tensor, but the mapping does not know it")
+    found = {
+        name: writer.shapes[name]
+        for name in writer.shapes.keys() - checkpoint.mapping.passthrough_names(checkpoint.dims).keys()
+    }
+    _check_same(wanted, found, "Hub")
     for name, tensor in stream_live_weights(checkpoint, megatron_model, adapter):
         if name in wanted:
             writer.write(name, tensor)
 
 
+def _check_same(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], model: str) -> None:
+    """Raise CheckpointError for the first tensor that only the mapping (`wanted`) or the live model has, or whose
+    shapes differ."""
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise CheckpointError(
+                name,
+                f"has shape {found.get(name, 'none')} in the live {model} model, but {wanted.get(name, 'none')} in "
+                "the mapping of its config",
+            )
+
+
 def _live_params(checkpoint: Checkpoint) -> list[ParamMapping]:
-    """The parameters of a live model, without multi-token prediction layers, which transformers' models lack."""
+    """Parameters of a live model, without multi-token prediction layers, which transformers' models lack."""
     return [param for param in checkpoint.mapping.params(checkpoint.dims) if not param.is_mtp]
 
 
@@ -136,27 +149,31 @@ def _passthrough(checkpoint: Checkpoint) -> dict[str, Passthrough]:
 
 
 class _Gather:
-    """Gathers one param's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and hands it
-    to all other expert parallel ranks and then to all other pipeline stages."""
+    """Gathers a parameter's unsharded Megatron tensor from the (expert) tensor parallel ranks that hold it, and
+    broadcasts it to the other expert parallel ranks and then to the other pipeline stages.
 
-    def __init__(self, live: Mapping[str, torch.Tensor], uncut: Container[str] = ()) -> None:
-        """Of this rank's tensors, of which tensor parallel ranks have the `uncut` ones whole."""
-        self.live, self.uncut = live, uncut
+    Args:
+        live: this rank's tensors.
+        replicated: names of tensors that every tensor parallel rank holds whole.
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor], replicated: Container[str] = ()) -> None:
+        self.live, self.replicated = live, replicated
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         self.ep_group = parallel_state.get_expert_model_parallel_group()
         self.ep_rank = parallel_state.get_expert_model_parallel_rank()
-        self.owners: dict[str, tuple[int, int]] = {}  # the pipeline stage and the expert parallel rank
+        self.owners: dict[str, tuple[int, int]] = {}  # pipeline stage and expert parallel rank
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for stage, ranks in enumerate(self._described()):
+        for stage, ranks in enumerate(self._specs()):
             for rank, names in enumerate(ranks):
                 for name, (shape, dtype) in names.items():
                     self.owners.setdefault(name, (stage, rank))
                     self.shapes[name], self.dtypes[name] = shape, dtype
 
-    def _described(self) -> list[list[dict[str, Any]]]:
-        """By pipeline stage and expert parallel rank: name -> shape and dtype of what is held there."""
+    def _specs(self) -> list[list[dict[str, Any]]]:
+        """By pipeline stage and expert parallel rank: name -> shape and dtype of the tensors there."""
         mine = {name: (tuple(original(held).shape), original(held).dtype) for name, held in self.live.items()}
         of_stage: list[Any] = [None] * self.ep_group.size()
         dist.all_gather_object(of_stage, mine, group=self.ep_group)
@@ -165,29 +182,21 @@ class _Gather:
         return of_all
 
     def check(self, params: list[ParamMapping], tied: bool, live_tied: bool) -> None:
-        """Raise DlmBridgeError, on every rank alike, unless the params cover the live model exactly."""
+        """Raise CheckpointError, on every rank, unless the parameters and the live model match exactly."""
         if tied != live_tied:
-            raise DlmBridgeError(
-                f"the live Megatron model's output layer is {'' if live_tied else 'not '}tied to its embedding, but "
-                f"the Hub config's is{'' if tied else ' not'}"
+            raise CheckpointError(
+                "tie_word_embeddings", f"is {tied} in the Hub config, but {live_tied} in the live Megatron model"
             )
-        params = [piece for param in params for piece in param.pieces]
-        names = {param.megatron_name for param in params}
-        if missing := sorted(names - self.owners.keys()):
-            raise DlmBridgeError(f"{missing[0]}: the live Megatron model does not have this parameter")
-        # A tied output layer on the last stage repeats the embedding of the first.
-        if extra := sorted(self.owners.keys() - names - ({OUTPUT} if tied else set())):
-            raise DlmBridgeError(f"{extra[0]}: the mapping does not know this parameter of the live Megatron model")
-        for param in params:
-            wanted, found = list(param.megatron_shape), list(self.shapes[param.megatron_name])
+        wanted, found = {}, dict(self.shapes)
+        if tied:
+            found.pop(OUTPUT, None)  # on the last stage it repeats the embedding of the first
+        for param in [piece for whole in params for piece in whole.pieces]:
+            shape, live = list(param.megatron_shape), found.get(param.megatron_name, ())
             if param.rule.tp_axis is not None:
-                wanted[param.rule.tp_axis] = sum(length for _, length in param.tp_slices(0, tensor_parallel(param)[1]))
-            padded = is_vocabulary(param) and found[1:] == wanted[1:] and found[0] >= wanted[0]
-            if found != wanted and not padded:
-                raise DlmBridgeError(
-                    f"{param.megatron_name} has shape {tuple(found)} in the live Megatron model at tp "
-                    f"{tensor_parallel(param)[1]}, but the Hub config asks for {tuple(wanted)}"
-                )
+                shape[param.rule.tp_axis] = sum(length for _, length in param.tp_slices(0, tensor_parallel(param)[1]))
+            padded = is_vocabulary(param) and live[1:] == tuple(shape[1:]) and live[0] >= shape[0]
+            wanted[param.megatron_name] = live if padded else tuple(shape)
+        _check_same(wanted, found, "Megatron")
 
     def __call__(self, param: ParamMapping) -> torch.Tensor:
         name = param.megatron_name
@@ -195,7 +204,7 @@ class _Gather:
         stage, ep_rank = self.owners[name]
         of_expert = param.expert is not None
         if self.pp_rank == stage and (not of_expert or self.ep_rank == ep_rank):
-            if name in self.uncut:
+            if name in self.replicated:
                 whole.copy_(values(self.live[name]))
             else:
                 gather_shards(param, values(self.live[name]), whole)
@@ -207,16 +216,20 @@ class _Gather:
 
 
 class LiveAdapter:
-    """The adapter of a live model. Its factors are gathered where a weight needs them: collective, as
-    `stream_live_weights`."""
+    """Adapter of a live model. Its factors are gathered for each weight: collective, as in `stream_live_weights`.
+
+    Args:
+        tensors: all adapter tensors.
+        factors: the factors in this rank's chunks.
+        scale: factor of B A.
+    """
 
     def __init__(
         self, tensors: Sequence[AdapterTensor], factors: Sequence[Sequence[LiveFactor]], scale: float
     ) -> None:
-        """Of all its `tensors`, of which this rank's chunks have `factors`."""
         held = {factor.tensor.param.megatron_name: factor for chunk in factors for factor in chunk}
-        uncut = {name for name, factor in held.items() if factor.axis is None}
-        self._gather = _Gather({name: factor.parameter for name, factor in held.items()}, uncut)
+        replicated = {name for name, factor in held.items() if factor.axis is None}
+        self._gather = _Gather({name: factor.parameter for name, factor in held.items()}, replicated)
         self._scale = scale
         self._places = {
             (weight, tensor.part): (tensor.param, 0 if tensor.shared else number)
@@ -225,11 +238,11 @@ class LiveAdapter:
         }
 
     def __contains__(self, weight: str) -> bool:
-        """Whether it changes a Hub weight."""
+        """True if it changes a Hub weight."""
         return (weight, "A") in self._places
 
     def merged(self, weight: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The base's `tensor` of a Hub weight with the adapter in it, in its dtype."""
+        """Merge the adapter into the base's `tensor` of a Hub weight, in its dtype."""
         a, b = (self._factor(weight, part).float() for part in LORA_FACTORS)
         magnitude = self._factor(weight, "magnitude") if (weight, "magnitude") in self._places else None
         return merged_weight(tensor, self._scale * (b @ a), magnitude).to(tensor.dtype)
@@ -245,14 +258,14 @@ _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 class InPlaceWriter:
     """Writes Hub tensors into a live model's parameters in place.
 
-    transformers merges some Hub tensors into one parameter (experts), and only its own conversion knows how. Run
-    backwards on a parameter it gives the Hub tensors, as views or as copies; run backwards on the indices of the
-    parameter's elements it says where each element of a copy came from. Memory is bounded by a layer.
+    transformers merges some Hub tensors into one parameter (experts) by its own conversion. Its inverse on a parameter
+    gives the Hub tensors, as views or as copies; on the indices of the parameter's elements it gives the source of
+    each element of a copy. Memory is bounded by one layer.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._groups: dict[str, dict[str, torch.Tensor]] = {}  # by layer: what the model names its tensors
+        self._groups: dict[str, dict[str, torch.Tensor]] = {}  # by layer: the tensors by their names in the model
         for name, tensor in stored_tensors(model):
             match = _LAYER.search(name)
             self._groups.setdefault(name[: match.end()] if match else "", {})[name] = tensor.data
@@ -264,10 +277,10 @@ class InPlaceWriter:
                     self._group_of[hub_name], self.shapes[hub_name] = group, tuple(part.shape)
         self._open: str | None = None
         self._views: dict[str, torch.Tensor] = {}
-        self._places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor, and which of its elements
+        self._places: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # a tensor, and indices of its elements
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a Hub tensor into the model, in the model's dtype. Fastest where a layer's tensors come together."""
+        """Copy a Hub tensor into the model, in the model's dtype. Fastest if a layer's tensors come in sequence."""
         if self._group_of[name] != self._open:
             self._load(self._group_of[name])
         if name in self._views:

@@ -1,10 +1,10 @@
-"""Layer specs of megatron-core: the modules of each layer, dense or with experts, and its attention pattern."""
+"""megatron-core layer specs: the modules of each layer, dense or with experts, and its attention pattern."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.attention import MASK_TYPES, check_attention_pattern
 from dlm_bridge.parallel.core import (
@@ -43,7 +43,7 @@ from dlm_bridge.parallel.self_attention import (
 from dlm_bridge.registration import warn_if_untested
 
 PRE_MLP_NORM = "pre_mlp_layernorm."
-# Names of latent attention's norms where Transformer Engine fuses them with the linear layers that follow.
+# Names of latent attention's norms when Transformer Engine fuses them with the linear layers that follow.
 LATENT_NAMES = {
     PRE_MLP_NORM: "mlp.linear_fc1.layer_norm_",
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -52,10 +52,11 @@ LATENT_NAMES = {
 
 
 def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage (virtual stage `vp_stage`) and the final norm.
+    """Layer specs of this rank's pipeline stage (virtual stage `vp_stage`) and the final norm.
 
-    Transformer Engine's modules where it is installed and CUDA is the platform, else megatron-core's local ones.
-    Raises DlmBridgeError for an attention pattern, a normalisation or a combination that the engine does not have.
+    The modules are Transformer Engine's if it is installed and the platform is CUDA, otherwise megatron-core's local
+    ones. Raises SettingError, LayoutError or MissingExtraError for an attention pattern, a normalisation or a
+    combination that the engine does not support.
     """
     _check(config, attention_pattern)
     engine = uses_transformer_engine()
@@ -72,8 +73,8 @@ def block_spec(config: TransformerConfig, attention_pattern: str, vp_stage: int 
 
 
 def prediction_spec(config: TransformerConfig, attention_pattern: str) -> MultiTokenPredictionBlockSubmodules:
-    """The multi-token prediction layers, which are on the last pipeline stage: each has a layer like the model's last
-    one."""
+    """Specs of the multi-token prediction layers on the last pipeline stage; each contains a layer like the model's
+    last."""
     engine = uses_transformer_engine()
     layer = _layer(config, attention_pattern, engine, experts=config.num_moe_experts)
     norm = _transformer_engine_norm() if engine else LocalRMSNorm
@@ -85,30 +86,23 @@ def prediction_spec(config: TransformerConfig, attention_pattern: str) -> MultiT
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers are made of Transformer Engine's modules."""
+    """True if layers are built from Transformer Engine's modules."""
     return platform.current().uses_transformer_engine()
 
 
 def _check(config: TransformerConfig, attention_pattern: str) -> None:
     check_attention_pattern(attention_pattern)
-    if attention_pattern == "block_causal" and config.cp_comm_type in ("a2a", "a2a+p2p"):
-        raise DlmBridgeError(
-            f"--cp-comm-type {config.cp_comm_type}: block-causal attention gathers keys and values: leave it out"
+    if (attention_pattern == "block_causal" or has_sinks(config)) and config.cp_comm_type in ("a2a", "a2a+p2p"):
+        raise LayoutError(
+            "cp_comm_type", f"{config.cp_comm_type} with attention that gathers keys and values: use allgather"
         )
-    if has_sinks(config) and config.cp_comm_type in ("a2a", "a2a+p2p"):
-        raise DlmBridgeError(
-            f"--cp-comm-type {config.cp_comm_type}: attention with sinks gathers keys and values: use allgather"
-        )
-    if has_sinks(config) and attention_pattern != "causal":
-        raise DlmBridgeError(f"the engine's attention with sinks is causal, this model's is {attention_pattern}")
+    if (has_sinks(config) or config.window_size is not None) and attention_pattern != "causal":
+        feature = "attention sinks" if has_sinks(config) else "a sliding window"
+        raise SettingError("engine", f"megatron supports {feature} with causal attention, not {attention_pattern}")
     if config.normalization != "RMSNorm":
-        raise DlmBridgeError(f"the Megatron engine has no {config.normalization}, only RMSNorm")
-    if config.window_size is not None and attention_pattern != "causal":
-        raise DlmBridgeError(
-            f"megatron-core's sliding window is causal, this model's attention is {attention_pattern}"
-        )
+        raise SettingError("normalization", f"must be RMSNorm, not {config.normalization}")
     if config.moe_grouped_gemm and not uses_transformer_engine():
-        raise DlmBridgeError("moe_grouped_gemm needs Transformer Engine: leave it off, or install it on a GPU")
+        raise MissingExtraError("moe_grouped_gemm", "needs Transformer Engine: unset it, or install it on a GPU")
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
@@ -117,7 +111,7 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, experts: int | None) -> ModuleSpec:
-    """One kind of layer, dense where `experts` is None."""
+    """Spec of one kind of layer, dense if `experts` is None."""
     kind = {
         "num_experts": experts,
         "moe_grouped_gemm": config.moe_grouped_gemm and experts is not None,
@@ -150,13 +144,13 @@ def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, expe
 
 
 def _make_local(layer: Any, has_experts: bool) -> None:
-    """Replace local modules of megatron-core that do not fit, and use the names that Transformer Engine's layers
-    have."""
+    """Replace megatron-core's local modules that do not fit, and use the parameter names of Transformer Engine's
+    layers."""
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
     attention = layer.self_attention.submodules
     if isinstance(attention, MLASelfAttentionSubmodules):
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-        attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm  # of a rank's own tokens
+        attention.q_layernorm = attention.kv_layernorm = LocalRMSNorm  # over a rank's own tokens
         layer.sharded_state_dict_keys_map = dict(LATENT_NAMES)
     else:
         _set_head_norms(attention, LocalHeadNorm)
@@ -166,7 +160,7 @@ def _make_local(layer: Any, has_experts: bool) -> None:
 
 
 def _set_head_norms(attention: Any, norm: type) -> None:
-    """Where a model normalises its query and key heads."""
+    """Set the norm class of query and key heads, if the model has such norms."""
     for name in ("q_layernorm", "k_layernorm"):
         if getattr(attention, name) is not IdentityOp:
             setattr(attention, name, norm)

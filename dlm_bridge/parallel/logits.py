@@ -1,4 +1,4 @@
-"""Logits of a checkpoint's model on one process, which `verify --logits` compares with transformers'."""
+"""Logits of a checkpoint's model on one process, which `verify` compares with transformers'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlm_bridge.parallel.parallelize import build_megatron_model
 
 
 def check_logits(bridge: Bridge) -> None:
-    """Raise DlmBridgeError where megatron-core cannot hold this model."""
+    """Raise SettingError or MissingExtraError if megatron-core does not support this model."""
     with _one_process():
         config = model_config(bridge.mapping, bridge.config, bridge.dims, Layout(), torch.float32)
         block_spec(config.transformer, bridge.family.attention_pattern, None)
@@ -27,9 +27,9 @@ def check_logits(bridge: Bridge) -> None:
 
 @torch.no_grad()
 def logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S, V] in fp32, with the family's attention pattern.
+    """Logits [B, S, V] in fp32, with the family's attention pattern.
 
-    Raises DlmBridgeError where a tensor is missing, left over or mis-shaped.
+    Raises CheckpointError if a tensor is missing, unknown or of the wrong shape.
     """
     with _one_process():
         (model,) = build_megatron_model(bridge.checkpoint, Layout(), torch.float32)
@@ -41,7 +41,8 @@ def logits(bridge: Bridge, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """megatron-core's process groups for one process. On exit, those that did not exist before are destroyed."""
+    """Context manager with megatron-core's process groups for one process; groups that did not exist are destroyed on
+    exit."""
     grouped = parallel_state.model_parallel_is_initialized()
     with process_group_ends():
         try:

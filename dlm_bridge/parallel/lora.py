@@ -1,22 +1,22 @@
-"""LoRA and DoRA adapters of a live megatron-core model, beside its linear layers, in any layout.
+"""LoRA and DoRA adapters of a live megatron-core model's linear layers, in any layout.
 
-Each Hub weight has its own adapter, as in PEFT, also where Megatron joins several in one linear layer (query, key and
-value; gate and up): the canonical style of Megatron Bridge, under whose names they are stored.
+Each Hub weight has its own adapter, as in PEFT, also if Megatron fuses several weights in one linear layer (query, key
+and value; gate and up): the canonical style of Megatron Bridge, under whose names they are stored.
 
-    layer           its input            A                      B                      between A and B
-    cut by rows     all columns          whole on every rank    cut by rows            gathered along the sequence
-    cut by columns  a rank's columns     cut by columns         whole on every rank    summed over ranks
-    whole           all columns          whole on every rank    whole on every rank    nothing
+    layer               its input            A                    B                    between A and B
+    sharded by rows     all columns          replicated           sharded by rows      gathered along the sequence
+    sharded by columns  a rank's columns     sharded by columns   replicated           summed over ranks
+    replicated          all columns          replicated           replicated           nothing
 
-so that what tensor parallel ranks exchange is of the adapter's rank, never of the layer's width. With sequence
-parallelism the sum is scattered along the sequence, as the layer's own. Whole are the projections to latent vectors
-of multi-head latent attention, which get the tokens of their own rank.
+Tensor parallel ranks therefore exchange tensors of the adapter's rank, never of the layer's width. With sequence
+parallelism the sum is scattered along the sequence, like the layer's own. Replicated layers are the projections to
+latent vectors of multi-head latent attention, whose input is the tokens of their own rank.
 
-DoRA's magnitudes are cut or whole as B is. The norms that they replace are of whole rows: where a layer is cut by
-columns, ranks sum the squares of their own. As in PEFT no gradient passes through the norms.
+DoRA's magnitudes are sharded like B. They replace norms over whole rows: for a layer sharded by columns, ranks sum
+their squares. As in PEFT, no gradient passes through the norms.
 
-Routed experts have an adapter each, without magnitudes. Their dispatcher gives all ranks of an expert the same tokens,
-and sums what they compute: these exchange nothing of the adapter but the gradient of the factor that each has whole.
+Routed experts have an adapter each, without magnitudes. Their dispatcher sends the same tokens to all tensor parallel
+ranks of an expert, and sums their outputs: the ranks exchange only the gradient of the replicated factor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import nn
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.lora.peft import LORA_FACTORS, LoraFactor, check_all_layers
 from dlm_bridge.convert.lora.tensors import AdapterTensor, adapter_tensors
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import QKV, GatedMLP, ParamMapping
 from dlm_bridge.parallel.core import (
@@ -48,15 +48,15 @@ from dlm_bridge.parallel.core import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-_AXES: dict[LoraFactor, int] = {"A": 1, "B": 0, "magnitude": 0}  # that tensor parallelism may cut
+_AXES: dict[LoraFactor, int] = {"A": 1, "B": 0, "magnitude": 0}  # tensor parallel axis
 ADAPTER = ".adapter."  # in the names of its parameters
-# Of a Hub weight's factor; None of a magnitude: the norms of the weight's rows.
+# Function from a Hub weight and a factor to initial values; None for a magnitude: the norms of the weight's rows.
 InitialValues = Callable[[str, LoraFactor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class LiveFactor:
-    """A factor that this rank holds, all of it or its shard along `axis`."""
+    """Factor on this rank: a shard along `axis`, or the whole factor if `axis` is None."""
 
     tensor: AdapterTensor
     name: str  # of the parameter in its chunk
@@ -64,7 +64,7 @@ class LiveFactor:
     axis: int | None
 
     def sharded(self, dp_cp_group: Any) -> Any:
-        """As megatron-core saves it."""
+        """megatron-core's ShardedTensor of the factor."""
         param = self.tensor.param
         offsets = tuple((place, index, size) for place, (index, size) in enumerate(param.stack))
         groups = {"tp_group": parallel_state.get_tensor_model_parallel_group(), "dp_cp_group": dp_cp_group}
@@ -80,7 +80,7 @@ class LiveFactor:
         sharded = make_tp_sharded_tensor_for_checkpoint(
             self.parameter, param.megatron_key, self.axis, prepend_offsets=offsets, **groups
         )
-        # A rank's rows of gate and up projections, which share A, are apart in the whole tensor.
+        # Gate and up projections share A; a rank's rows of the two are not adjacent in the whole tensor.
         return apply_swiglu_sharded_factory(sharded, offsets) if isinstance(param.rule, GatedMLP) else sharded
 
 
@@ -93,10 +93,17 @@ def add_adapters(
     initial: InitialValues,
     dora: bool = False,
 ) -> list[list[LiveFactor]]:
-    """Freeze the parameters of this rank's chunks, and give their linear layers of these Hub weights an adapter each
-    with `initial` values, with `dora` one with magnitudes. The factors of each chunk.
+    """Freeze the parameters of this rank's chunks, and add an adapter for each of the Hub `weights` to their linear
+    layers. Returns the factors of each chunk.
 
-    Raises DlmBridgeError for a weight that Megatron's adapters cannot change.
+    Args:
+        weights: names of Hub weights.
+        rank: of the adapters.
+        scale: factor of B A.
+        initial: initial values of the factors.
+        dora: add magnitudes.
+
+    Raises SettingError for a weight that is not in a linear layer.
     """
     check_all_layers(base, weights, base.where)
     tensors = live_adapter_tensors(base, weights, rank, dora)
@@ -104,9 +111,7 @@ def add_adapters(
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
         if not _module(param).rpartition(".")[2].startswith("linear_"):
-            raise DlmBridgeError(
-                f"{base.where}: {param.hub_names[0]} is not a linear layer of Megatron's: leave it out"
-            )
+            raise SettingError("lora_targets", f"{param.hub_names[0]} is not a linear layer in Megatron: unset it")
         by_layer.setdefault(param.layer, []).append(param)
     found = []
     for chunk in chunks:
@@ -132,16 +137,16 @@ def add_adapters(
 def live_adapter_tensors(
     base: Checkpoint, weights: Sequence[str], rank: int, dora: bool = False
 ) -> list[AdapterTensor]:
-    """All factors of an adapter of these Hub weights, on whichever ranks they are. Raises DlmBridgeError."""
-    joined = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
-    apart = [weight for weight in weights if weight not in joined]
-    tensors = adapter_tensors(base, apart, rank, "canonical", base.where, dora)
-    return tensors + adapter_tensors(base, sorted(joined), rank, "fused", base.where, dora)
+    """All factors of an adapter of these Hub weights, over all ranks. Raises DlmBridgeError."""
+    fused = {weight for weight in weights if isinstance(base.param_of[weight].rule, FusedQKV)}  # on the Hub already
+    separate = [weight for weight in weights if weight not in fused]
+    tensors = adapter_tensors(base, separate, rank, "canonical", base.where, dora)
+    return tensors + adapter_tensors(base, sorted(fused), rank, "fused", base.where, dora)
 
 
 @contextlib.contextmanager
 def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """In which a model with adapters is its base."""
+    """Context manager that disables the adapters."""
     found = [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, (LinearAdapter, ExpertAdapter))
     ]
@@ -155,11 +160,11 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class LinearAdapter(nn.Module):
-    """The adapters of one linear layer: of each Hub weight in it A [rank, columns], B [rows, rank] and of DoRA a
-    magnitude [rows], or shards.
+    """Adapters of one linear layer: for each Hub weight in it A [rank, columns], B [rows, rank] and with DoRA a
+    magnitude [rows], or shards of these.
 
-    A forward hook of the layer adds `scale * B A x` to its output, part by part in the order of its rows; of DoRA each
-    row of that is multiplied by its magnitude over the norm of W + scale * B A.
+    A forward hook of the layer adds `scale * B A x` to its output. With DoRA each row of the sum is multiplied by its
+    magnitude over the norm of W + scale * B A.
     """
 
     def __init__(
@@ -171,24 +176,24 @@ class LinearAdapter(nn.Module):
         initial: InitialValues,
         linear: Any,
     ) -> None:
-        """`linear` is the layer that holds `param`, whose submodule this becomes."""
+        """Register the adapter as a submodule of `linear`, the layer that holds `param`."""
         super().__init__()
         self.enabled = True
         self.rank, self.scale = rank, scale
-        self.cut = param.rule.tp_axis  # 0: by rows, 1: by columns, None: whole on every rank
+        self.tp_axis = param.rule.tp_axis  # 0: by rows, 1: by columns, None: replicated
         self.sequence_parallel = linear.config.sequence_parallel
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        # In the rows of a joined layer query, key and value alternate, once a query group.
+        # In the rows of a fused layer query, key and value alternate, once per query group.
         self.groups = linear.config.num_query_groups // tp if isinstance(param.rule, QKV) else 1
         self.norm_eps = linear.config.layernorm_epsilon
-        self.rows: list[int] = []  # of each Hub weight, on this rank
+        self.rows: list[int] = []  # number of rows of each Hub weight on this rank
         self.factors: list[tuple[_Factor, _Factor] | None] = []
         self.magnitudes: list[_Factor | None] = []
         self.members: list[tuple[str, AdapterTensor, nn.Parameter, int | None]] = []
         like = linear.weight
         for weight, (rows, _) in zip(param.hub_names, param.hub_shapes, strict=True):
-            self.rows.append(rows // tp if self.cut == 0 else rows)
+            self.rows.append(rows // tp if self.tp_axis == 0 else rows)
             if (weight, "A") not in factors:
                 self.factors.append(None)
                 self.magnitudes.append(None)
@@ -197,17 +202,17 @@ class LinearAdapter(nn.Module):
             for part, axis in _AXES.items():
                 if (tensor := factors.get((weight, part))) is None:
                     continue
-                sharded = self.cut is not None and (axis == 0) == (self.cut == 0)
+                sharded = self.tp_axis is not None and (axis == 0) == (self.tp_axis == 0)
                 given = initial(weight, part)
                 if given is None:
-                    values = torch.zeros(self.rows[-1])  # until the rows of all parts are known
+                    values = torch.zeros(self.rows[-1])  # set below, when the rows of all parts are known
                 else:
                     values = tensor.param.to_megatron([given])
                     values = tensor.param.shard(values, tp_rank, tp) if sharded else values
-                # What multiplies the whole output is not rounded as the weights are.
+                # Magnitudes multiply the whole output, and stay in fp32.
                 dtype = torch.float32 if part == "magnitude" else like.dtype
                 factor: Any = nn.Parameter(values.to(like.device, dtype, copy=True).contiguous())
-                # megatron-core's words: of a shard, and of what ranks have whole but see a part of the sequence with
+                # megatron-core's attributes of a shard, and of a replicated parameter under sequence parallelism
                 factor.tensor_model_parallel = sharded
                 factor.partition_dim, factor.partition_stride = (axis if sharded else -1), 1
                 factor.sequence_parallel = self.sequence_parallel and not sharded
@@ -218,7 +223,7 @@ class LinearAdapter(nn.Module):
             self.magnitudes.append(own.get("magnitude"))
         self.dora = any(magnitude is not None for magnitude in self.magnitudes)
         if self.dora:
-            # Of the base's rows, which stay as they are.
+            # Squared norms of the base's rows, which are frozen.
             squares = torch.linalg.vector_norm(like.detach(), dim=1, dtype=torch.float32).square()
             self.squares = self._over_whole_rows(torch.cat(self._split_rows(squares)))
             for weight, magnitude, own_squares in zip(
@@ -230,22 +235,22 @@ class LinearAdapter(nn.Module):
         linear.register_forward_hook(_add_to_output)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, B, rows]: what is added to the layer's output, of its input."""
-        given = [pair for pair in self.factors if pair is not None]
-        each = iter(self._exchanged(F.linear(x, torch.cat([a() for a, _ in given]))).split(self.rank, dim=-1))
+        """Term [S, B, rows] that is added to the layer's output, from its input `x`."""
+        present = [pair for pair in self.factors if pair is not None]
+        each = iter(self._exchanged(F.linear(x, torch.cat([a() for a, _ in present]))).split(self.rank, dim=-1))
         added = [None if pair is None else F.linear(next(each), pair[1]()) for pair in self.factors]
         first = next(part for part in added if part is not None)
         parts = [
             first.new_zeros(*first.shape[:-1], rows) if part is None else part
             for part, rows in zip(added, self.rows, strict=True)
         ]
-        return self.scale * self._joined(parts)
+        return self.scale * self._fused(parts)
 
     def _exchanged(self, inner: torch.Tensor) -> torch.Tensor:
-        """What is between A and B, of what this rank's A gives."""
-        if self.cut is None:
+        """Input of B, from the output of this rank's A."""
+        if self.tp_axis is None:
             return inner
-        if self.cut == 0:
+        if self.tp_axis == 0:
             whole, sharded = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
         else:
             whole, sharded = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
@@ -253,21 +258,21 @@ class LinearAdapter(nn.Module):
         return found
 
     def ratio(self, weight: torch.Tensor) -> torch.Tensor:
-        """[rows], of DoRA: each magnitude over the norm of its row of W + scale * B A, in fp32. 1 in rows without one.
-        `weight` is W, or a shard."""
+        """DoRA's magnitudes over the norms of the rows of W + scale * B A, [rows] in fp32; 1 in rows without a
+        magnitude. `weight` is W, or a shard."""
         norms = self._norms(weight).split(self.rows)
         parts = [
             torch.ones_like(norm) if magnitude is None else magnitude() / norm
             for magnitude, norm in zip(self.magnitudes, norms, strict=True)
         ]
-        return self._joined(parts)
+        return self._fused(parts)
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor) -> torch.Tensor:
-        """Those of W + scale * B A, row by row and Hub weight by Hub weight, without that matrix: the squares of W's
-        rows plus what B A changes of them."""
-        given = [pair for pair in self.factors if pair is not None]
-        products = iter(F.linear(weight, torch.cat([a() for a, _ in given])).split(self.rank, dim=-1))  # W A^T
+        """Norms of the rows of W + scale * B A, Hub weight by Hub weight, without materialising that matrix: the
+        squares of W's rows plus their change by B A."""
+        present = [pair for pair in self.factors if pair is not None]
+        products = iter(F.linear(weight, torch.cat([a() for a, _ in present])).split(self.rank, dim=-1))  # W A^T
         changes = []
         for number, pair in enumerate(self.factors):
             if pair is None:
@@ -280,29 +285,29 @@ class LinearAdapter(nn.Module):
         return squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()
 
     def _over_whole_rows(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums over all columns, of sums over this rank's."""
-        if self.cut == 1:
+        """Sums over all columns, from sums over this rank's columns."""
+        if self.tp_axis == 1:
             dist.all_reduce(sums, group=parallel_state.get_tensor_model_parallel_group())
         return sums
 
-    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What belongs to the rows of each Hub weight, on the last axis, in the order of the layer's rows."""
+    def _fused(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Concatenate each Hub weight's rows on the last axis, in the order of the layer's rows."""
         if self.groups > 1 and len(parts) > 1:
             return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], dim=-1).flatten(-2)
         return torch.cat(list(parts), dim=-1)
 
-    def _split_rows(self, joined: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `_joined`, on the first axis."""
+    def _split_rows(self, fused: torch.Tensor) -> list[torch.Tensor]:
+        """Inverse of `_fused`, on the first axis."""
         if self.groups > 1 and len(self.rows) > 1:
             sizes = [rows // self.groups for rows in self.rows]
-            return [part.flatten(0, 1) for part in joined.unflatten(0, (self.groups, -1)).split(sizes, dim=1)]
-        return list(joined.split(self.rows))
+            return [part.flatten(0, 1) for part in fused.unflatten(0, (self.groups, -1)).split(sizes, dim=1)]
+        return list(fused.split(self.rows))
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of one linear layer of routed experts, of one expert or grouped: of each A [rank, columns] and B
-    [rows, rank], or shards. A forward hook of the layer adds `scale * B A x` to its output, each expert's to the rows
-    of its tokens, by one grouped product for A and one for B where PyTorch has them."""
+    """Adapters of a linear layer of routed experts, for one expert or grouped: for each expert A [rank, columns] and
+    B [rows, rank], or shards. A forward hook of the layer adds `scale * B A x` to the output rows of each expert's
+    tokens, with one grouped product for A and one for B if PyTorch supports them."""
 
     def __init__(
         self,
@@ -312,7 +317,7 @@ class ExpertAdapter(nn.Module):
         initial: InitialValues,
         linear: Any,
     ) -> None:
-        """`linear` is the layer that holds `params`, one of each expert, and whose submodule this becomes."""
+        """Register the adapters as a submodule of `linear`, the layer that holds `params`, one per expert."""
         super().__init__()
         self.enabled = True
         self.scale = scale
@@ -333,8 +338,8 @@ class ExpertAdapter(nn.Module):
                 if sharded:
                     values = tensor.param.shard(values, rank, size)
                 factor: Any = nn.Parameter(values.to(like.device, like.dtype, copy=True).contiguous())
-                # megatron-core's words. It knows duplicates by the ranks of dense layers, which may be cut otherwise:
-                # to the norm those of experts are shared parameters.
+                # megatron-core's attributes. Its norm detects duplicates by the tensor parallel ranks of dense layers,
+                # which may differ: duplicates of experts are marked as shared parameters.
                 factor.allreduce = getattr(like, "allreduce", True)
                 factor.tensor_model_parallel = True
                 factor.partition_dim, factor.partition_stride = (axis if sharded else -1), 1
@@ -348,7 +353,8 @@ class ExpertAdapter(nn.Module):
         linear.register_forward_hook(_add_to_experts)
 
     def forward(self, x: torch.Tensor, tokens: Sequence[int] | None = None) -> torch.Tensor:
-        """[T, rows]: what is added to the layer's output, of its input, which has so many `tokens` of each expert."""
+        """Term [T, rows] that is added to the layer's output, from its input `x`; `tokens` are the numbers of tokens
+        of each expert."""
         if tokens is None:
             ((a, b),) = self.factors
             return self.scale * F.linear(F.linear(x, a()), b())
@@ -357,11 +363,12 @@ class ExpertAdapter(nn.Module):
 
 
 def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """[T, rows]: of x [T, columns], whose rows are so many `tokens` of each expert, one after the other, the product
-    with the expert's weight [rows, columns].
+    """Products [T, rows] of x [T, columns] with each expert's weight [rows, columns]; the rows of x are sorted by
+    expert, with `tokens` rows for each.
 
-    One grouped product where PyTorch has it (CPU; NVIDIA GPUs from compute capability 8.0; not fp64), else a product
-    an expert. It needs rows of a multiple of 16 bytes: what an adapter's rank lacks is filled with zeros.
+    Uses one grouped product if PyTorch supports it (CPU; NVIDIA GPUs from compute capability 8.0; not fp64), otherwise
+    one product per expert. Grouped products need rows of a multiple of 16 bytes, so an adapter's rank is padded with
+    zeros.
     """
     if not len(x) or not _has_grouped_product(x):
         return torch.cat([F.linear(part, w) for part, w in zip(x.split(list(tokens)), weights, strict=True)])
@@ -382,7 +389,7 @@ def _has_grouped_product(x: torch.Tensor) -> bool:
 
 
 def adapter_state(factors: Sequence[LiveFactor], dp_cp_group: Any) -> dict[str, Any]:
-    """The factors of a chunk as megatron-core saves them."""
+    """Sharded state dict of a chunk's factors, for megatron-core's checkpoints."""
     return {factor.name: factor.sharded(dp_cp_group) for factor in factors}
 
 
@@ -390,29 +397,28 @@ def _add_to_output(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     if not linear.adapter.enabled:
         return output
     x = inputs[0]
-    if (weight := getattr(linear, "layer_norm_weight", None)) is not None:  # Transformer Engine's layer normalises
+    if (weight := getattr(linear, "layer_norm_weight", None)) is not None:  # Transformer Engine's layer has the norm
         scale = 1 + weight if linear.zero_centered_gamma else weight
         x = F.rms_norm(x, (x.shape[-1],), scale.to(x.dtype), linear.adapter.norm_eps)
-    given, added = output[0], linear.adapter(x)
+    base, added = output[0], linear.adapter(x)
     if not linear.adapter.dora:
-        return (given + added, *output[1:])
-    # A bias that the output has is not the weight's, and stays as it is.
+        return (base + added, *output[1:])
+    # A bias in the output is not multiplied by the ratio.
     bias = getattr(linear, "bias", None) if output[1] is None else None
-    product = given if bias is None or not bias.numel() else given - bias
+    product = base if bias is None or not bias.numel() else base - bias
     ratio = linear.adapter.ratio(linear.weight)
-    return (given + (ratio - 1).to(given.dtype) * product + ratio.to(given.dtype) * added, *output[1:])
+    return (base + (ratio - 1).to(base.dtype) * product + ratio.to(base.dtype) * added, *output[1:])
 
 
 def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
     if not linear.adapter.enabled:
         return output
-    grouped = not hasattr(linear, "weight")  # Transformer Engine's, whose second input says how many tokens each has
+    grouped = not hasattr(linear, "weight")  # Transformer Engine's; its second input is the numbers of tokens
     return (output[0] + linear.adapter(inputs[0], inputs[1] if grouped else None), *output[1:])
 
 
 def _linear_layers(layer: Any, params: Sequence[ParamMapping]) -> dict[str, list[ParamMapping]]:
-    """The place of each linear layer in a transformer layer, with what it holds on this rank: one parameter, or that
-    of each of its experts."""
+    """Path of each linear layer in a transformer layer -> its parameters on this rank: one, or one per expert."""
     found: dict[str, list[ParamMapping]] = {}
     for param in params:
         if param.expert is None:
@@ -429,15 +435,15 @@ def _linear_layers(layer: Any, params: Sequence[ParamMapping]) -> dict[str, list
 
 
 def _module(param: ParamMapping) -> str:
-    """The place of a parameter's linear layer in its transformer layer."""
+    """Path of a parameter's linear layer in its transformer layer."""
     return param.megatron_name.split(".", 3)[3].removesuffix(".weight")
 
 
 class _Factor(nn.Module):
-    """Called for its weight, so that the hook runs in which megatron-core waits for the weight's all-gather."""
+    """Module whose call returns its weight, so that the hook runs in which megatron-core waits for its all-gather. The
+    weight's gradient is summed over the ranks of `group`."""
 
     def __init__(self, weight: nn.Parameter, group: Any = None) -> None:
-        """The weight's gradient is summed over the ranks of `group`."""
         super().__init__()
         self.weight, self.group = weight, group
 
@@ -449,7 +455,7 @@ class _Factor(nn.Module):
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter, group: Any = None) -> _Factor:
-    """Give the module a submodule for the parameter, whose name ends with `.weight`."""
+    """Add a `_Factor` for the parameter as a submodule; `name` ends with `.weight`."""
     *path, last, _ = name.split(".")
     for step in path:
         if step not in dict(module.named_children()):

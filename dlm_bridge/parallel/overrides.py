@@ -1,8 +1,7 @@
-"""Overrides: functions of megatron-core and torch replaced in this process, and the version that all patches are made
-for.
+"""Overrides: functions of megatron-core and torch that are replaced in this process, and the supported version.
 
-megatron-core takes CUDA for granted: tests, and machines without a GPU, need it on the CPU, another vendor's chip
-there. Either all of a platform's overrides are installed or none; one that does not fit is an error that names it.
+megatron-core assumes CUDA. Tests and machines without a GPU run it on the CPU, and other vendors' chips on their own
+device. A platform's overrides are installed all or none; an override that does not fit raises an error that names it.
 """
 
 from __future__ import annotations
@@ -13,53 +12,57 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import MissingExtraError, SettingError, one_line
 
-SUPPORTED = "0.16.1"  # megatron-core's version, by which `mcore_patches` were written and tested
+MEGATRON_CORE = "megatron-core"
+SUPPORTED = "0.16.1"  # the version for which `mcore_patches` were written and tested
 ALLOW_UNTESTED = "DLM_BRIDGE_ALLOW_UNTESTED_MCORE"
 _ABSENT = object()
 
 
-Table = Mapping[str, Callable[[Any], Any]]  # full dotted name: a function from the original to its replacement
+Table = Mapping[str, Callable[[Any], Any]]  # full dotted name -> function from the original to its replacement
 
-_installed: tuple[Table, str] | None = None  # with the owner
-_originals: dict[str, Any] = {}  # what the owner itself held, or _ABSENT where it inherits the name
+_installed: tuple[Table, str] | None = None  # with its owner
+_originals: dict[str, Any] = {}  # by dotted name; _ABSENT if the holder inherits the attribute
 
 
 def installed_version() -> str:
-    """The version of megatron-core that this process imports."""
+    """Version of megatron-core that this process imports."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine) that it does without
+        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine)
         from megatron.core.package_info import __version__
     return str(__version__)
 
 
 def check_version(found: str) -> None:
-    """Raise DlmBridgeError for another version of megatron-core than `SUPPORTED`; with
-    DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1 only warn."""
+    """Raise MissingExtraError for another version of megatron-core than `SUPPORTED`; only warn if
+    DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1."""
     if found == SUPPORTED:
         return
-    problem = f"megatron-core {found} is installed, but dlm-bridge is made for {SUPPORTED}"
+    problem = f"version {found} is installed, but dlm-bridge supports {SUPPORTED}"
     if os.environ.get(ALLOW_UNTESTED) != "1":
-        raise DlmBridgeError(
-            f"{problem}: pip install megatron-core=={SUPPORTED}, or set {ALLOW_UNTESTED}=1 to try this one untested"
+        raise MissingExtraError(
+            MEGATRON_CORE,
+            f"{problem}: pip install megatron-core=={SUPPORTED}, or set {ALLOW_UNTESTED}=1 to try it untested",
         )
-    warnings.warn(f"{problem}: its patches are untested there ({ALLOW_UNTESTED}=1)", stacklevel=2)
+    warnings.warn(f"{MEGATRON_CORE}: {problem}: its patches are untested ({ALLOW_UNTESTED}=1)", stacklevel=2)
 
 
 def install(table: Table, owner: str) -> None:
-    """Replace every name of the table, process-wide, until `uninstall`; installing the same again changes nothing.
-    `owner` is who needs it, for messages.
+    """Replace every name of the table in this process until `uninstall`. Installing the same table again is a no-op.
 
-    Raises DlmBridgeError, and changes nothing, where a name does not exist, where a replacement cannot be made, or
-    where another table is installed.
+    Args:
+        owner: the platform or package that the table belongs to, for messages.
+
+    Raises SettingError if another table is installed, and MissingExtraError if a name does not exist or its
+    replacement cannot be made. Nothing is then replaced.
     """
     global _installed  # noqa: PLW0603 (the names replaced are global too)
     if _installed is not None and _installed[0] == table:
         return
     if _installed is not None:
-        raise DlmBridgeError(
-            f"{owner} cannot override megatron-core while {_installed[1]} does: one platform a process"
+        raise SettingError(
+            owner, f"cannot override megatron-core while {_installed[1]} does: one platform per process"
         )
     replacements = {name: _replacement(name, make, owner) for name, make in table.items()}
     for name, new in replacements.items():
@@ -70,7 +73,7 @@ def install(table: Table, owner: str) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`, if anything is installed."""
+    """Undo `install`; a no-op if nothing is installed."""
     global _installed  # noqa: PLW0603
     for name, original in _originals.items():
         holder, attribute = _locate(name)
@@ -87,17 +90,18 @@ def _replacement(name: str, make: Callable[[Any], Any], owner: str) -> Any:
         holder, attribute = _locate(name)
         original = getattr(holder, attribute)
     except (ImportError, AttributeError):
-        raise DlmBridgeError(
-            f"{owner} overrides {name}, which does not exist in this torch or megatron-core"
+        raise MissingExtraError(
+            name, f"does not exist in this torch or megatron-core, but {owner} overrides it"
         ) from None
     try:
         return make(original)
     except Exception as error:
-        raise DlmBridgeError(f"{owner} cannot override {name}: {one_line(error)}") from error
+        raise MissingExtraError(name, f"cannot be overridden by {owner}: {one_line(error)}") from error
 
 
 def _locate(name: str) -> tuple[Any, str]:
-    """The object that holds the last part of a dotted name, and that part. Raises ImportError or AttributeError."""
+    """Split a dotted name into the object that has the attribute, and the attribute's name. Raises ImportError or
+    AttributeError."""
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -1,5 +1,4 @@
-"""A live megatron-core model with a checkpoint's weights: configuration, process groups, layer specs, models,
-weights."""
+"""Build a live megatron-core model: configuration, process groups, layer specs, modules, weights."""
 
 from __future__ import annotations
 
@@ -32,24 +31,26 @@ def build_megatron_model(
 ) -> list[BridgeGPTModel]:
     """This rank's virtual pipeline stages as megatron-core GPTModels, with the checkpoint's weights loaded.
 
-    Every process of the layout calls it; process groups are initialised where they are not yet. Each rank reads only
-    the tensors of its own pipeline stages. Inputs and outputs of a model are those of `BridgeGPTModel.forward`. The
-    vocabulary is padded to a multiple of tp; padded columns enter no softmax. Multi-token prediction layers are left
-    out, unless `mtp_num_layers` is their number: they add to the loss in training, and do nothing else. Parameters
-    carry the attributes that megatron-core's data parallelism and optimizers read.
+    Every process of the layout calls it. Process groups are initialised unless they exist. Each rank reads only the
+    tensors of its own pipeline stages. `BridgeGPTModel.forward` describes inputs and outputs. The vocabulary is padded
+    to a multiple of tp; padded columns do not enter a softmax. Multi-token prediction layers are omitted unless
+    `mtp_num_layers` is their number; they contribute only to the training loss. Parameters have the attributes that
+    megatron-core's data parallelism and optimizers read.
 
     Args:
-        dtype: as of `Bridge.to_megatron`; None keeps the stored one. Tensors with a dtype of their own (a router in
+        dtype: as in `Bridge.to_megatron`; None keeps the stored dtype. Tensors with a dtype of their own (a router in
             fp32) keep it.
         parallel: context parallelism; None for none.
         load_weights: False for a training checkpoint that megatron-core loads afterwards: shapes and dtypes are set,
             values are zero.
-        unallocated: leave the layers' parameters without memory and values, for each model's `absent.fill`.
-        value_head: a value model: with a head of one number, zeros, in place of the output layer.
+        unallocated: leave the layers' parameters without memory, until each model's `absent.fill`.
+        value_head: replace the output layer by a value head with one output, initialised with zeros.
         overrides: fields of megatron-core's TransformerConfig, such as `sequence_parallel=True`.
 
-    Raises DlmBridgeError where the layout does not fit the model or the processes, or where a tensor is missing, left
-    over, mis-shaped or (without `dtype`) of another dtype than the rest.
+    Raises:
+        LayoutError: the layout does not fit the model or the number of processes.
+        CheckpointError: a tensor is missing, unknown, of the wrong shape, or differs from the copy that it must equal.
+        SettingError: megatron-core refuses an override, or the stored dtypes differ and `dtype` is None.
     """
     check_source(checkpoint)
     params_dtype = parse_dtype(dtype) or stored_dtype(checkpoint)
@@ -58,7 +59,7 @@ def build_megatron_model(
     )
     groups.initialize(layout, parallel=parallel, graphs=config.transformer.cuda_graph_impl != "none")
     arguments = config.arguments
-    if value_head:  # which leaves a tied embedding to itself
+    if value_head:  # a tied embedding is then only the embedding
         arguments = {**arguments, "share_embeddings_and_output_weights": False}
     stage = parallel_state.get_pipeline_model_parallel_rank()
     chunks: list[BridgeGPTModel] = []
@@ -93,8 +94,8 @@ def build_megatron_model(
 
 
 def _mark_expert_params(model: BridgeGPTModel) -> None:
-    """Tell megatron-core which parameters are experts', which it knows only where --ep is above 1: their gradients
-    would be summed over the data parallel ranks of the others, which hold other shards."""
+    """Mark the experts' parameters, which megatron-core does only for ep > 1. Otherwise it would sum their gradients
+    over the data parallel ranks of dense parameters, which hold other shards."""
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False

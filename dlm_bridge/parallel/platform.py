@@ -1,8 +1,8 @@
-"""The platform of this process, and the kinds of them: CUDA, devices with a module like `torch.cuda`, and the CPU.
+"""Platforms: CUDA, other accelerators with a module like `torch.cuda`, and the CPU.
 
-A platform is the one place that knows a device, its memory and its random numbers. Another vendor's chip is a
-class that an installed package offers under the entry point group `dlm_bridge.platforms`; where PyTorch has a module
-for it that is made like `torch.cuda`, the class is `Accelerator` with a name and a backend of its own.
+A platform encapsulates a device, its memory and its random numbers. An installed package adds another vendor's chip as
+a class under the entry point group `dlm_bridge.platforms`; if PyTorch has a module for the device with `torch.cuda`'s
+functions, a subclass of `Accelerator` with a name and a backend is sufficient.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.distributed import local_rank
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
 from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.registration import load_entry_points
+from dlm_bridge.settings import check_choice
 
 VARIABLE = "DLM_BRIDGE_PLATFORM"
 GROUP = "dlm_bridge.platforms"
 
 
 def current() -> Platform:
-    """The platform that DLM_BRIDGE_PLATFORM names; else the first available one of those that packages offer, CUDA and
-    CPU. Raises DlmBridgeError."""
+    """Platform that DLM_BRIDGE_PLATFORM names, otherwise the first available one: those of installed packages, CUDA,
+    CPU. Raises SettingError for an unknown name, and MissingExtraError without such a device."""
     platforms = known()
     name = os.environ.get(VARIABLE)
     if not name:
         name = next(name for name, kind in platforms.items() if kind.available())
-    elif name not in platforms:
-        raise DlmBridgeError(f"{VARIABLE}={name}: unknown platform, known are {', '.join(platforms)}")
-    elif not platforms[name].available():
-        raise DlmBridgeError(f"{VARIABLE}={name}, but torch sees no {name} device: unset it or set it to cpu")
+    check_choice(VARIABLE, name, platforms)
+    if not platforms[name].available():
+        raise MissingExtraError(VARIABLE, f"torch sees no {name} device: unset it or set it to cpu")
     return _platform(platforms[name])
 
 
 @cache
 def known() -> dict[str, type[Platform]]:
-    """Every platform by name, those of installed packages first. Raises DlmBridgeError for an entry point that is no
-    platform or has a name of ours; one that fails to import is left out with a warning."""
+    """Every platform by name, those of installed packages first. Raises SettingError for an entry point that is not a
+    Platform or has a built-in name; one that fails to import is skipped with a warning."""
     built_in: dict[str, type[Platform]] = {"cuda": CUDA, "cpu": CPU}
     found: dict[str, type[Platform]] = {}
     for name, kind in load_entry_points(GROUP).items():
-        if not (isinstance(kind, type) and issubclass(kind, Platform)) or getattr(kind, "name", None) != name:
-            raise DlmBridgeError(f"the entry point {name} of {GROUP} is {kind!r}: no Platform of that name")
-        if name in built_in:
-            raise DlmBridgeError(f"two platforms are named {name}: uninstall the package of {kind.__module__}")
+        is_platform = isinstance(kind, type) and issubclass(kind, Platform) and kind.name == name
+        if not is_platform or name in built_in:
+            raise SettingError(
+                GROUP, f"the entry point {name} is {kind!r}, not a new Platform of that name: uninstall its package"
+            )
         found[name] = kind
     return found | built_in
 
@@ -64,35 +65,35 @@ def _platform(kind: type[Platform]) -> Platform:
 
 
 class Platform(ABC):
-    """Interface of one kind of device. The engine never calls `torch.cuda` itself. Sizes of memory are bytes."""
+    """Interface of a kind of device. The engine calls it instead of `torch.cuda`. Memory sizes are in bytes."""
 
-    name: ClassVar[str]  # the value of DLM_BRIDGE_PLATFORM
+    name: ClassVar[str] = ""  # the value of DLM_BRIDGE_PLATFORM
     backend: ClassVar[str]  # of torch.distributed
 
     @classmethod
     @abstractmethod
     def available(cls) -> bool:
-        """Whether this machine has such a device."""
+        """True if this machine has such a device."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many devices this process sees."""
+        """Number of devices that this process sees."""
 
     @abstractmethod
     def device(self) -> torch.device:
-        """This process's device."""
+        """Device of this process."""
 
     @abstractmethod
     def device_name(self) -> str:
-        """The product's name."""
+        """Product name of the device."""
 
     @abstractmethod
     def set_device(self) -> None:
-        """Make LOCAL_RANK's device this process's. Raises DlmBridgeError where there is none."""
+        """Select LOCAL_RANK's device for this process. Raises LayoutError if it does not exist."""
 
     @abstractmethod
     def group_device(self) -> torch.device | None:
-        """The device to bind process groups to; None where the backend binds none."""
+        """Device to bind process groups to; None if the backend does not bind one."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
@@ -100,7 +101,7 @@ class Platform(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for all work that was launched on the device."""
+        """Wait for all kernels launched on the device."""
 
     @abstractmethod
     def total_memory(self) -> int:
@@ -112,27 +113,27 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_memory(self) -> int:
-        """The most memory that this process had allocated at once."""
+        """Peak of the memory that this process had allocated."""
 
     def uses_transformer_engine(self) -> bool:
-        """Whether layers are built of Transformer Engine's modules."""
+        """True if layers are built from Transformer Engine's modules."""
         return False
 
     def uses_fused_kernels(self) -> bool:
-        """Whether such layers can have the kernels of `fused`: Triton comes with torch's CUDA builds."""
+        """True if such layers can use the kernels of `fused`: Triton comes with torch's CUDA builds."""
         return self.uses_transformer_engine() and importlib.util.find_spec("triton") is not None
 
     def records_graphs(self) -> bool:
-        """Whether megatron-core records CUDA graphs here."""
+        """True if megatron-core records CUDA graphs on this platform."""
         return False
 
     def overrides(self) -> Table:
-        """What of megatron-core and torch has to be replaced here, beside what `mcore_patches` replaces."""
+        """Overrides of megatron-core and torch that this platform needs in addition to those of `mcore_patches`."""
         return {}
 
 
 class Accelerator(Platform):
-    """A device that PyTorch knows as `torch.<name>`, with the functions that `torch.cuda` has."""
+    """Device with a module `torch.<name>` that has `torch.cuda`'s functions."""
 
     @classmethod
     def _module(cls) -> Any:
@@ -156,9 +157,10 @@ class Accelerator(Platform):
         if rank is None:
             return
         if rank >= count:
-            raise DlmBridgeError(
-                f"LOCAL_RANK={rank}, but this process sees {count} {self.name} devices: start at most {count} "
-                "processes a node, or set LOCAL_RANK=0 where each process sees a device of its own"
+            raise LayoutError(
+                "LOCAL_RANK",
+                f"{rank}, but this process sees {count} {self.name} devices: start at most {count} processes per "
+                "node, or set LOCAL_RANK=0 if each process sees only its own device",
             )
         self._module().set_device(rank)
 
@@ -193,7 +195,7 @@ class CUDA(Accelerator):
 
 
 class CPU(Platform):
-    """gloo on CPU: slow and exact, for tests and for machines without a GPU. Each process is a device of its own."""
+    """CPU with gloo: slow and exact, for tests and machines without a GPU. Each process is one device."""
 
     name = "cpu"
     backend = "gloo"
@@ -215,7 +217,7 @@ class CPU(Platform):
         return machine.processor() or machine.machine()
 
     def set_device(self) -> None:
-        """Nothing to choose."""
+        """No-op: there is one device."""
 
     def group_device(self) -> torch.device | None:
         return None
@@ -224,7 +226,7 @@ class CPU(Platform):
         torch.default_generator.manual_seed(seed)
 
     def synchronize(self) -> None:
-        """Nothing runs asynchronously."""
+        """No-op: kernels run synchronously."""
 
     def total_memory(self) -> int:
         import psutil

@@ -1,7 +1,7 @@
-"""Self-attention layers on megatron-core's, and their rotary embeddings at explicit positions.
+"""Self-attention layers derived from megatron-core's, and their rotary embeddings at explicit positions.
 
-Three layers replace megatron-core's where a model or the platform asks for it: queries scaled by position (Ministral
-3, from Llama 4), the fused QK-norm and RoPE kernel, and multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+Three layers replace megatron-core's, depending on the model and the platform: queries scaled by position (Ministral 3,
+from Llama 4), the fused QK-norm and RoPE kernel, and multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
     MLASelfAttention,
@@ -22,20 +22,24 @@ from dlm_bridge.parallel.mcore_patches.modules import LocalHeadNorm, patched_lat
 
 
 def rotary_angles(rotary: Any, position_ids_BS: torch.Tensor, shared: bool = False) -> torch.Tensor:
-    """[S, B or 1, 1, D] fp32 angles of `position_ids_BS` [B or 1, S], in the form that a layer's `rotary_pos_emb` has.
+    """Rotary angles [S, B or 1, 1, D] in fp32 for a layer's `rotary_pos_emb`, at explicit positions.
 
-    `rotary` is a model's own `rotary_pos_emb` module, so Llama 3's scaling, YaRN, linear interpolation and partial
-    rotary embeddings are kept; at positions 0, 1, 2, ... the values are the module's own, bit for bit. megatron-core's
-    modules ignore position ids, hence this: two streams repeat them, packed documents begin anew, context parallel
-    ranks hold slices, and WeDLM's positions differ from row to row.
+    megatron-core's modules ignore position ids, but two streams repeat them, packed documents restart at 0, context
+    parallel ranks hold slices, and WeDLM's positions differ between rows. At positions 0, 1, 2, ... the values are the
+    module's own, bit for bit.
 
-    With `shared` all rows must share their positions, as the fused rotary kernel (TransformerConfig.apply_rope_fusion)
-    needs it. Raises DlmBridgeError where they do not.
+    Args:
+        rotary: the model's `rotary_pos_emb` module, with Llama 3's scaling, YaRN, linear interpolation or partial
+            rotary embeddings.
+        position_ids_BS: [B or 1, S].
+        shared: all rows must have the same positions, as the fused rotary kernel
+            (TransformerConfig.apply_rope_fusion) requires.
+
+    Raises SettingError if rows differ and `shared` is set.
     """
     if shared and position_ids_BS.shape[0] > 1:
-        raise DlmBridgeError(
-            "the fused rotary kernel takes one row of position ids, and here each row has its own: "
-            "set apply_rope_fusion to false"
+        raise SettingError(
+            "apply_rope_fusion", "the fused kernel needs the same position ids in all rows: set it to False"
         )
     positions_SB = position_ids_BS.t().float()
     if rotary.seq_len_interpolation_factor is not None and not _is_yarn(rotary):
@@ -48,7 +52,7 @@ def _is_yarn(rotary: Any) -> bool:
 
 
 def _frequencies(rotary: Any) -> torch.Tensor:
-    """[D] the angles of position 1."""
+    """Angles [D] of position 1."""
     if _is_yarn(rotary):  # mixes two sets of frequencies in `get_emb`, and ignores the interpolation factor
         return rotary.get_emb(2)[0][1, 0, 0]
     if rotary.rotary_interleaved:
@@ -56,26 +60,25 @@ def _frequencies(rotary: Any) -> torch.Tensor:
     return torch.cat((rotary.inv_freq, rotary.inv_freq))
 
 
-# Attributes of a TransformerConfig, which has no such fields.
+# Attributes that are set on a TransformerConfig beside its fields.
 PREFIX = "query_scaling_"
 BETA, LENGTH = PREFIX + "beta", PREFIX + "length"
 
 
 def scales_queries(config: TransformerConfig) -> bool:
-    """Whether the model scales queries by their position."""
+    """True if the model scales queries by their position."""
     return hasattr(config, BETA)
 
 
 def with_query_scale(
     angles: torch.Tensor, position_ids_BS: torch.Tensor | None, config: TransformerConfig
 ) -> torch.Tensor:
-    """[S, B or 1, 1, D + 1] the rotary angles [S, B or 1, 1, D] and the queries' factors at the same positions (None
-    for 0, 1, 2, ...), for `ScaledQueryAttention`.
+    """Append the queries' factors to the rotary angles [S, B or 1, 1, D], giving [S, B or 1, 1, D + 1] for
+    `ScaledQueryAttention`. `position_ids_BS` are the positions of the angles; None for 0, 1, 2, ...
 
     A query at position p is multiplied by 1 + beta log(1 + floor(p / length)), where `length` is the original context:
-    `get_llama_4_attn_scale` in transformers' modeling_ministral3.py. megatron-core hands its layers no positions: the
-    factor travels as one more column of the rotary angles, which reach every layer of every pipeline stage, also when
-    a layer is recomputed.
+    `get_llama_4_attn_scale` in transformers' modeling_ministral3.py. megatron-core does not pass positions to its
+    layers, but the rotary angles reach every layer of every pipeline stage, also when a layer is recomputed.
     """
     if position_ids_BS is None:
         position_ids_BS = torch.arange(len(angles), device=angles.device)[None]
@@ -85,8 +88,8 @@ def with_query_scale(
 
 
 class ScaledQueryAttention(SelfAttention):
-    """Attention with queries scaled by position; its `rotary_pos_emb` is that of `with_query_scale`. Queries are
-    scaled before they are rotated, which is the same: a rotation keeps lengths."""
+    """Attention with queries scaled by position; `rotary_pos_emb` comes from `with_query_scale`. Queries are scaled
+    before they are rotated, which is equivalent."""
 
     _scale: torch.Tensor | None = None  # [S, B or 1, 1, 1] during a forward pass
 
@@ -99,9 +102,9 @@ class ScaledQueryAttention(SelfAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As megatron-core's."""
+        """Same as megatron-core's, with `rotary_pos_emb` [S, B or 1, 1, D + 1]."""
         angles, scale = rotary_pos_emb[..., :-1], rotary_pos_emb[..., -1:]
-        if packed_seq_params is not None:  # the rows are positions, which every document has from 0 on
+        if packed_seq_params is not None:  # rows are indexed by the position in a document
             ranks = self.tp_group.size() if self.config.sequence_parallel else 1
             scale = scale[packed_positions(packed_seq_params.cu_seqlens_q, len(hidden_states) * ranks)]
         self._scale = scale
@@ -118,20 +121,20 @@ class ScaledQueryAttention(SelfAttention):
             self._scale = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Scaled queries [S, B, H, D], and whatever else megatron-core's gives."""
+        """Scaled queries [S, B, H, D], and megatron-core's other results."""
         query, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         assert self._scale is not None
         return query * self._scale.to(query.dtype), *rest
 
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[T] each token's position in its document, of documents that begin at `cu_seqlens` [documents + 1]."""
+    """Position [T] of each token in its document; documents start at `cu_seqlens` [documents + 1]."""
     row = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return row - cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True) - 1]
 
 
-# Settings of megatron-core under which queries, keys and values are made in another way than the kernel makes them.
-OTHERWISE = (
+# Settings of megatron-core that the fused kernel does not implement.
+NOT_FUSED = (
     "attention_output_gate",
     "layernorm_zero_centered_gamma",
     "mrope_section",
@@ -143,22 +146,22 @@ OTHERWISE = (
 
 
 def fuses_heads(config: TransformerConfig) -> bool:
-    """Whether layers of Transformer Engine's modules have `FusedSelfAttention`."""
+    """True if layers with Transformer Engine's modules use `FusedSelfAttention`."""
     return (
         platform.current().uses_fused_kernels()
-        and config.num_query_groups >= config.tensor_model_parallel_size  # else ranks share a group's key and value
+        and config.num_query_groups >= config.tensor_model_parallel_size  # ranks do not share a group's key and value
         and not scales_queries(config)
-        and not any(getattr(config, name, False) for name in OTHERWISE)
+        and not any(getattr(config, name, False) for name in NOT_FUSED)
     )
 
 
 def rotary_table(
     angles: torch.Tensor, config: TransformerConfig, tokens: int, packed_seq_params: Any = None
 ) -> torch.Tensor:
-    """[S, B or 1, 2, A / 2] fp32 cosines and sines of the rotary angles [S, B or 1, 1, A], which are what
-    `FusedSelfAttention` takes as its `rotary_pos_emb`. Of packed documents, `tokens` in a row, each begins anew."""
+    """Cosines and sines [S, B or 1, 2, A / 2] in fp32 of the rotary angles [S, B or 1, 1, A]: the `rotary_pos_emb` of
+    `FusedSelfAttention`. Positions restart at 0 in each packed document of a row of `tokens`."""
     half = angles.shape[-1] // 2
-    # Both numbers of a pair have the same angle.
+    # Both elements of a pair have the same angle.
     angles = angles[:, :, 0, ::2] if config.rotary_interleaved else angles[:, :, 0, :half]
     if packed_seq_params is not None:
         angles = angles[packed_positions(packed_seq_params.cu_seqlens_q, tokens)]
@@ -166,11 +169,11 @@ def rotary_table(
 
 
 class HeadNorm(LocalHeadNorm):
-    """A norm that the fused kernel applies. Calling it gives the weight: data parallelism waits for weights in the
-    hooks of a call."""
+    """Head norm that the fused kernel applies. Calling it returns the weight, because data parallelism waits for
+    weights in the hooks of a call."""
 
     def forward(self) -> torch.Tensor:  # type: ignore[override, unused-ignore]
-        """[D] the weight."""
+        """The weight [D]."""
         return self.weight.view_as(self.weight)
 
 
@@ -188,7 +191,7 @@ class FusedSelfAttention(SelfAttention):
         rotary_pos_emb: torch.Tensor,
         **kwargs: Any,
     ) -> Any:
-        """As megatron-core's."""
+        """Same as megatron-core's, with a `rotary_table`."""
         self._table = rotary_pos_emb
         try:
             return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=None, **kwargs)
@@ -217,7 +220,7 @@ class FusedSelfAttention(SelfAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention at explicit positions. megatron-core's layer computes its rotary angles itself, of
+    """Multi-head latent attention at explicit positions. megatron-core's layer computes its rotary angles itself, for
     positions 0, 1, 2, ..., and needs Transformer Engine's linear layers."""
 
     rotary_pos_emb: Any
@@ -235,8 +238,8 @@ class LatentAttention(MLASelfAttention):
         rotary_pos_emb: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As megatron-core's. `rotary_pos_emb` is [S, B or 1, 1, D] with D the rotated part of a head; None for the
-        positions 0, 1, 2, ... of the row or of each packed document."""
+        """Same as megatron-core's. `rotary_pos_emb` is [S, B or 1, 1, D] with D the rotated part of a head; None for
+        positions 0, 1, 2, ... in the row or in each packed document."""
         self.rotary_pos_emb.given = rotary_pos_emb
         try:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
@@ -245,7 +248,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class _GivenAngles(torch.nn.Module):
-    """A layer's rotary embedding `own`, or the angles `given` to a forward pass."""
+    """Rotary embedding of a layer: the angles `given` to a forward pass, otherwise those of `own`."""
 
     def __init__(self, own: Any) -> None:
         super().__init__()
@@ -253,12 +256,12 @@ class _GivenAngles(torch.nn.Module):
         self.given: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        """As megatron-core's."""
+        """Same as megatron-core's."""
         length: int = self.own.get_rotary_seq_len(*args, **kwargs)
         return length
 
     def forward(self, length: int, packed_seq: bool = False) -> Any:
-        """Angles [S, B or 1, 1, D], with YaRN's scale where that is the embedding."""
+        """Angles [S, B or 1, 1, D], with YaRN's scale if the embedding is YaRN."""
         found = self.own(length, packed_seq=packed_seq)
         if self.given is None:
             return found

@@ -1,5 +1,4 @@
-"""The head of TraceRL's value model (`rl --value-model`), in the place of the output layer: one number for each loss
-position."""
+"""Value head of TraceRL's value model (`rl` with `value_model`), instead of the output layer."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ from dlm_bridge.parallel.mcore_patches.modules import rows_at
 
 
 class ValueHead(nn.Module):
-    """A linear layer from a hidden state to its value, zeros at first, which every tensor parallel rank holds whole.
+    """Linear layer from a hidden state to a scalar value, initialised with zeros and replicated on all tensor parallel
+    ranks.
 
-    All ranks compute the values of all tokens, so that each has the weight's whole gradient, and the whole gradient of
-    the hidden states: unlike the output layer's, neither is summed over them.
+    All ranks compute the values of all tokens, so that each has the full gradient of the weight and of the hidden
+    states: unlike the output layer's, neither is summed over ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -32,13 +32,13 @@ class ValueHead(nn.Module):
         loss_positions: LossPositions | None = None,
         selected: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the weighted values of the loss positions, a scalar fp32, and without a graph that sum [1], or
-        where they are not `summed` the weighted values [M].
+        """Sum of the weighted values at the loss positions, a scalar in fp32, and detached that sum [1], or the
+        weighted values [M] if not `summed`.
 
-        Arguments as of `OutputLayer.forward`, whose place this takes; there are always loss positions.
+        Arguments as in `OutputLayer.forward`; the loss positions are required.
         """
         assert loss_positions is not None
-        if self.sequence_parallel:  # whose backward takes this rank's part
+        if self.sequence_parallel:  # the backward pass takes this rank's part
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False)
         hidden_MH = input_.flatten(0, 1) if selected else rows_at(input_, loss_positions.positions)
         values_M = nn.functional.linear(hidden_MH.float(), self.weight.float())[:, 0]

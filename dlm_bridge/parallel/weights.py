@@ -1,4 +1,4 @@
-"""Weights of a live megatron-core model under their Megatron names; loading of parameters and of fp32 main params."""
+"""Weights of a live megatron-core model by their Megatron names, and loading of parameters and fp32 main params."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.streaming import SliceRange, read_rows
 from dlm_bridge.convert.workers import run_tasks, worker_count
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state, unwrap_model
@@ -41,11 +41,10 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Every stored tensor of this rank's GPTModel chunks, by `ParamMapping.megatron_name`, without a value head, which
-    no mapping has.
+    """Every stored tensor of this rank's GPTModel chunks by `ParamMapping.megatron_name`, except a value head, which
+    is in no mapping.
 
-    Layers and experts carry their global numbers, and norms their Transformer Engine name, whichever layer spec the
-    model has.
+    Layers and experts have global numbers, and norms have their Transformer Engine name, for every layer spec.
     """
     return {
         _global_name(chunk, name): tensor
@@ -58,7 +57,7 @@ def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 def _global_name(chunk: Any, name: str) -> str:
     match = _LAYER.fullmatch(name)
-    if match is None or (match[1] == MTP_LAYERS and match[3] == "."):  # norms and projection of prediction layers
+    if match is None or (match[1] == MTP_LAYERS and match[3] == "."):  # prediction layers' norms and projection
         return name
     in_decoder, index, rest = match[1] != MTP_LAYERS, int(match[2]), match[4]
     layer = chunk.decoder.layers[index] if in_decoder else chunk.mtp.layers[index].transformer_layer
@@ -67,13 +66,13 @@ def _global_name(chunk: Any, name: str) -> str:
             rest = stored + rest.removeprefix(local)
     if rest.startswith("mlp.experts."):
         rest = expert_name(rest, layer.mlp.local_expert_indices[0])
-    number = layer.layer_number - 1 if in_decoder else index  # all of the latter are on one stage
+    number = layer.layer_number - 1 if in_decoder else index  # all prediction layers are on one stage
     return f"{match[1]}{number}{match[3]}{rest}"
 
 
 def expert_name(name: str, first: int) -> str:
-    """The mapping's name of an expert's tensor, which a layer holds as `mlp.experts.local_experts.{i}.…` (one module
-    an expert) or as `mlp.experts.….weight{i}` (grouped); `first` is the global number of its first expert."""
+    """The mapping's name of an expert's tensor, whose name in a layer is `mlp.experts.local_experts.{i}.…` (one module
+    per expert) or `mlp.experts.….weight{i}` (grouped). `first` is the global number of the layer's first expert."""
     if match := _SEQUENTIAL.fullmatch(name):
         return f"mlp.experts.experts.{first + int(match[1])}.{match[2]}"
     if match := _GROUPED.fullmatch(name):
@@ -82,7 +81,8 @@ def expert_name(name: str, first: int) -> str:
 
 
 def tensor_parallel(param: ParamMapping) -> tuple[int, int]:
-    """This process's rank and the size of the tensor parallel group of a parameter: experts have their own."""
+    """Rank of this process in the tensor parallel group of a parameter (experts have their own), and the group's
+    size."""
     if param.expert is not None:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -92,18 +92,18 @@ def tensor_parallel(param: ParamMapping) -> tuple[int, int]:
 
 
 def check_source(checkpoint: Checkpoint) -> None:
-    """Raise DlmBridgeError unless the source's tensors and the mapping cover each other exactly, and every redundant
-    tensor equals the one that it copies."""
+    """Raise CheckpointError unless the source's tensors and the mapping match exactly, and every redundant tensor
+    equals the tensor that it copies."""
     checkpoint.check()
     for name, entry in checkpoint.passthrough.items():
         if not entry.copy_of or name in checkpoint.derived:
             continue
         if not torch.equal(checkpoint.read(name), checkpoint.read(entry.copy_of)):
-            raise DlmBridgeError(f"{checkpoint.where}: {name} differs from {entry.copy_of}, which it must equal")
+            raise CheckpointError(checkpoint.where, f"{name} differs from {entry.copy_of}, which it must equal")
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The one dtype of all the source's weights, but for those that keep their own. Raises DlmBridgeError where they
+    """Common dtype of the source's weights, except those with a dtype of their own. Raises SettingError if they
     differ."""
     first: dict[torch.dtype, str] = {}
     for name, param in checkpoint.param_of.items():
@@ -111,9 +111,9 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
             first.setdefault(checkpoint.spec(name)[0], name)
     if len(first) > 1:
         (one, one_name), (two, two_name), *_ = first.items()
-        raise DlmBridgeError(
-            f"{checkpoint.where}: {one_name} is {dtype_name(one)} and {two_name} is {dtype_name(two)}: "
-            "choose one dtype= for the Megatron model"
+        raise SettingError(
+            "dtype",
+            f"is needed: in {checkpoint.where} {one_name} is {dtype_name(one)} and {two_name} {dtype_name(two)}",
         )
     return next(iter(first))
 
@@ -122,12 +122,12 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 class AbsentWeights:
     """Parameters without memory, which `fill` allocates and loads."""
 
-    nbytes: Mapping[torch.Tensor, int]  # of the storage of each that has no memory
-    loads: dict[torch.Tensor, _Load] = field(default_factory=dict)  # several may have one
+    nbytes: Mapping[torch.Tensor, int]  # size of the storage of each parameter without memory
+    loads: dict[torch.Tensor, _Load] = field(default_factory=dict)  # several parameters may share one
 
     def fill(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
-        """Give those of these parameters that are absent, and what is loaded with them, their memory, and values to
-        the elements in their ranges (start, stop), to all of what has none. The other elements are undefined."""
+        """Allocate and load the absent parameters among those in `ranges`, and the parameters loaded together with
+        them. Of a parameter with a range (start, stop) only those elements are defined, of others all."""
         loads = {id(load): load for load in map(self.loads.get, ranges) if load is not None}
         for parameter in [parameter for parameter, load in self.loads.items() if id(load) in loads]:
             if parameter in self.nbytes:
@@ -142,13 +142,17 @@ def load(
     values: bool = True,
     unallocated: Mapping[torch.Tensor, int] | None = None,
 ) -> AbsentWeights:
-    """Load this rank's chunks, a few parameters at a time, reading only its own stages and experts, each once.
+    """Load this rank's chunks, a few parameters at a time, reading each tensor of its stages and experts once.
 
-    The values take the parameters' dtype, but a tensor with a dtype of its own (a router in fp32) is never narrowed;
-    padded vocabulary rows become zero. Without `values` all is zero, and only the tensors with a dtype of their own
-    are read, which decides the parameters'. Parameters that are `unallocated` (the bytes of each) are left to what is
-    returned, but for those with a dtype of their own, and so are the values of all other parameters. Raises
-    DlmBridgeError where a tensor of the model is not set exactly once or has another shape.
+    Values are converted to the parameters' dtype, except that a tensor with a dtype of its own (a router in fp32) is
+    never narrowed. Padded vocabulary rows are zero.
+
+    Args:
+        values: False to set all values to zero and read only the tensors with a dtype of their own.
+        unallocated: size in bytes of each parameter without memory. The result's `fill` loads them and all other
+            parameters, except those with a dtype of their own.
+
+    Raises CheckpointError if the mapping does not set a tensor of the model, or if a shape differs.
     """
     live = live_tensors(chunks)
     unset = set(live)
@@ -156,10 +160,7 @@ def load(
     absent = AbsentWeights(unallocated or {})
     for param in checkpoint.params:
         targets = {name: (piece, live[name]) for piece, name in pieces_at(param) if name in live}
-        for name in targets:
-            if name not in unset:
-                raise DlmBridgeError(f"{name}: the mapping sets this parameter twice")
-            unset.remove(name)
+        unset -= targets.keys()
         one = _Load(checkpoint, param, targets)
         parameters = [target for _, target in targets.values() if isinstance(target, torch.nn.Parameter)]
         if values and unallocated and parameters and not param.rule.own_dtype:
@@ -174,28 +175,28 @@ def load(
             for _, target in targets.values():
                 target.data.zero_()
     if unset:
-        raise DlmBridgeError(f"{min(unset)}: the mapping does not set this parameter of the Megatron model")
+        raise CheckpointError(min(unset), "is a parameter of the Megatron model that the mapping does not set")
     run_tasks(tasks, worker_count(None))
     return absent
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Loading of a parameter into what a model holds of it: by name, the piece and the tensor."""
+    """Task that loads a parameter into the model's tensors for it."""
 
     checkpoint: Checkpoint
     param: ParamMapping
-    targets: dict[str, tuple[ParamMapping, torch.Tensor]]
+    targets: dict[str, tuple[ParamMapping, torch.Tensor]]  # by name: the parameter's piece, and the tensor
 
     @property
     def nbytes(self) -> int:
-        """The size of the stored tensors."""
+        """Size of the stored tensors in bytes."""
         return param_bytes(self.checkpoint, self.param)
 
     @torch.no_grad()
     def __call__(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
-        """Set the targets; of one with a range at least the elements in it, and where the checkpoint can tell where
-        they lie, no others."""
+        """Set the targets. Of a target with a range at least the elements in it are set, and only those if the
+        checkpoint can read slices."""
         cut = any(target in ranges and ranges[target] != (0, target.numel()) for _, target in self.targets.values())
         if cut and self.checkpoint.streams(self.param):
             self._set(ranges)
@@ -203,7 +204,7 @@ class _Load:
         stored = self.checkpoint.read_param(self.param)
         for name, (piece, target) in self.targets.items():
             shard = shard_of(piece, _unsharded(piece, self.param, stored), target)
-            with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+            with torch.accelerator.device_index(target.device.index):  # a new thread uses the first device
                 _fill(name, target, shard, piece)
 
     def _set(self, ranges: Mapping[torch.Tensor, tuple[int, int]]) -> None:
@@ -218,10 +219,10 @@ class _Load:
 def read_shard(
     checkpoint: Checkpoint, param: ParamMapping, piece: ParamMapping, target: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Elements `start` to `stop`, in row-major order, of this tensor parallel rank's shard of one piece of a parameter
-    that the checkpoint `streams`, for `target`, as `shard_of` has it; rows of a padded vocabulary are zero.
+    """Elements `start` to `stop`, in row-major order, of this tensor parallel rank's shard (see `shard_of`) of one
+    piece of a parameter that the checkpoint `streams`. Rows of a padded vocabulary are zero.
 
-    Reads the rows that hold them: whole ones, of which a shard that is cut along its columns has a part.
+    Only the rows that contain these elements are read, but over all columns.
     """
     dtype = checkpoint.spec(param.hub_names[0])[0]
     if start == stop:
@@ -243,7 +244,7 @@ def read_shard(
 
 
 def _shard_shape(piece: ParamMapping, target: torch.Tensor) -> tuple[int, ...]:
-    """The shape of what `shard_of` gives."""
+    """Shape of the result of `shard_of`."""
     shape, axis = list(piece.megatron_shape), piece.rule.tp_axis
     if axis is not None:
         own = _rank_ranges(piece, *tensor_parallel(piece), target.shape[0])
@@ -252,13 +253,13 @@ def _shard_shape(piece: ParamMapping, target: torch.Tensor) -> tuple[int, ...]:
 
 
 def _unsharded(piece: ParamMapping, param: ParamMapping, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One piece of a parameter whose Hub tensors are `stored`."""
+    """Unsharded Megatron tensor of one piece of a parameter whose Hub tensors are `stored`."""
     return piece.to_megatron(stored if piece is param else [tensor[piece.expert] for tensor in stored])
 
 
 def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """This tensor parallel rank's shard of a parameter's unsharded tensor, for `target`: without the rows of a padded
-    vocabulary, which `target` may have."""
+    """This tensor parallel rank's shard of a parameter's unsharded tensor, without the padded vocabulary rows that
+    `target` may have."""
     rank, size = tensor_parallel(param)
     if is_vocabulary(param):
         return whole.narrow(0, *vocabulary_range(param, rank, target.shape[0]))
@@ -266,8 +267,8 @@ def shard_of(param: ParamMapping, whole: torch.Tensor, target: torch.Tensor) -> 
 
 
 def gather_shards(param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor) -> None:
-    """The inverse of `shard_of`, into `whole`: each tensor parallel rank's ranges go back to their places, padding
-    rows to none. Collective over the ranks that hold shards of the parameter."""
+    """Inverse of `shard_of`: copy the ranges of all tensor parallel ranks into `whole`, without padding rows.
+    Collective over the ranks that hold shards of the parameter."""
     axis = param.rule.tp_axis
     if axis is None:
         whole.copy_(shard)
@@ -285,8 +286,8 @@ def gather_shards(param: ParamMapping, shard: torch.Tensor, whole: torch.Tensor)
 
 
 def _rank_ranges(param: ParamMapping, rank: int, size: int, rows: int) -> tuple[tuple[int, int], ...]:
-    """The (start, length) ranges, along the axis that tensor parallelism cuts, of what a rank with `rows` rows holds:
-    `tp_slices`, but of a vocabulary as Megatron pads it."""
+    """Ranges (start, length) along the tensor parallel axis that a rank with `rows` rows holds: `tp_slices`, or for a
+    vocabulary the slice as Megatron pads it."""
     return (vocabulary_range(param, rank, rows),) if is_vocabulary(param) else param.tp_slices(rank, size)
 
 
@@ -297,32 +298,32 @@ def _tensor_parallel_group(param: ParamMapping) -> dist.ProcessGroup:
 
 
 def param_bytes(checkpoint: Checkpoint, param: ParamMapping) -> int:
-    """The size of a parameter's stored tensors."""
+    """Size of a parameter's stored tensors in bytes."""
     specs = [checkpoint.spec(name) for name in param.hub_names]
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in specs)
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """A live tensor's values, dequantised from FP8. Collective over data parallel ranks where FSDP shards it."""
+    """Values of a live tensor, dequantised from FP8. Collective over data parallel ranks if FSDP shards it."""
     if is_sharded(tensor):
         return whole(tensor)
     return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
 
 
-def places(param: ParamMapping) -> tuple[str, ...]:
-    """The names of a parameter in a model: a tied embedding is also the last pipeline stage's output layer."""
+def live_names(param: ParamMapping) -> tuple[str, ...]:
+    """Names of a parameter in a model: a tied embedding is also the last pipeline stage's output layer."""
     if param.dims.tied and param.megatron_name == EMBEDDING:
         return (EMBEDDING, OUTPUT)
     return (param.megatron_name,)
 
 
 def pieces_at(param: ParamMapping) -> Iterator[tuple[ParamMapping, str]]:
-    """What a model holds of a parameter, each expert apart, and under which names."""
-    return ((piece, name) for piece in param.pieces for name in places(piece))
+    """Pieces of a parameter, one per expert, with their names in a model."""
+    return ((piece, name) for piece in param.pieces for name in live_names(piece))
 
 
 def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapping) -> None:
-    """Copy a shard into a parameter, which may have more rows where it is a padded vocabulary."""
+    """Copy a shard into a parameter, which has more rows if it is a padded vocabulary."""
     rows = shard.shape[0]
     _check_shape(name, target, shard.shape, param)
     if param.rule.own_dtype:
@@ -331,27 +332,27 @@ def _fill(name: str, target: torch.Tensor, shard: torch.Tensor, param: ParamMapp
         target.data[:rows].copy_(shard)
         target.data[rows:].zero_()
     else:
-        target.copy_(shard)  # whole, because a slice of FP8 weights may be a copy
-    if hasattr(target, "get_high_precision_init_val"):  # of FP8 weights, from which the main params start
+        target.copy_(shard)  # not a slice, which for FP8 weights may be a copy
+    if hasattr(target, "get_high_precision_init_val"):  # FP8 weights: initialises the main params
         target.get_high_precision_init_val().copy_(shard)
 
 
 def _check_shape(name: str, target: torch.Tensor, shape: Sequence[int], param: ParamMapping) -> None:
     padded = is_vocabulary(param) and target.shape[1:] == tuple(shape)[1:] and target.shape[0] > shape[0]
     if target.shape != tuple(shape) and not padded:
-        raise DlmBridgeError(
-            f"{name}: the Megatron model has shape {tuple(target.shape)} here, but the mapping gives {tuple(shape)}"
+        raise CheckpointError(
+            name, f"has shape {tuple(target.shape)} in the Megatron model, but {tuple(shape)} in the mapping"
         )
 
 
 def is_vocabulary(param: ParamMapping) -> bool:
-    """Whether rows are tokens, which Megatron may pad."""
+    """True if rows are tokens, which Megatron may pad."""
     return isinstance(param.rule, Vocabulary)
 
 
 def vocabulary_range(param: ParamMapping, tp_rank: int, rows: int) -> tuple[int, int]:
-    """The (start, length) of the true vocabulary that a tensor parallel rank with `rows` rows holds; the remaining
-    rows are padding, on the last ranks only."""
+    """Range (start, length) of the unpadded vocabulary on a tensor parallel rank with `rows` rows; the remaining rows,
+    only on the last ranks, are padding."""
     vocab = param.megatron_shape[0]
     start = min(tp_rank * rows, vocab)
     return start, min(rows, vocab - start)
@@ -359,8 +360,8 @@ def vocabulary_range(param: ParamMapping, tp_rank: int, rows: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class MainParamShard:
-    """The fp32 main param of `size` elements from `start` on of a flattened parameter: all of it, or a data parallel
-    rank's shard. `write` sets it from flat values."""
+    """fp32 main param of `size` elements of a flattened parameter, from `start`: all of it, or a data parallel rank's
+    shard. `write` sets it from flat values."""
 
     start: int
     size: int
@@ -368,14 +369,13 @@ class MainParamShard:
 
     @classmethod
     def of(cls, values: torch.Tensor, start: int) -> MainParamShard:
-        """A main param that is a tensor."""
+        """Main param that is a tensor."""
         return cls(start, values.numel(), values.copy_)
 
 
 def load_main_params(chunks: Sequence[Any], optimizer: Any, checkpoint: Checkpoint) -> None:
-    """Set the fp32 main params of a rank's wrapped chunks to the values in `checkpoint`, not to the rounding of them
-    that the parameters hold. Reads only tensors that are stored in another dtype than the parameters'.
-    """
+    """Set the fp32 main params of a rank's wrapped chunks to the unrounded values in `checkpoint`. Only tensors stored
+    in another dtype than the parameters' are read."""
     sharded = chunks[0].ddp_config.use_megatron_fsdp
     live = live_tensors([chunk.module.module for chunk in chunks] if sharded else unwrap_model(list(chunks)))
     main_params = dict(_fsdp_main_params(chunks, live) if sharded else _main_params(optimizer))
@@ -409,7 +409,7 @@ def _main_params(optimizer: Any) -> Iterator[tuple[torch.Tensor, MainParamShard]
 def _fsdp_main_params(
     chunks: Sequence[Any], live: dict[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, MainParamShard]]:
-    """Megatron FSDP's optimizer updates fp32 rows, which the model knows as its parameters."""
+    """Main params with Megatron FSDP, whose optimizer updates fp32 rows that are the model's parameters."""
     parts: dict[int, FSDPShard] = {}
     for chunk in chunks:
         for part in fsdp_shards(chunk):
@@ -435,5 +435,5 @@ def _load_main_param(
         else:
             flat = shard_of(piece, _unsharded(piece, param, stored), target).reshape(-1)[main_param.start : stop]
             values = torch.nn.functional.pad(flat, (0, main_param.size - len(flat)))  # rows of a padded vocabulary
-        with torch.accelerator.device_index(target.device.index):  # a new thread's is the first device
+        with torch.accelerator.device_index(target.device.index):  # a new thread uses the first device
             main_param.write(values)

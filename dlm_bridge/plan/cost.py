@@ -1,7 +1,7 @@
 """Estimate of a step's time: matrix products and attention, exposed communication, the pipeline bubble.
 
 Each figure is counted work divided by a rate of `Hardware`: FLOPs of matrix products and attention, bytes of what
-runs between them and of communication. The bubble is (pp - 1) / (micro-batches x vp) of the ideal
+is computed between them and of communication. The bubble is (pp - 1) / (micro-batches x vp) of the ideal
 time (Narayanan et al., arXiv 2104.04473, section 2.2); tensor parallel volumes follow Korthikanti et al. (arXiv
 2205.05198, section 4.2.2), ZeRO's arXiv 1910.02054, section 7. docs/planning.md compares the estimates
 with published runs.
@@ -126,7 +126,7 @@ def _rate(run: PlannedRun, hardware: Hardware) -> float:
 
 
 def _speedup(run: PlannedRun) -> float:
-    """Of matrix products, relative to bf16. `elementwise_bytes` has FP8's casts."""
+    """Speed of matrix products relative to bf16. FP8's casts are counted in `elementwise_bytes`."""
     return {"fp8": 2.0, "fp32": 0.06}.get(run.precision, 1.0)
 
 

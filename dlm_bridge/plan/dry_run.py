@@ -1,5 +1,4 @@
-"""Dry run of training: resolved settings, layout, data and memory, with every check that
-needs no GPU."""
+"""Dry run of training: resolved settings, layout, data and memory, with every check that needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +12,13 @@ from dlm_bridge import distributed
 from dlm_bridge.data.documents import check_tokenizer
 from dlm_bridge.data.indexed import IndexedTokens, TokenLimits, check_token_limits
 from dlm_bridge.data.sources import DataSources
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
 from dlm_bridge.loading.pretrained import check_exists
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.plan.memory import MemoryPlan, building_notes, memory_plan
 from dlm_bridge.plan.model import open_model
 from dlm_bridge.plan.run import PlannedRun, run_of
+from dlm_bridge.settings import check_minimum
 from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.engine import find_engine
@@ -32,13 +32,13 @@ from dlm_bridge.train.setup import (
     resolve_objective,
 )
 
-MAIN_PARAMS = "the accelerate engine's fp32 weights are counted in optim, what it casts to 16 bits in weights"
-ESTIMATED = "activations are those of the Megatron engine's layers: transformers' own store more"
-ADAPTER = "no memory plan of an adapter: its base model has weights, but neither gradients nor optimizer state"
-OFFLOADED = "with --cpu-offload weights, gradients and optimizer state are in the CPU's memory, not on the devices"
-AVERAGED = "the moving average of --ema-decay is not counted: 4 bytes a parameter, cut as what the optimizer updates"
-HUB = "of a Hub id only the config was read: its weights and tokenizer are checked when the run starts"
-DEVICE = "what needs a GPU or Transformer Engine is checked when the run starts"
+MAIN_PARAMS = "optim contains the Accelerate engine's fp32 weights, weights their 16-bit copies"
+ESTIMATED = "activations are estimated for the Megatron engine's layers; transformers' layers store more"
+ADAPTER = "no memory plan: it does not cover adapters, whose base model has neither gradients nor optimizer state"
+OFFLOADED = "with `cpu_offload` weights, gradients and optimizer state are in the CPU's memory, not on the devices"
+AVERAGED = "the moving average (`ema_decay`) is not counted: 4 bytes per parameter, sharded like the optimizer state"
+HUB = "only the config of the Hub id was read: its weights and tokenizer are checked when the run starts"
+DEVICE = "settings that need a GPU or Transformer Engine are checked when the run starts"
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class ParallelGroup:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One source of `--data`: token ids, text of `nbytes` bytes, or a source of unknown size."""
+    """One source of training data: token ids, text of `nbytes` bytes, or a source of unknown size."""
 
     name: str
     weight: float | None
     tokens: int | None
     nbytes: int | None
-    validation: bool = False  # of --valid-data
+    validation: bool = False  # a source of `valid_data`
 
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """What sampling takes on a device of reinforcement learning, beside the training state, in bytes."""
+    """Memory of sampling in reinforcement learning, on each device beside the training state, in bytes."""
 
     weights: int  # of the model to sample from; 0 where that is the trained one
     row: int  # of a row at its full length: KV cache, activations, logits
@@ -105,11 +105,11 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
-    """The run that `config` describes on `gpus` devices, by default the launcher's WORLD_SIZE.
+    """Plan the run of `config` on `gpus` devices (default: the launcher's WORLD_SIZE).
 
-    Reads metadata only, writes nothing and uses no device. Raises DlmBridgeError for every error of a run that shows
-    there: a layout that does not divide the model or the devices, missing or damaged data, a tokenizer that does not
-    fit, an output folder that holds a run, a setting that megatron-core does not have.
+    Reads metadata only, writes nothing and uses no device. Raises the errors of the run that metadata shows: a layout
+    that does not divide the model or the devices, missing or damaged data, a tokenizer that does not fit the model,
+    an output folder with another run, a setting that megatron-core does not support.
     """
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
@@ -119,8 +119,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     config, objective = resolve_objective(config, model, step)
     config = with_lora(config, model)
     _check_tokens(config, found, model, objective.mask_token)
-    config.data.accumulation(gpus if config.engine.name == "accelerate" else 1)
-    memory, more = memory_of(config, run_of(config, str(config.objective.name), gpus), checkpoint, objective)
+    config.data.accumulation(gpus if config.engine.engine == "accelerate" else 1)
+    memory, more = memory_of(config, run_of(config, str(config.objective.objective), gpus), checkpoint, objective)
     groups = parallel_groups(config, gpus)
     replicas = next(group.size for group in groups if group.name == "dp")
     micro_batch_size, micro_batches = config.data.accumulation(replicas)
@@ -134,34 +134,33 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
         step=step,
         data=(*data_sources(found), *([] if found.valid is None else data_sources(found.valid, validation=True))),
         memory=memory,
-        notes=(*notes, *more, *([] if Path(config.model.path).is_dir() else [HUB]), DEVICE),
+        notes=(*notes, *more, *([] if Path(config.model.model).is_dir() else [HUB]), DEVICE),
     )
 
 
 def checked_start(config: TrainConfig, resume: bool) -> tuple[ResumePoint, list[str]]:
-    """Where a run starts, with notes. Raises DlmBridgeError for an output folder or settings that it cannot have."""
+    """The checkpoint that a run starts from, with notes. Checks the output folder and the engine's settings."""
     check_output(Path(config.checkpoint.output), resume)
-    engine = find_engine(config.engine.name)
+    engine = find_engine(config.engine.engine)
     untested = engine.check_settings(config)
     point = engine.find_checkpoint(config) if resume else ResumePoint()
     return point, [*untested, *point.notes]
 
 
 def world_size(gpus: int | None) -> int:
-    """The number of processes: the launcher's, else `gpus`, else 1. Raises DlmBridgeError where they differ."""
+    """Number of processes: the launcher's, else `gpus`, else 1. Raises SettingError if they differ."""
     if not distributed.launched():
-        if gpus is not None and gpus < 1:
-            raise DlmBridgeError(f"--gpus must be at least 1, not {gpus}")
+        check_minimum("gpus", gpus)
         return gpus or 1
     launched = distributed.world_size()
     if gpus not in (None, launched):
-        raise DlmBridgeError(f"--gpus {gpus}: the launcher started {launched} processes: leave it out")
+        raise SettingError("gpus", f"{gpus} differs from the launcher's {launched} processes: omit it")
     return launched
 
 
 def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_token: int | None) -> None:
-    """Raise DlmBridgeError for token ids of the data or a tokenizer that the model lacks, and for data of another
-    tokenizer."""
+    """Check that the model has all token ids of the data and the tokenizer, and that the data was tokenised with the
+    run's tokenizer."""
     tokenizer = None
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for part in found.all_parts:
@@ -171,7 +170,7 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
     if config.model.tokenizer:
         check_exists(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
-    if not Path(config.model.tokenizer or config.model.path).is_dir():
+    if not Path(config.model.tokenizer or config.model.model).is_dir():
         return
     if needs_tokenizer:
         check_tokenizer(load_tokenizer(config), vocabulary, mask_token)
@@ -185,13 +184,15 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
 def memory_of(
     config: TrainConfig, run: PlannedRun, checkpoint: Path | None, objective: Objective | None = None
 ) -> tuple[MemoryPlan | None, list[str]]:
-    """The memory plan of a run, which `run_of` made of its configuration, with notes. Where `objective` is given, the
-    engine's limits on its rows are checked too."""
-    source = config.model.path if checkpoint is None or config.engine.name == "accelerate" else str(checkpoint.parent)
-    if config.engine.name == "megatron":
+    """Memory plan of a run made by `run_of`, with notes. With `objective`, the engine's limits on its rows are checked
+    too."""
+    source = (
+        config.model.model if checkpoint is None or config.engine.engine == "accelerate" else str(checkpoint.parent)
+    )
+    if config.engine.engine == "megatron":
         model = open_model(source, family=config.model.family)
         dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
-        find_engine(config.engine.name).check_model(config, model.family, model.config, dims, objective)
+        find_engine(config.engine.engine).check_model(config, model.family, model.config, dims, objective)
         return memory_plan(model, run), building_notes(model, run)
     if config.model.adapts:
         model_source(config).check_quantization()
@@ -202,7 +203,7 @@ def memory_of(
         return None, [f"no memory plan: {error}"]
     gpus, shards, replicas = run.gpus, config.parallel.shards, config.parallel.fsdp_replicas
     if gpus % replicas:
-        raise DlmBridgeError(f"--fsdp-replicas {replicas} does not divide --gpus {gpus}: take a divisor")
+        raise LayoutError("fsdp_replicas", f"{replicas} does not divide `gpus={gpus}`")
     run = dataclasses.replace(
         run,
         gpus=gpus // replicas,  # each group of replicas has a model of its own
@@ -213,7 +214,7 @@ def memory_of(
         recompute="full" if config.engine.gradient_checkpointing else "none",
         gradient_bytes=8 if gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
     )
-    notes = [] if config.precision.name == "fp32" else [MAIN_PARAMS]
+    notes = [] if config.precision.precision == "fp32" else [MAIN_PARAMS]
     notes += [OFFLOADED] if config.parallel.cpu_offload else []
     notes += [AVERAGED] if config.optimizer.ema_decay else []
     return memory_plan(model, run), [*notes, *building_notes(model, run), ESTIMATED]

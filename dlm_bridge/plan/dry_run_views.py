@@ -1,4 +1,4 @@
-"""How `--dry-run` shows a run: a JSON object for machines, text and rich tables for people."""
+"""Output of a dry run: a JSON object for machines, text and rich tables for people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dlm_bridge.cli.convert import print_json
+from dlm_bridge.cli.help import in_flags
 from dlm_bridge.errors import printable
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ SHOWN_PIECES = 20  # of the data
 
 
 def show_dry_run(run: DryRun, as_json: bool) -> None:
-    """Everything about a run that does not start."""
+    """Print a dry run."""
     if as_json:
         print_json(run.as_dict())
         return
@@ -28,16 +29,15 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     from dlm_bridge.plan.views import memory_table, memory_text
 
     console = Console()
-    typer.echo(run.config.to_yaml())  # as it can stand in a --config file
+    typer.echo(run.config.to_yaml())  # valid as a --config file
     console.print(_layout(run))
-    sequences = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) a replica"
-    console.print(
-        Text(f"a step: {run.config.data.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens, {sequences}"),
-        soft_wrap=True,
-    )
+    tokens = f"{run.config.data.global_batch_size:,} sequences, {run.tokens_per_step:,} tokens"
+    batches = f"{run.micro_batches} micro-batch(es) of {run.micro_batch_size} sequence(s) per replica"
+    console.print(Text(f"per step: {tokens}, {batches}"), soft_wrap=True)
     if ramp_up := run.config.data.batch_ramp_up:
         start, increment, samples = ramp_up.split(",")
-        console.print(Text(f"begins with {start}, and grows by {increment} over {samples} sequences"), soft_wrap=True)
+        ramp = f"starts at {start} sequences per step and grows by {increment}, over {samples} sequences"
+        console.print(Text(ramp), soft_wrap=True)
     if run.step:
         console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
@@ -55,19 +55,19 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
             soft_wrap=True,
         )
     if (rollouts := run.rollouts) is not None:
-        parts = [("weights to sample from", rollouts.weights), ("the reference", rollouts.reference)]
-        parts += [("the value model and its optimizer", rollouts.value_model), ("a row of full length", rollouts.row)]
+        parts = [("weights to sample from", rollouts.weights), ("reference model", rollouts.reference)]
+        parts += [("value model and its optimizer", rollouts.value_model), ("each row of full length", rollouts.row)]
         sizes = ", ".join(f"{name} {memory_text(size)}" for name, size in parts if size)
-        console.print(Text(f"rollouts, on each device beside the training state: {sizes}"), soft_wrap=True)
+        console.print(Text(f"rollouts, per device besides the training state: {sizes}"), soft_wrap=True)
     for note in run.notes:
-        console.print(Text(printable(f"note: {note}")), soft_wrap=True)
+        console.print(Text(printable(f"note: {in_flags(note)}")), soft_wrap=True)
 
 
 def _layout(run: DryRun) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{run.gpus} device(s), --engine {run.config.engine.name}"
+    title = f"{run.gpus} device(s), --engine {run.config.engine.engine}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("dimension")
     table.add_column("size", justify="right")

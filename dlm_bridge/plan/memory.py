@@ -105,10 +105,7 @@ class MemoryPlan:
 
 
 def memory_plan(model: PlannedModel, run: PlannedRun, checked: bool = False) -> MemoryPlan:
-    """Parameters and memory of every rank. Raises DlmBridgeError for a run that megatron-core does not support.
-
-    `checked`: whether `PlannedRun.check` has accepted the run already.
-    """
+    """Parameters and memory of every rank. `PlannedRun.check` is called unless the run is `checked` already."""
     if not checked:
         run.check(model)
     return MemoryPlan(model, run, tuple(_stage(model, run, pp) for pp in range(run.layout.pp)))
@@ -123,7 +120,7 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
             "as a layer and the output layer, plus an embedding, on the last stage; otherwise they stay on the CPU"
         )
     if run.global_batch_size is None:
-        found.append(f"no --global-batch-size: assumes {run.micro_batches} micro-batches per step")
+        found.append(f"without `global_batch_size`: assumes {run.micro_batches} micro-batches per step")
     found += building_notes(model, run)
     if model.dims.experts:
         percent = round(100 * (OVERHEADS.expert_imbalance - 1))

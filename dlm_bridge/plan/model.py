@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import Dims, Rule, Vocabulary
 from dlm_bridge.models.families import FamilySpec, find_family
@@ -34,7 +34,7 @@ def _cached(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model for planning. `dims` leave out multi-token prediction layers, of which a note says so."""
+    """A model for planning. `dims` does not count multi-token prediction layers; `left_out_mtp` is their number."""
 
     name: str
     family: FamilySpec
@@ -50,7 +50,7 @@ class PlannedModel:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Mapping rules that apply to this model, without those of left out layers."""
+        """Mapping rules that apply to this model, without those of multi-token prediction layers."""
         layers = {self.dims.is_moe(n): n for n in range(self.dims.layers)}.values()  # one of each kind
         rules = [rule for rule in self.family.mapping.rules if "{mtp}" not in rule.megatron]
         return tuple(
@@ -125,25 +125,22 @@ class PlannedModel:
 
     @_cached
     def kinds(self, layout: Layout) -> tuple[dict[bool, int], ...]:
-        """For each pipeline rank how many of its layers have experts (True) and how many have none (False)."""
+        """Number of layers with experts (True) and without (False) on each pipeline rank."""
         ranks = ([n for chunk in chunks for n in chunk] for chunks in self.stages(layout))
         return tuple(dict(Counter(map(self.dims.is_moe, layers))) for layers in ranks)
 
 
 def open_model(path: str | Path, revision: str | None = None, family: str | None = None) -> PlannedModel:
-    """The model of a Hub folder (a config.json is enough), a Hub id or a Megatron checkpoint; no weight is read.
-
-    Raises DlmBridgeError.
-    """
+    """Open a Hub folder (a config.json is enough), a Hub id or a Megatron checkpoint; no weight is read."""
     config, named = read_model_config(path, revision)
     return model_of(config, str(path), family or named)
 
 
 def model_of(config: dict[str, Any], name: str, family: str | None = None) -> PlannedModel:
-    """The model of a Hub config. Raises DlmBridgeError for one that Megatron cannot hold."""
+    """The model of a Hub config. Raises CheckpointError for a model without a Megatron form."""
     spec = find_family(config, family, name)
     if spec.mapping.hub_only:
-        raise DlmBridgeError(f"{name}: {spec.mapping.hub_only}")
+        raise CheckpointError(name, spec.mapping.hub_only)
     dims = checked_dims(spec.mapping, config, name)
     model = PlannedModel(name, spec, config, replace(dims, mtp=0), dims.mtp)
     _ = model.settings  # raises for what megatron-core cannot compute

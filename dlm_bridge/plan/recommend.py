@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, LayoutError, ResourceError, SettingError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.plan.cost import StepTime, step_time
 from dlm_bridge.plan.memory import MemoryPlan, memory_plan
@@ -93,12 +93,17 @@ class Recommendation:
 def recommend(
     model: PlannedModel, wanted: PlannedRun, hardware: Hardware, given: PlannedRun | None = None
 ) -> Recommendation:
-    """The fastest layout for the GPUs, lengths, batch and optimizer of `wanted`, whose own layout is ignored.
+    """Find the fastest layout for the GPUs, lengths, batch and optimizer of `wanted`, whose own layout is ignored.
 
-    `given` is compared with it. Raises DlmBridgeError where no layout fits, and for a `given` that is not supported.
+    Args:
+        given: a layout to compare with it.
+
+    Raises:
+        LayoutError: no layout divides the batch and the model, or `given` is not supported.
+        ResourceError: no layout fits into the GPUs' memory.
     """
     if wanted.global_batch_size is None:
-        raise DlmBridgeError("--recommend needs --global-batch-size: it decides how far the data can be split")
+        raise SettingError("global_batch_size", "`recommend` needs it: it limits the data parallel size")
     wanted.check_values()
     named = None
     if given is not None:
@@ -107,19 +112,22 @@ def recommend(
     plain = replace(wanted, recompute="none")
     timed = [(step_time(model, run, hardware).total, run) for run in _runs(model, plain, hardware)]
     if not timed:
-        raise DlmBridgeError(
-            f"no layout of {model.name} takes {wanted.gpus} GPUs with --global-batch-size {wanted.global_batch_size} "
-            f"and --seq-length {wanted.seq_length}: use numbers with more divisors"
+        raise LayoutError(
+            "gpus",
+            f"no layout of {model.name} divides {wanted.gpus} GPUs with "
+            f"`global_batch_size={wanted.global_batch_size}` and "
+            f"`seq_length={wanted.seq_length}`: choose numbers with more divisors",
         )
     search = _search(model, timed, hardware, dimensions)
     fits = [found for found in search.values() if isinstance(found, LayoutCandidate)]
     if named is not None and named.memory.peak.total <= hardware.memory:
-        fits.append(named)  # the search leaves out what seldom wins
+        fits.append(named)  # which the search may have skipped
     if not fits:
         need = min(found for found in search.values() if isinstance(found, int))
-        raise DlmBridgeError(
-            f"{model.name} does not fit {wanted.gpus} GPUs of {hardware.memory / GIB:.0f} GiB in any of {len(timed)} "
-            f"layouts: the smallest needs {need / GIB:.0f} GiB a GPU: use more GPUs"
+        raise ResourceError(
+            "gpus",
+            f"none of {len(timed)} layouts of {model.name} fits into {wanted.gpus} GPUs of "
+            f"{hardware.memory / GIB:.0f} GiB: the smallest needs {need / GIB:.0f} GiB per GPU: use more GPUs",
         )
     best = min(fits, key=lambda candidate: (candidate.time.total, candidate.memory.peak.total))
     return Recommendation(
@@ -135,7 +143,7 @@ def recommend(
 def _search(
     model: PlannedModel, timed: list[tuple[float, PlannedRun]], hardware: Hardware, dimensions: list[str]
 ) -> dict[tuple[str, int], LayoutCandidate | int]:
-    """For every value of every dimension, the fastest run that fits, or the fewest bytes needed where none does.
+    """The fastest run that fits for every value of every dimension, or the fewest bytes needed if none fits.
 
     `timed` are runs without recomputation, a lower bound of their time: runs that cannot beat any record are skipped.
     """
@@ -243,7 +251,7 @@ def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[Layo
         if recompute == "selective" and not modules:
             continue
         if run.ep_overlap and (recompute == "full" or "moe" in modules):
-            continue  # megatron-core recomputes neither there
+            continue  # megatron-core does not recompute these with ep_overlap
         trial = replace(run, recompute=recompute, recompute_modules=modules)
         memory = memory_plan(model, trial, checked=True)
         need = min(need or memory.peak.total, memory.peak.total)
@@ -253,7 +261,7 @@ def _fit(model: PlannedModel, run: PlannedRun, hardware: Hardware) -> tuple[Layo
 
 
 def _has(model: PlannedModel, module: str) -> bool:
-    """Whether the model has the module."""
+    """True if the model has the module."""
     if module == "mla_up_proj":
         return model.latent_attention
     if module == "shared_experts":

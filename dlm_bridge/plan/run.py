@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.settings import check_option, options_of
+from dlm_bridge.settings import check_choice, check_minimum, check_option, options_of
 from dlm_bridge.train.config import (
     TrainConfig,
     check_ep_overlap,
@@ -95,8 +95,8 @@ class Hardware:
             f"links: NVLink {self.nvlink / 1e9:.0f} GB/s among {self.per_node} GPUs, network {self.network / 1e9:.0f} "
             f"GB/s a GPU whatever the number of nodes, of which {self.link_efficiency:.0%}; "
             f"{1e6 * self.message_latency:.0f} us a message or collective",
-            "tensor and expert parallel collectives are not hidden, with --tp-overlap and --ep-overlap "
-            f"{self.overlap_efficiency:.0%} of them; at most 90% of data-parallel communication overlaps with the "
+            "tensor and expert parallel collectives do not overlap with computation (with tp_overlap and ep_overlap "
+            f"{self.overlap_efficiency:.0%} of them do); at most 90% of data-parallel communication overlaps with the "
             "last micro-batch, and at most 90% of context-parallel communication with attention",
             "the pipeline's bubble is (pp - 1) / (vp x micro-batches) of the slowest stage's work",
             "no failure, no slow GPU, no checkpoint, no waiting for data",
@@ -118,9 +118,9 @@ class PlannedRun:
     """Sizes are counts of ranks, `seq_length` tokens, batches sequences; names are those of the training options.
 
     `streams` is the number of copies of a sequence in the model's input (two for the two-stream block objective),
-    `loss_share` the mean fraction of its positions that have a loss, `all_logits` whether the logits of all positions
-    exist at once, instead of in chunks of the positions with a loss. `own_shards`: under FSDP each process reads its
-    shards, as in the Accelerate engine, instead of cutting a model that it has whole.
+    `loss_share` the mean fraction of its positions that have a loss. With `all_logits` the logits of all positions
+    exist at once, otherwise those of the positions with a loss, in chunks. With `own_shards` each
+    process reads only its shards under FSDP, as in the Accelerate engine, and never has the whole model.
     """
 
     layout: Layout
@@ -171,7 +171,7 @@ class PlannedRun:
 
     @property
     def sharded_sequence(self) -> bool:
-        """Whether sequence parallelism is on, which is the default where tp is above one."""
+        """True with sequence parallelism, which is the default for `tp` above 1."""
         return self.layout.tp > 1 and self.sequence_parallel is not False
 
     @property
@@ -192,7 +192,7 @@ class PlannedRun:
         return self.micro_batch_size * self.streams * self.seq_length // self.cp
 
     def check(self, model: PlannedModel) -> None:
-        """Raise DlmBridgeError, naming number and remedy, for a run that megatron-core does not support."""
+        """Raise SettingError or LayoutError for a run that megatron-core does not support."""
         self.check_values()
         self.check_layout(model)
 
@@ -201,11 +201,11 @@ class PlannedRun:
         layout = self.layout
         model.cached(("takes", layout), lambda: _check_layout(model, layout))
         for ranks, what in (
-            (self.model_ranks, f"--tp {layout.tp} x --pp {layout.pp} x --cp {self.cp}"),
-            (layout.pp * layout.ep * layout.expert_tp, f"--pp {layout.pp} x --ep {layout.ep} x --etp"),
+            (self.model_ranks, f"`tp={layout.tp}` x `pp={layout.pp}` x `cp={self.cp}`"),
+            (layout.pp * layout.ep * layout.expert_tp, f"`pp={layout.pp}` x `ep={layout.ep}` x `etp`"),
         ):
             if self.gpus % ranks:
-                raise DlmBridgeError(f"--gpus {self.gpus} is not a multiple of {what} = {ranks} ranks")
+                raise LayoutError("gpus", f"{self.gpus} is not a multiple of {what} = {ranks} ranks")
         layout.check_optimizer_instances(self.optimizer_instances, self.gpus, self.fsdp is not None)
         if model.dims.experts:
             check_instances_of_experts(self.optimizer_instances, self.fsdp)
@@ -213,22 +213,20 @@ class PlannedRun:
         self._check_overlap(model)
         self._check_batch()
         if self.fsdp and layout.pp > 1:
-            raise DlmBridgeError(f"--fsdp {self.fsdp} with --pp {layout.pp}: FSDP has no pipeline: choose one of them")
+            raise LayoutError("fsdp", f"{self.fsdp} excludes pipeline parallelism (`pp={layout.pp}`)")
 
     def check_values(self) -> None:
         """`check` of each setting alone, as the training options declare it."""
-        if self.gpus < 1:
-            raise DlmBridgeError(f"--gpus must be at least 1, not {self.gpus}")
+        check_minimum("gpus", self.gpus)
         options, flags = options_of(TrainConfig), vars(self) | {"engine": "megatron"}
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
         check_instances(self.optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer)
         if self.optimizer == "muon" and self.distributed_optimizer:
-            raise DlmBridgeError("--optimizer muon is not sharded: add --no-distributed-optimizer")
+            raise SettingError("optimizer", "muon's state is not sharded: add `distributed_optimizer=False`")
         for module in self.recompute_modules:
-            if module not in RECOMPUTE_MODULES:
-                raise DlmBridgeError(f"--recompute-modules {module}: choose of {', '.join(RECOMPUTE_MODULES)}")
+            check_choice("recompute_modules", module, RECOMPUTE_MODULES)
 
     def _check_overlap(self, model: PlannedModel) -> None:
         if self.tp_overlap:
@@ -240,19 +238,22 @@ class PlannedRun:
         pieces = self.cp * (2 if self.cp > 1 else 1)  # context parallelism balances causal work with two pieces each
         pieces = math.lcm(pieces, self.cp * (self.layout.tp if self.sharded_sequence else 1))
         if self.seq_length % pieces:
-            raise DlmBridgeError(
-                f"--seq-length {self.seq_length} is not a multiple of {pieces}, in which --cp {self.cp} and sequence "
-                f"parallelism over --tp {self.layout.tp} cut it"
+            raise LayoutError(
+                "seq_length",
+                f"{self.seq_length} is not a multiple of {pieces}, the number of parts into which `cp={self.cp}` and "
+                f"sequence parallelism over `tp={self.layout.tp}` split it",
             )
         if self.global_batch_size is not None and self.global_batch_size % (self.micro_batch_size * self.dp):
-            raise DlmBridgeError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                f"{self.micro_batch_size} x {self.dp} data parallel ranks"
+            raise LayoutError(
+                "global_batch_size",
+                f"{self.global_batch_size} is not a multiple of `micro_batch_size={self.micro_batch_size}` x "
+                f"{self.dp} data parallel ranks",
             )
         if self.layout.vp > 1 and self.micro_batches % self.layout.pp:
-            raise DlmBridgeError(
-                f"--vp {self.layout.vp}: the {self.micro_batches} micro-batches of a step are not a multiple of "
-                f"--pp {self.layout.pp}, which interleaving needs"
+            raise LayoutError(
+                "vp",
+                f"interleaved stages need a multiple of `pp={self.layout.pp}` micro-batches per step, not "
+                f"{self.micro_batches}",
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -274,11 +275,11 @@ def _check_layout(model: PlannedModel, layout: Layout) -> None:
     for rule in model.rules:
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, model.dims)
     if model.dims.heads % layout.tp:
-        raise DlmBridgeError(f"--tp {layout.tp} does not divide the {model.dims.heads} attention heads: lower it")
+        raise LayoutError("tp", f"{layout.tp} does not divide the {model.dims.heads} attention heads")
 
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
-    """The planned run of a training configuration. Raises DlmBridgeError."""
+    """The planned run of a training configuration."""
     replicas = max(1, gpus // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
     return PlannedRun(
         layout=config.parallel.layout,
@@ -287,10 +288,10 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         cp=config.parallel.cp,
         micro_batch_size=config.data.micro_batch_size or max(1, config.data.global_batch_size // replicas),
         global_batch_size=config.data.global_batch_size,
-        precision=config.precision.name,
-        optimizer=config.optimizer.name,
+        precision=config.precision.precision,
+        optimizer=config.optimizer.optimizer,
         distributed_optimizer=config.parallel.distributed_optimizer,
-        optimizer_cpu_offload=config.optimizer.cpu_offload,
+        optimizer_cpu_offload=config.optimizer.optimizer_cpu_offload,
         optimizer_instances=config.parallel.optimizer_instances,
         fsdp=config.parallel.fsdp,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -305,9 +306,6 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
 
 
 def objective_settings(name: str) -> dict[str, Any]:
-    """`streams` and `loss_share` of an objective.
-
-    Raises DlmBridgeError for an unknown objective.
-    """
+    """`streams` and `loss_share` of an objective. Raises SettingError for an unknown one."""
     kind = find_objective(name).kind
     return {"streams": kind.tokens_read, "loss_share": kind.loss_fraction}

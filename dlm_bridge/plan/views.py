@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_bridge.cli.convert import print_json
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.cli.help import in_flags
+from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
 
@@ -22,7 +23,7 @@ SHORT = ("weights", "grads", "optim", "activ", "passing", "other")  # of memory.
 
 
 def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, as_json: bool) -> None:
-    """The plan of a layout, with the reasons where it was recommended. `gpu_memory` in bytes."""
+    """Print the plan of a layout, with the reasons if it is recommended. `gpu_memory` in bytes."""
     from dlm_bridge.plan.memory import notes
 
     if as_json:
@@ -53,7 +54,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
         )
     )
     for note in notes(model, run):
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {in_flags(note)}"))
     if found is not None:
         _show_reasons(console, found)
 
@@ -63,7 +64,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # of the model: what is fixed is most of a small one's
+    unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # fixed overhead exceeds a small model
     table = Table(
         title=f"Memory per GPU in {unit} ({plan.ranks} GPU{'s' * (plan.ranks > 1)} per pipeline stage)",
         title_justify="left",
@@ -98,7 +99,7 @@ def _show_reasons(console: object, found: Recommendation) -> None:
     best, hardware = found.best, found.hardware
     speed = best.run.batch * best.run.seq_length / best.time.total / best.run.gpus
     console.print(Text(f"recommended of {found.considered:,} layouts: " + _flags(found)))
-    console.print(Text(f"estimated {best.time.total:.2f} s a step, {speed:,.0f} tokens/s/GPU, assuming"))
+    console.print(Text(f"estimated {best.time.total:.2f} s per step, {speed:,.0f} tokens/s/GPU, assuming"))
     for line in hardware.assumptions():
         console.print(Text(f"  {line}"))
     for reason in found.reasons:
@@ -142,7 +143,7 @@ def _layout(plan: MemoryPlan) -> str:
 
 
 def _roles(plan: MemoryPlan) -> str:
-    """On the first stage's ranks, and on the last's where there are several."""
+    """Parameters by role on a rank of the first stage, and of the last if there are several."""
     chosen = [plan.stages[0], *plan.stages[-1:]] if len(plan.stages) > 1 else [plan.stages[0]]
     texts = []
     for stage in chosen:
@@ -152,7 +153,7 @@ def _roles(plan: MemoryPlan) -> str:
 
 
 def _folded(stages: tuple[StageMemory, ...]) -> list[list[StageMemory]]:
-    """Neighbouring stages that hold the same, together."""
+    """Groups of neighbouring stages with equal figures."""
     groups: list[list[StageMemory]] = []
     for stage in stages:
         if groups and _figures(groups[-1][0]) == _figures(stage):
@@ -167,7 +168,7 @@ def _figures(stage: StageMemory) -> tuple[object, ...]:
 
 
 def _count(parameters: float) -> str:
-    """In the unit that leaves digits of a small model."""
+    """Parameters in billions or millions."""
     for unit, size in (("B", 1e9), ("M", 1e6)):
         if parameters >= size / 10:
             return f"{parameters / size:.3f} {unit}"
@@ -179,7 +180,8 @@ _FIELDS_WITH_NUMBERS = 40  # stages; more have no room for them
 
 
 def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
-    """Write the figure as PNG. `gpu_memory` in bytes. Raises DlmBridgeError where it cannot be written."""
+    """Write the memory of each stage as a PNG heat map. `gpu_memory` in bytes. Raises SettingError if it cannot be
+    written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,7 +190,7 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
     columns = [*COMPONENTS, "total"]
     rows = [[getattr(stage, name) for name in columns] for stage in plan.stages]
     unit, size = memory_unit(plan.peak.total)
-    # The colours of a model that leaves a GPU all but empty would not differ.
+    # A model that leaves a GPU almost empty has its own scale: its colours would not differ otherwise.
     is_small = plan.peak.total < _SMALL * gpu_memory
     full = plan.peak.total if is_small else gpu_memory
     height = 1.8 + max(1.2, 0.3 * min(len(rows), 64))
@@ -217,16 +219,16 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
                         color="white" if dark else "black",
                     )
         label = "a GPU has" if is_small else "full:"
-        figure.colorbar(image, label=f"{unit} a rank ({label} {memory_text(gpu_memory)})")
+        figure.colorbar(image, label=f"{unit} per rank ({label} {memory_text(gpu_memory)})")
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
-        raise DlmBridgeError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise SettingError("png", f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
         plt.close(figure)
 
 
 def _field(nbytes: float, size: int) -> str:
-    """A field's number, with its unit where that is not the figure's."""
+    """Number of a cell, with its unit if it differs from the figure's."""
     own = memory_unit(nbytes)[1]
     return f"{nbytes / size:.1f}" if own == size or nbytes < 512 else memory_text(nbytes)
 

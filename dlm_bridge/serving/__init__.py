@@ -1,5 +1,4 @@
-"""Serving: OpenAI's completions over HTTP, for diffusion and autoregressive models, on one worker thread; a page to
-sample in."""
+"""Serving: OpenAI's API over HTTP for diffusion and autoregressive models, and a page to sample in."""
 
 from dlm_bridge.registration import Extension
 

@@ -1,4 +1,4 @@
-"""One request while its jobs are sampled: their events, in order, until every choice is finished or it is given up."""
+"""A request in progress: the events of its jobs, until every choice is finished or the request is cancelled."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.protocol import AnswerBodies, RequestError, TextRequest
 from dlm_bridge.serving.scheduler import ClosedError, Job, QueueFullError, Scheduler
 
-CLIENT_LEFT = 499  # nobody gets this status: it is for the metrics
+CLIENT_LEFT = 499  # status in the metrics of a client that disconnected; never sent
 
 
 class Call:
-    """One request while its jobs are sampled.
+    """A request in progress.
 
     Args:
-        began: the loop's time at which the request came.
+        began: arrival of the request in the loop's time.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Call:
         self._saw_token = False
 
     def listener(self, index: int) -> Callable[[Event], None]:
-        """The listener of a choice's job, for the scheduler's thread."""
+        """Listener of a choice's job, called in the scheduler's thread."""
 
         def tell(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
         return tell
 
     def submit(self, jobs: list[Job], timeout_s: float) -> None:
-        """Queue the jobs. Raises RequestError where there is no room."""
+        """Queue the jobs. Raises RequestError if the queue is full."""
         self.jobs = jobs
-        # Copies of a prompt stand next to each other: it counts once.
+        # A prompt with several choices counts once; its jobs are adjacent.
         self.answer = AnswerBodies(
             self.request.chat, self._served.name, sum(len(job.prompt) for job in jobs[:: self.request.choices])
         )
@@ -66,11 +66,11 @@ class Call:
             raise queue_full(self._metrics) from None
         except ClosedError:
             raise closed() from None
-        self._metrics.prompt_tokens += self.answer.prompt_tokens
+        self._metrics.accepted(self.answer.prompt_tokens)
         self._timer = self._loop.call_at(self._began + timeout_s, self._expire, timeout_s)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """The jobs' events, until every choice is finished. Raises RequestError for what went wrong."""
+        """The jobs' events, until every choice is finished. Raises RequestError for a failure."""
         try:
             while any(choice.finish_reason is None for choice in self.choices):
                 index, event = await self._queue.get()
@@ -85,17 +85,17 @@ class Call:
             self.close()
 
     def take(self, index: int, event: Event) -> tuple[str, str | None]:
-        """The piece of text that an event adds to its choice, and the reason where it finishes it."""
+        """The text that an event adds to its choice, and the finish reason if the choice is finished."""
         choice = self.choices[index]
         if choice.finish_reason is not None or not isinstance(event, Extended | Ended):
             return "", None
         piece = choice.take(event)
         if choice.finish_reason is not None and not isinstance(event, Ended):
-            self._scheduler.cancel([self.jobs[index]])  # a stop string came before its block was complete
+            self._scheduler.cancel([self.jobs[index]])  # a stop string inside the block
         return piece, choice.finish_reason
 
     async def whole(self, request: Request) -> None:
-        """Wait until every choice is finished. Raises RequestError, also where the client leaves."""
+        """Wait until every choice is finished. Raises RequestError for a failure or a disconnected client."""
 
         async def finish() -> None:
             async for index, event in self.events():
@@ -106,7 +106,7 @@ class Call:
         try:
             await asyncio.wait((finishing, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not finishing.done():
-                raise RequestError("the client has left", CLIENT_LEFT)
+                raise RequestError("the client has disconnected", CLIENT_LEFT)
             finishing.result()
         finally:
             finishing.cancel()
@@ -114,13 +114,13 @@ class Call:
             self.close()
 
     def close(self) -> None:
-        """Drop the jobs."""
+        """Cancel the jobs."""
         if self._timer is not None:
             self._timer.cancel()
         self._scheduler.cancel(self.jobs)
 
     def _expire(self, timeout_s: float) -> None:
-        """The time is over, also where the client does not read what it is sent."""
+        """Cancel the jobs and report the timeout, even to a client that does not read its answer."""
         self._scheduler.cancel(self.jobs)
         self._queue.put_nowait((0, Failed(None, TimeoutError(timeout_s))))
 
@@ -130,17 +130,17 @@ class Call:
         if isinstance(error, ClosedError):
             return closed()
         choice = f"choice {index}: " if len(self.choices) > 1 else ""
-        if isinstance(error, NonFiniteError):  # not the request's fault, as far as one can tell
+        if isinstance(error, NonFiniteError):  # presumably not the request's fault
             return RequestError(f"{choice}{error.reason}", 500, kind="server_error", code="non_finite_logits")
         if isinstance(error, RowError):
             return RequestError(f"{choice}{error.reason}")
         if isinstance(error, DlmBridgeError):
-            return RequestError(str(error))
+            return RequestError(str(error), param=error.field)
         return RequestError("sampling failed: see the server's log", 500, kind="server_error")
 
 
 async def _left(request: Request) -> None:
-    """Return when the client has left; its body has been read."""
+    """Return when the client has disconnected. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""One choice of an answer: its row's tokens become text, in pieces that are never taken back."""
+"""Incremental decoding of one choice of an answer."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Callable, Sequence
 
 from dlm_bridge.generation.request import Ended, Extended
 
-REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a whole character, so far
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes of an incomplete character
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
-    """Text of a growing sequence of tokens, in pieces.
+    """Incremental decoder of a growing token sequence.
 
-    A piece ends neither inside a character nor inside what may become a stop string. The pieces together are the text
-    of all tokens, before the first stop string.
+    A piece of text ends neither inside a character nor inside the possible beginning of a stop string. The pieces
+    together are the text of all tokens before the first stop string. (`tokenizers.decoders.DecodeStream` drops an
+    incomplete character at the end, and raises if later byte tokens change earlier text.)
     """
 
     def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop_strings = tuple(stop_strings)
-        # Only the last tokens are decoded again with new ones, whose text may depend on them. The window begins with a
-        # whole character.
+        # The text of a token may depend on the tokens before it: the last ones, from the beginning of a character on,
+        # are decoded again with new ones.
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text was taken over
+        self._read = 0  # tokens of the window whose text was returned
         self._known = ""  # that text
-        self._held = ""  # text that may be the beginning of a stop string
+        self._held = ""  # text held back: it may be the beginning of a stop string
         self.stopped = False
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -40,13 +41,13 @@ class TextStream:
             return ""
         new = text[len(self._known) :]
         newest = self._decode(self._window[self._read :])
-        if newest:  # else: tokens without a text, such as special ones
+        if newest:  # empty for special tokens
             self._window, text = self._window[self._read :], newest
         self._read, self._known = len(self._window), text
         return self._without_stop(new)
 
     def end(self) -> str:
-        """The last piece: what was held back."""
+        """The last piece: the text held back."""
         if self.stopped:
             return ""
         piece = self._without_stop(self._decode(self._window)[len(self._known) :])
@@ -54,7 +55,7 @@ class TextStream:
         return piece + rest
 
     def _without_stop(self, new: str) -> str:
-        """The text that can be sent, of what was held back and what is new."""
+        """Held-back and new text up to the first stop string, or without the possible beginning of one."""
         text, self._held = self._held + new, ""
         places = [place for string in self._stop_strings if (place := text.find(string)) >= 0]
         if places:
@@ -69,8 +70,8 @@ class Choice:
     """One choice of an answer.
 
     Attributes:
-        finish_reason: "stop" or "length"; None while the row is sampled.
-        tokens: its new tokens that are final; with a reason to finish, those that it has in the end.
+        finish_reason: "stop" or "length"; None while the choice is sampled.
+        tokens: the final new tokens so far.
     """
 
     def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
@@ -82,11 +83,11 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All pieces so far."""
+        """The text so far."""
         return "".join(self._pieces)
 
     def take(self, event: Extended | Ended) -> str:
-        """The piece of text that an event adds. A stop string finishes the choice before its row has ended."""
+        """The text that an event adds. A stop string finishes the choice before its job has ended."""
         if self.finish_reason is not None:
             return ""
         new = event.tokens if isinstance(event, Extended) else event.tokens[len(self.tokens) :]
@@ -102,7 +103,7 @@ class Choice:
         return piece
 
     def _stop(self) -> int:
-        """The number of tokens that complete the first stop string."""
+        """Number of tokens that complete the first stop string."""
 
         def stopped(count: int) -> bool:
             text = self._decode(self.tokens[:count])
@@ -112,5 +113,5 @@ class Choice:
 
 
 def _overlap(text: str, string: str) -> int:
-    """The length of the longest end of the text that begins the string."""
+    """Length of the longest suffix of the text that is a proper prefix of the string."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

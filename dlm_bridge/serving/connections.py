@@ -1,4 +1,4 @@
-"""The HTTP server under our applications: limits of connections, of their time and of what they log, and its end."""
+"""HTTP server with limits on connections, their duration and their log messages, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any, Literal
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")  # names of this machine in the header Host
 GRACE_S = 2.5
-HEADER_S = 15.0  # for a request's header to come, from its first byte or the connection's start
-SEND_S = 60.0  # for a client to read what it is sent
-MAX_DESCRIPTORS = 10_240  # asked of the system, where its hard limit allows; macOS gives no more
-MIN_CONNECTIONS = 1024  # taken at a time, where the descriptors suffice
-BACKLOG = 2048  # connections that wait to be accepted, uvicorn's own default
-REPEAT_S = 60.0  # between two lines of the log that say the same
-# Beginnings of messages that clients can cause as often as they like.
+HEADER_S = 15.0  # maximum time to receive a header, from its first byte or the connection's start
+SEND_S = 60.0  # maximum time until a client reads pending data
+MAX_DESCRIPTORS = 10_240  # soft limit to request, the maximum of macOS
+MIN_CONNECTIONS = 1024  # connection limit if the descriptors suffice
+BACKLOG = 2048  # connections that wait to be accepted, uvicorn's default
+REPEAT_S = 60.0  # minimum time between two equal log messages
+# Prefixes of log messages that clients can trigger without limit.
 REPEATED = ("socket.accept() out of system resource", "Exceeded concurrency limit", "Invalid HTTP request received")
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that is closed if a header, or the client's reading of an answer, takes too long.
+    """HTTP connection that is closed if the client takes too long to send a header or to read an answer.
 
-    A new connection above the limit takes the place of the one that has been idle for the longest time.
+    A new connection above the limit replaces the one that has been idle longest.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -46,7 +46,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.heard = self.loop.time()  # from the client, the last time
+        self.heard = self.loop.time()  # time of the last data from the client
         self._await_header()
         limit = self.config.limit_concurrency
         if limit is not None and len(self.connections) >= limit:
@@ -86,8 +86,10 @@ class Connection(H11Protocol):
 
 
 def connection_limits(requests: int) -> tuple[int, int]:
-    """uvicorn's `limit_concurrency` and `backlog` for a server that holds up to `requests` at a time: together at most
-    three quarters of the file descriptors, whose soft limit is raised where the system allows."""
+    """uvicorn's `limit_concurrency` and `backlog` for a server of up to `requests` concurrent requests.
+
+    Together they are at most three quarters of the file descriptors. Raises the soft limit of those if possible.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -99,21 +101,21 @@ def connection_limits(requests: int) -> tuple[int, int]:
 
 
 class _OncePerMinute(logging.Filter):
-    """Drops a message of `REPEATED` that was logged within REPEAT_S, and the traceback of one that was not."""
+    """Filter that drops a message of `REPEATED` logged within the last REPEAT_S, and the tracebacks of the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._next: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        said: Any = next((text for text in REPEATED if str(record.msg).startswith(text)), None)
-        if said is None:
+        prefix: Any = next((text for text in REPEATED if str(record.msg).startswith(text)), None)
+        if prefix is None:
             return True
         record.exc_info = record.exc_text = None
         now = time.monotonic()
-        if now < self._next.get(said, now):
+        if now < self._next.get(prefix, now):
             return False
-        self._next[said] = now + REPEAT_S
+        self._next[prefix] = now + REPEAT_S
         return True
 
 
@@ -121,21 +123,21 @@ _once_per_minute = _OncePerMinute()
 
 
 def limit_log() -> None:
-    """Log what clients can cause at will once a minute."""
+    """Log messages that clients can trigger at most once per minute."""
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(_once_per_minute)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a bound socket, which SIGINT and SIGTERM end.
+    """uvicorn on a bound socket, stopped by SIGINT and SIGTERM.
 
     Args:
-        app: the ASGI application.
-        sock: bound to the address; see `bind`.
-        when_ready: is called once requests are taken.
-        requests: held at a time, at most.
-        grace_s: at the end, seconds for answers to be sent before connections are cut.
-        lifespan: whether the application has events of its start and end.
+        app: ASGI application.
+        sock: bound socket; see `bind`.
+        when_ready: called when the server accepts requests.
+        requests: maximum number of concurrent requests.
+        grace_s: seconds during shutdown until open connections are closed.
+        lifespan: "on" if the application has startup and shutdown events.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 limit_concurrency=connections,
                 backlog=backlog,
-                timeout_graceful_shutdown=int(grace_s) + 1,  # connections are cut before
+                timeout_graceful_shutdown=int(grace_s) + 1,  # connections are closed before
             )
         )
         limit_log()
@@ -181,23 +183,23 @@ class HttpServer(uvicorn.Server):
         self._when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for answers that are being sent, and cut the connections of clients that do not read theirs."""
-        asyncio.get_running_loop().call_later(self._grace_s, self._cut)
+        """Wait until pending answers are sent; close the connections of clients that do not read theirs."""
+        asyncio.get_running_loop().call_later(self._grace_s, self._abort)
         await super().shutdown(sockets)
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which refuses connections so far. Raises DlmBridgeError."""
+    """Socket bound to the address, not listening yet. Raises SettingError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise DlmBridgeError(f"port {port} of {host}: {error.strerror}: name another --port or --host") from error
+        raise SettingError("port", f"{port} of {host}: {error.strerror}: set another `port` or `host`") from error
     return sock

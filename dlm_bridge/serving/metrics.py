@@ -1,92 +1,81 @@
-"""Figures of the server in Prometheus' text format (version 0.0.4)."""
+"""Metrics of the server for Prometheus."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 
-BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
-RECENT = 32  # requests whose duration says how long a refused client had better wait
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from dlm_bridge.serving.scheduler import Scheduler
 
-class Histogram:
-    """Durations, counted by upper bound."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BOUNDS_S) + 1)
-        self._sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self._sum += seconds
-
-    def lines(self, name: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip([*BOUNDS_S, "+Inf"], self._counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self._sum:.6f}"
-        yield f"{name}_count {total}"
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+RECENT = 32  # number of requests whose mean duration is the Retry-After of a full queue
+PREFIX = "dlm_bridge"
 
 
 class Metrics:
-    """What was asked and answered since the start. Used in the server's event loop only."""
+    """Counts and durations since the start. Used in the server's event loop only."""
 
-    def __init__(self) -> None:
-        self._requests: Counter[tuple[str, int]] = Counter()
+    def __init__(self, scheduler: Scheduler) -> None:
+        prometheus_client.disable_created_metrics()
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            f"{PREFIX}_requests", "Requests, by path and status.", ("path", "status"), registry=self._registry
+        )
+        self._prompt_tokens = Counter(
+            f"{PREFIX}_prompt_tokens", "Tokens of accepted prompts.", registry=self._registry
+        )
+        self._registry.register(_SchedulerMetrics(scheduler))
+        self._duration, self._first_token = (
+            Histogram(f"{PREFIX}_{name}", about, buckets=BUCKETS_S, registry=self._registry)
+            for name, about in (
+                ("request_seconds", "From a request to its last token."),
+                ("first_token_seconds", "From a request to its first committed token."),
+            )
+        )
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._duration, self._first_token = Histogram(), Histogram()
-        self.prompt_tokens = 0
 
     def request(self, path: str, status: int) -> None:
-        """A request was answered; 499 stands for a client that left."""
-        self._requests[path, status] += 1
+        """Count an answered request; status 499 is a client that disconnected."""
+        self._requests.labels(path, status).inc()
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """Count the prompt tokens of a queued request."""
+        self._prompt_tokens.inc(prompt_tokens)
 
     def answered(self, seconds: float) -> None:
-        """A text was sampled to its end, in so much time from the request on."""
-        self._duration.add(seconds)
+        """Record the time from a request's arrival to its last token."""
+        self._duration.observe(seconds)
         self._recent.append(seconds)
 
     def first_token(self, seconds: float) -> None:
-        """A request's first tokens were committed, so long after it came."""
-        self._first_token.add(seconds)
+        """Record the time from a request's arrival to its first committed token."""
+        self._first_token.observe(seconds)
 
     @property
     def retry_after_s(self) -> int:
-        """How long a client had better wait when the queue is full."""
+        """Seconds after which a client should try again when the queue is full."""
         mean = sum(self._recent) / len(self._recent) if self._recent else 1.0
         return min(max(round(mean), 1), 60)
 
-    def text(self, *, waiting: int, running: int, tokens: int, forwards: int) -> str:
-        """All figures; the arguments are the scheduler's."""
-        prefix = "dlm_bridge"
-        requests = [
-            f'{prefix}_requests_total{{path="{path}",status="{status}"}} {count}'
-            for (path, status), count in sorted(self._requests.items())
-        ]
-        blocks = [
-            _block(f"{prefix}_requests_total", "counter", "Requests, by path and status.", requests),
-            *(
-                _block(f"{prefix}_{name}", kind, about, [f"{prefix}_{name} {value}"])
-                for name, kind, about, value in (
-                    ("queue_rows", "gauge", "Rows that wait.", waiting),
-                    ("running_rows", "gauge", "Rows that are sampled.", running),
-                    ("prompt_tokens_total", "counter", "Tokens of accepted prompts.", self.prompt_tokens),
-                    ("generated_tokens_total", "counter", "New tokens of complete rows.", tokens),
-                    ("forwards_total", "counter", "Forward passes of the model.", forwards),
-                )
-            ),
-            *(
-                _block(f"{prefix}_{name}", "histogram", about, histogram.lines(f"{prefix}_{name}"))
-                for name, about, histogram in (
-                    ("request_seconds", "From a request to its last token.", self._duration),
-                    ("first_token_seconds", "From a request to its first committed token.", self._first_token),
-                )
-            ),
-        ]
-        return "".join(blocks)
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format (version 0.0.4)."""
+        return generate_latest(self._registry)
 
 
-def _block(name: str, kind: str, about: str, lines: Iterable[str]) -> str:
-    return "\n".join([f"# HELP {name} {about}", f"# TYPE {name} {kind}", *lines, ""])
+class _SchedulerMetrics(Collector):
+    """The scheduler's own counts, read when they are asked for: the sampling thread does nothing for them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self._scheduler
+        yield GaugeMetricFamily(f"{PREFIX}_queue_rows", "Texts that wait.", scheduler.waiting)
+        yield GaugeMetricFamily(f"{PREFIX}_running_rows", "Texts that are sampled.", scheduler.running)
+        yield CounterMetricFamily(f"{PREFIX}_generated_tokens", "New tokens of complete texts.", scheduler.tokens)
+        yield CounterMetricFamily(f"{PREFIX}_forwards", "Forward passes of the model.", scheduler.forwards)

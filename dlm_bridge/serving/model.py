@@ -1,4 +1,4 @@
-"""The served model: requests become jobs, which are checked, and tokens become texts."""
+"""The served model: validates requests, turns them into jobs, and decodes their tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.offline import check_prompts, open_engine
@@ -22,21 +22,20 @@ from dlm_bridge.loading import LoadedModel
 from dlm_bridge.serving.protocol import RequestError, TextRequest
 from dlm_bridge.serving.scheduler import Job
 
-CONVERSATION = "the conversation"  # its name in errors
-TOO_LONG = "context_length_exceeded"  # OpenAI's code
-DEFAULT_LENGTH = 4096  # of prompt and new tokens: memory is planned for rows of this length
-LENGTHS = ("gen_length", "max_new_tokens", "max_length")  # settings that say how many new tokens
+TOO_LONG = "context_length_exceeded"  # the error's code in OpenAI's API
+DEFAULT_LENGTH = 4096  # default limit of prompt and new tokens; memory is planned for texts of the limit's length
+LENGTHS = ("gen_length", "max_new_tokens", "max_length")  # settings that determine the number of new tokens
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model, its tokenizer, and what the server says of them.
+    """A model, its tokenizer and the defaults of requests.
 
     Args:
-        name: of the model in answers.
-        defaults: settings of requests that do not name them.
-        max_length: tokens of a prompt and its new ones together, at most; None: the model's context,
-            DEFAULT_LENGTH at most.
+        name: name of the model in answers.
+        defaults: sampler settings for requests that do not set them.
+        max_length: maximum number of prompt and new tokens together; None: the model's context, up to
+            DEFAULT_LENGTH.
     """
 
     loaded: LoadedModel
@@ -45,7 +44,7 @@ class ServedModel:
     max_length: int | None = None
 
     def check(self) -> None:
-        """Raise DlmBridgeError where the model cannot be sampled from, or with the defaults."""
+        """Raise DlmBridgeError if the model cannot be sampled, or not with the defaults."""
         settings = dict(self.defaults)
         if not self.loaded.diffusion and _asked_length(settings, 0) is None:
             settings["gen_length"] = 1
@@ -53,7 +52,7 @@ class ServedModel:
 
     @property
     def limit(self) -> int:
-        """Tokens of a prompt and its new ones together, at most."""
+        """Maximum number of prompt and new tokens together."""
         config = self.loaded.model.config.get_text_config()
         context = getattr(config, "max_position_embeddings", None)
         if self.max_length is not None:
@@ -62,13 +61,13 @@ class ServedModel:
 
     @cached_property
     def max_chars(self) -> int:
-        """Characters of a prompt, at most: those of `limit` tokens, each the longest of the vocabulary."""
+        """Maximum number of characters in a prompt: `limit` times the length of the vocabulary's longest token."""
         return self.limit * max(map(len, self.loaded.tokenizer.get_vocab()))
 
     def open_engine(
         self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None]
     ) -> Engine:
-        """The engine of jobs with these settings; see `scheduler.OpenEngine`."""
+        """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
         return open_engine(
             self.loaded.model,
             self.loaded.tokenizer,
@@ -80,33 +79,40 @@ class ServedModel:
         )
 
     def plan(self) -> Capacity:
-        """The rows of `limit` tokens that free memory holds, with the new tokens of a request that names none."""
+        """Batch size for texts of `limit` tokens that fits free memory, with the default number of new tokens."""
         loaded, new = self.loaded, self._new_tokens(self.defaults, 1)
         settings = {name: value for name, value in self.defaults.items() if name not in LENGTHS} | {"gen_length": new}
         prompt = max(self.limit - new, 1)
         return plan_batch(loaded.model, [prompt], settings, diffusion=loaded.diffusion, more=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of new tokens, without special ones."""
+        """Decode new tokens, without special tokens."""
         return str(self.loaded.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
-        """The jobs of a request, checked; `listen` gives the listener of a choice. Raises RequestError."""
+        """The validated jobs of a request.
+
+        Args:
+            listen: returns the listener of a choice, by its index.
+
+        Raises:
+            RequestError: for a prompt or a setting that cannot be sampled.
+        """
         try:
             return self._jobs(request, listen)
         except PromptTooLongError as error:
             message = f"{error}, which are more than {self.limit} tokens"
-            raise RequestError(message, param="messages" if request.chat else "prompt", code=TOO_LONG) from error
+            raise RequestError(message, param=request.prompt_field, code=TOO_LONG) from error
         except DlmBridgeError as error:
-            raise RequestError(str(error)) from error
+            param = error.field if isinstance(error, SettingError | RowError) else request.prompt_field
+            raise RequestError(str(error), param=param) from error
 
     def _jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
         settings = combine_settings(self.loaded.model, self.defaults, request.settings)
-        several = len(request.prompts) > 1
         copies = []
-        for number, prompt in enumerate(self._prompts(request)):  # a prompt that is too long is the last to be encoded
-            name = f"prompt[{number}]" if several else CONVERSATION if request.chat else "the prompt"
-            own = self._settled(prompt, name, settings, "messages" if request.chat else "prompt")
+        for number, prompt in enumerate(self._prompts(request)):  # stops at the first prompt that is too long
+            name = f"prompt[{number}]" if len(request.prompts) > 1 else request.prompt_field
+            own = self._job_settings(prompt, name, settings, request.prompt_field)
             copies += [(prompt, own)] * request.choices
         seed = request.seed if request.seed is not None else self._stored_seed(settings)
         seeds = row_seeds(secrets.randbits(62) if seed is None else seed, [prompt for prompt, _ in copies])
@@ -127,11 +133,11 @@ class ServedModel:
                 template_args=request.template_args,
             )
         for one in request.prompts:
-            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else list(one)
+            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else one
 
     def _new_tokens(self, settings: Mapping[str, Any], prompt: int) -> Any:
-        """New tokens behind a prompt of this length: as many as the settings say, whatever that is, else the model's
-        own number, as far as there is room. Raises DlmBridgeError."""
+        """Number of new tokens after a prompt of this length: the settings' unchecked value, else the model's default
+        or the room that is left. Raises DlmBridgeError."""
         model, asked = self.loaded.model, _asked_length(settings, prompt)
         if asked is not None:
             return asked
@@ -141,16 +147,16 @@ class ServedModel:
             usual = getattr(model.generation_config, "max_new_tokens", None) or NEW_TOKENS
         return min(usual, max(self.limit - prompt, 1))
 
-    def _settled(self, prompt: list[int], name: str, settings: Mapping[str, Any], field: str) -> dict[str, Any]:
-        """The settings of a prompt's jobs, with the number of new tokens as `gen_length`. Raises DlmBridgeError or
-        RequestError, which names the request's `field`."""
+    def _job_settings(self, prompt: list[int], name: str, settings: Mapping[str, Any], field: str) -> dict[str, Any]:
+        """Settings of a prompt's jobs, with the number of new tokens as `gen_length`. Raises DlmBridgeError, and
+        RequestError for the request's `field` if the prompt is too long."""
         model, diffusion = self.loaded.model, self.loaded.diffusion
         found = resolve_settings(model, None, settings, prompt_width=len(prompt)) if diffusion else None
         new, limit = self._new_tokens(settings, len(prompt)), self.limit
         own = {key: value for key, value in settings.items() if key not in LENGTHS} | {"gen_length": new}
         if isinstance(new, int) and len(prompt) + new > limit:
             raise RequestError(
-                f"{name} has {len(prompt)} tokens; with {new} new ones (max_tokens) that is {len(prompt) + new}, "
+                f"{name} has {len(prompt)} tokens; with {new} new tokens (max_tokens) that is {len(prompt) + new}, "
                 f"above the limit of {limit}",
                 param=field,
                 code=TOO_LONG,
@@ -168,7 +174,7 @@ class ServedModel:
 
 
 def _asked_length(settings: Mapping[str, Any], prompt: int) -> Any:
-    """The new tokens that the settings ask for behind a prompt of this length; None: they do not say."""
+    """Number of new tokens that the settings ask for after a prompt of this length; None if they do not."""
     for name in ("gen_length", "max_new_tokens"):
         if settings.get(name) is not None:
             return settings[name]

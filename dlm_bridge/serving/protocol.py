@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: what a request says, and the bodies of answers and errors."""
+"""OpenAI's completions and chat completions: validation of requests, and the bodies of answers and errors."""
 
 from __future__ import annotations
 
@@ -7,69 +7,65 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic_core import from_json
 
 from dlm_bridge.errors import DlmBridgeError, shortened
 from dlm_bridge.generation.prompts import check_template_args
 from dlm_bridge.serving.choices import Choice
 
-# Fields of OpenAI's that say nothing about the text.
-IGNORED = (
+# Fields of OpenAI's API that do not affect the text.
+IGNORED = {
     "metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
     "user",
-)  # fmt: skip
-# Fields of OpenAI's that no sampler here can follow, with the values that ask for nothing, and what to do instead.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+}  # fmt: skip
+# Fields of OpenAI's API that no sampler supports: their neutral values, which are accepted, and the remedy for others.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("prediction", "reasoning_effort", "verbosity", "web_search_options"), ((None,), "omit it")),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), ((None, 0), "use repetition_penalty")),
     "audio": ((None,), "answers are text"),
     "best_of": ((None, 1), "use n"),
-    "echo": ((None, False), "the prompt is not repeated"),
-    "frequency_penalty": ((None, 0), "use repetition_penalty"),
-    "function_call": ((None, "none", "auto"), "functions are not called: leave it out"),
-    "functions": ((None, []), 'functions are not called: leave it out, or set function_call to "none"'),
+    "echo": ((None, False), "answers do not repeat the prompt"),
+    "function_call": ((None, "none", "auto"), "functions are not called: omit it"),
+    "functions": ((None, []), 'functions are not called: omit it, or set function_call to "none"'),
     "logit_bias": ((None, {}), "use suppress_tokens"),
     "logprobs": (
         (None, False),
-        "a token's probability in the step that committed it is no log probability of the text: leave it out",
+        "the probability of a token in the step that commits it is not a log-probability of the text: omit it",
     ),
     "modalities": ((None, ["text"]), "answers are text"),
-    "parallel_tool_calls": ((None, False, True), "tools are not called: leave it out"),
-    "prediction": ((None,), "leave it out"),
-    "presence_penalty": ((None, 0), "use repetition_penalty"),
-    "reasoning_effort": ((None,), "leave it out"),
-    "response_format": ((None, {"type": "text"}), "the text's format cannot be forced: leave it out"),
-    "suffix": ((None, ""), "dlm-bridge generate --infill fills in"),
-    "tool_choice": ((None, "none", "auto"), "tools are not called: leave it out"),
-    "tools": ((None, []), 'tools are not called: leave it out, or set tool_choice to "none"'),
-    "top_logprobs": ((None, 0), "leave it out"),
-    "verbosity": ((None,), "leave it out"),
-    "web_search_options": ((None,), "leave it out"),
+    "parallel_tool_calls": ((None, False, True), "tools are not called: omit it"),
+    "response_format": ((None, {"type": "text"}), "the format of the text cannot be forced: omit it"),
+    "suffix": ((None, ""), "dlm-bridge generate fills in masks"),
+    "tool_choice": ((None, "none", "auto"), "tools are not called: omit it"),
+    "tools": ((None, []), 'tools are not called: omit it, or set tool_choice to "none"'),
+    "top_logprobs": ((None, 0), "omit it"),
 }
-# Settings of `generate` that are the server's own to choose, or that change what an answer is.
+# Settings of `generate` that only the server sets, or that would change the form of the answer.
 NOT_OF_A_REQUEST = {
-    "device": "--device is an option of the server",
-    "execution": "--set execution=... is an option of the server",
-    "infill": "dlm-bridge generate --infill fills in",
+    **dict.fromkeys(("device", "execution", "tokenizer"), "is set when the server is started"),
+    **dict.fromkeys(("infill", "span_lengths"), "use dlm-bridge generate, which fills in masks"),
     "num_return_sequences": "use n",
     "output_history": "/v1/commits streams every commit",
-    "return_dict_in_generate": "leave it out",
-    "span_lengths": "dlm-bridge generate --infill fills in",
+    "return_dict_in_generate": "omit it",
     "stop_strings": "use stop",
     "streamer": "use stream",
     "generator": "use seed",
-    "tokenizer": "--tokenizer is an option of the server",
 }
 MAX_CHOICES = 128
-MAX_STOPS, MAX_STOP_LENGTH = 4, 256  # strings, as OpenAI's; characters of each
-MAX_SETTINGS = 65_536  # characters of a request's settings of the sampler, as JSON
+MAX_STOPS, MAX_STOP_LENGTH = 4, 256  # number of stop strings, as in OpenAI's API, and their characters
+MAX_SETTINGS = 65_536  # characters of a request's sampler settings as JSON
 
 
 class RequestError(Exception):
-    """A request that is not answered with a text.
+    """An error that is the answer to a request.
 
     Args:
-        kind: OpenAI's `type` of the error.
-        param: the field at fault.
-        retry_after_s: seconds for the header of that name.
+        kind: the error's `type` in OpenAI's API.
+        param: the JSON field at fault.
+        retry_after_s: seconds in the header Retry-After.
     """
 
     def __init__(
@@ -90,21 +86,21 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What a request asks for.
+    """A validated request.
 
     Args:
         chat: answer as a chat completion.
         prompts: texts or token ids; empty for a chat.
-        messages: of a chat.
+        messages: the conversation of a chat.
         template_args: variables of the chat template (`chat_template_kwargs`).
-        settings: of the sampler, without a seed.
-        choices: texts for each prompt.
-        include_usage: a stream ends with the usage.
+        settings: sampler settings without the seed.
+        choices: number of texts per prompt.
+        include_usage: end a stream with the token counts.
     """
 
     chat: bool
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[dict[str, Any]] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     choices: int = 1
@@ -113,86 +109,199 @@ class TextRequest:
     include_usage: bool = False
 
     @property
+    def prompt_field(self) -> str:
+        """Name of the JSON field that contains the prompts."""
+        return "messages" if self.chat else "prompt"
+
+    @property
     def texts(self) -> int:
-        """The number of texts that it asks for."""
+        """Number of texts that the request asks for."""
         return max(len(self.prompts), 1) * self.choices
 
 
+T = TypeVar("T")
+_List = Annotated[list[T], Field(fail_fast=True)]  # one error, not one per element of a long list
+_STRICT = ConfigDict(strict=True)
+
+
+class _TextPart(BaseModel):
+    model_config = _STRICT
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str | _List[_TextPart] | None = None
+
+    @model_validator(mode="after")
+    def _join_parts(self) -> Self:
+        if isinstance(self.content, list):
+            self.content = "".join(part.text for part in self.content)
+        if self.content is None and self.role == "assistant":  # the message calls a tool
+            self.content = ""
+        if self.content is None:
+            raise ValueError
+        return self
+
+
+class _StreamOptions(BaseModel):
+    model_config = _STRICT
+    include_usage: bool | None = None
+
+
+class _Body(BaseModel):
+    """Fields of both kinds of requests. Every other field is a setting of the sampler.
+
+    A field's description completes the error message "FIELD must be ...".
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    generation_config: dict[str, Any] | Json[dict[str, Any]] | None = Field(None, description="a JSON object")
+    ignore_eos: bool | None = Field(None, description="true or false")
+    max_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
+    max_completion_tokens: int | None = Field(None, ge=1, description="a whole number of at least 1")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")
+    seed: int | None = Field(None, description="a whole number")
+    stop: (
+        Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+        | Annotated[
+            _List[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(max_length=MAX_STOPS)
+        ]
+        | None
+    ) = Field(
+        None,
+        description=f"a string or a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_LENGTH} characters",
+    )
+    stream: bool | None = Field(None, description="true or false")
+    stream_options: _StreamOptions | None = Field(None, description='an object such as {"include_usage": true}')
+
+
+class _Completion(_Body):
+    prompt: str | Annotated[_List[int] | _List[str] | _List[_List[int]], Field(min_length=1)] = Field(
+        description="a string, a list of token ids, or a list of either"
+    )
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return {"prompts": [self.prompt] if single else self.prompt}
+
+
+class _Chat(_Body):
+    messages: _List[_Message] = Field(
+        min_length=1, description="a list of objects with a role and a content of text, both strings"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="a JSON object")
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables."""
+        template_args, name = self.chat_template_kwargs or {}, "chat_template_kwargs"
+        try:
+            check_template_args(template_args, name)
+        except DlmBridgeError as error:
+            raise RequestError(str(error), param=name) from None
+        return {"messages": [each.model_dump() for each in self.messages], "template_args": template_args}
+
+
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
-    """The request in a body. `chat` None: a chat where it has messages. Raises RequestError."""
+    """Validate the body of a request.
+
+    Args:
+        chat: the kind of request; None: a chat if the body has messages.
+
+    Raises:
+        RequestError: for a body that is not valid JSON, and for a field that is unsupported or malformed.
+    """
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise RequestError("the body is not JSON") from None
-    if not isinstance(body, dict):
+        fields = from_json(raw)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object")
     if chat is None:
-        chat = "messages" in body
+        chat = "messages" in fields
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        if body.get(choice) == "none":  # none of them is to be called
-            body.pop(tools, None)
-    _refuse(body)
-    own = {"messages", "chat_template_kwargs"} if chat else {"prompt"}
-    own |= {
-        "generation_config", "ignore_eos", "max_completion_tokens", "max_tokens", "n", "seed", "stop", "stream",
-        "stream_options",
-    }  # fmt: skip
-    settings = _generation_config(body.get("generation_config"))
-    settings |= {name: value for name, value in body.items() if name not in {*own, *IGNORED, *REFUSED}}
+        if fields.get(choice) == "none":  # the tools are not to be called
+            fields.pop(tools, None)
+    _refuse_unsupported(fields)
+    body = _validated(_Chat if chat else _Completion, fields)
+    settings = _settings(body)
+    stored_seed = settings.pop("seed", None)  # in a generation_config
+    if not (stored_seed is None or type(stored_seed) is int):
+        raise RequestError("seed must be a whole number", param="seed")
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise RequestError("stream_options apply to streams only: set stream as well", param="stream_options")
+    return TextRequest(
+        chat=chat,
+        **body.prompts,
+        settings=settings,
+        choices=body.n or 1,
+        seed=body.seed if "seed" in body.model_fields_set else stored_seed,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+    )
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    for name, (neutral, remedy) in UNSUPPORTED.items():
+        if name in fields and not any(
+            fields[name] == one and (type(fields[name]) is type(one) or isinstance(fields[name], float))
+            for one in neutral
+        ):
+            raise RequestError(f"{name} is not supported: {remedy}", param=name)
+
+
+def _validated(kind: type[_Completion | _Chat], fields: dict[str, Any]) -> _Completion | _Chat:
+    """The validated fields. The error names the first malformed field, and the message of a chat by its index."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        name, *where = error.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
+        param = f"{name}[{where[0]}]" if name == "messages" and where else str(name)
+        message = f"{name} must be {kind.model_fields[str(name)].description}"
+        raise RequestError(message if param == name else f"{param}: {message}", param=param) from None
+
+
+def _settings(body: _Body) -> dict[str, Any]:
+    """Sampler settings of a request: its generation_config, its further fields, and OpenAI's fields by our names."""
+    extra = body.model_extra or {}
+    settings = {**(body.generation_config or {})}
+    settings |= {name: value for name, value in extra.items() if name not in IGNORED and name not in UNSUPPORTED}
     for name in settings:
         if name in NOT_OF_A_REQUEST:
             raise RequestError(f"{name}: {NOT_OF_A_REQUEST[name]}", param=name)
     settings = {name: value for name, value in settings.items() if value is not None or name == "eos_token_id"}
-    if settings.get("top_k") == -1:  # vLLM's way to say: of all tokens
+    if settings.get("top_k") == -1:  # all tokens, in vLLM's API
         settings["top_k"] = 0
-    if _flag(body, "ignore_eos"):
+    if body.ignore_eos:
         settings["eos_token_id"] = None
-    length = _same(body, "max_tokens", "max_completion_tokens")
-    if length is not None:
+    lengths = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(lengths) > 1:
+        raise RequestError(
+            "max_tokens and max_completion_tokens have the same meaning: set one of them", param="max_tokens"
+        )
+    if lengths:
         settings.pop("max_new_tokens", None)
-        settings["gen_length"] = _whole("max_tokens", length, 1)
-    stop = body.get("stop")
-    if stop:
-        strings = stop if isinstance(stop, list) else [stop]
-        if not all(isinstance(string, str) and string for string in strings):
-            raise RequestError("stop must be a string or a list of strings, none empty", param="stop")
-        if len(strings) > MAX_STOPS or max(map(len, strings)) > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"stop must be at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters", param="stop"
-            )
-        settings["stop_strings"] = [_text("stop", string) for string in strings]
+        settings["gen_length"] = lengths.pop()
+    if body.stop:
+        settings["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
     sizes = {name: len(json.dumps(value)) for name, value in settings.items()}
     if sum(sizes.values()) > MAX_SETTINGS:
         largest = max(sizes, key=lambda name: sizes[name])
         raise RequestError(f"{largest}: settings are limited to {MAX_SETTINGS} characters", param=largest)
-    stored_seed = settings.pop("seed", None)  # of a generation_config
-    seed = body.get("seed", stored_seed)
-    stream = _flag(body, "stream")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise RequestError("stream_options must be an object", param="stream_options")
-    if options and not stream:
-        raise RequestError("stream_options are those of a stream: set stream as well", param="stream_options")
-    return TextRequest(
-        chat=chat,
-        prompts=() if chat else _prompts(body.get("prompt")),
-        messages=_messages(body.get("messages")) if chat else (),
-        template_args=_template_args(body.get("chat_template_kwargs")) if chat else {},
-        settings=settings,
-        choices=_whole("n", 1 if body.get("n") is None else body["n"], 1, MAX_CHOICES),
-        seed=None if seed is None else _whole("seed", seed),
-        stream=stream,
-        include_usage=_flag(options or {}, "include_usage"),
-    )
+    return settings
 
 
 @dataclass(frozen=True)
 class AnswerBodies:
-    """The bodies of one answer.
+    """Bodies of one answer.
 
     Args:
-        model: the served model's name.
-        prompt_tokens: of all prompts.
+        model: name of the served model.
+        prompt_tokens: total number of prompt tokens.
     """
 
     chat: bool
@@ -202,7 +311,7 @@ class AnswerBodies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Body of an answer that is not streamed."""
         found = []
         for index, choice in enumerate(choices):
             text: dict[str, Any] = {"text": choice.text}
@@ -213,7 +322,7 @@ class AnswerBodies:
         return {**self._head(kind), "choices": found, "usage": self.usage(choices)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a chat's choice."""
+        """First chunk of a choice: only chats have one."""
         return self._chunk(index, {"role": "assistant", "content": ""}, None) if self.chat else None
 
     def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
@@ -224,7 +333,7 @@ class AnswerBodies:
         return {**self._head("text_completion"), "choices": [choice]}
 
     def last(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The chunk with the usage."""
+        """Chunk with the usage."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": self.usage(choices)}
 
@@ -243,103 +352,3 @@ class AnswerBodies:
     def _head(self, kind: str) -> dict[str, Any]:
         name = f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}"
         return {"id": name, "object": kind, "created": self.created, "model": self.model}
-
-
-def _refuse(body: Mapping[str, Any]) -> None:
-    for name, (nothing, remedy) in REFUSED.items():
-        if name in body and not any(type(body[name]) is type(one) and body[name] == one for one in nothing):
-            if isinstance(body[name], float) and body[name] in nothing:
-                continue
-            raise RequestError(f"{name} is not supported: {remedy}", param=name)
-
-
-def _generation_config(value: Any) -> dict[str, Any]:
-    """The settings in a `generation_config`, an object or its JSON, as `transformers chat` sends it."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise RequestError("generation_config is not JSON", param="generation_config") from None
-    if value is not None and not isinstance(value, dict):
-        raise RequestError("generation_config must be a JSON object", param="generation_config")
-    return dict(value or {})
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """A text, token ids, or a list of either."""
-    if isinstance(value, str):
-        return (_text("prompt", value),)
-    if isinstance(value, list) and value:
-        if all(_is_whole(token) for token in value):
-            return (tuple(value),)
-        if all(isinstance(one, str) for one in value):
-            return tuple(_text("prompt", one) for one in value)
-        if all(isinstance(one, list) and all(_is_whole(token) for token in one) for one in value):
-            return tuple(tuple(one) for one in value)
-    raise RequestError("prompt must be a string, a list of token ids, or a list of either", param="prompt")
-
-
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
-    """A conversation; contents in parts of text are joined."""
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-        raise RequestError("messages must be a list of objects with role and content", param="messages")
-    found = []
-    for number, message in enumerate(value):
-        where = f"messages[{number}]"
-        content = message.get("content")
-        if content is None and message.get("role") == "assistant":  # it called a tool
-            content = ""
-        if isinstance(content, list):
-            parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in content]
-            if any(not isinstance(part, str) for part in parts):
-                raise RequestError(f"{where}.content has a part that is not text", param=where)
-            content = "".join(map(str, parts))
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
-            raise RequestError(f"{where} must have a role and a content, both strings", param=where)
-        found.append({**message, "content": _text(where, content)})
-    return tuple(found)
-
-
-def _template_args(value: Any) -> dict[str, Any]:
-    name = "chat_template_kwargs"
-    if value is not None and not isinstance(value, dict):
-        raise RequestError(f"{name} must be a JSON object", param=name)
-    try:
-        check_template_args(value or {}, name)
-    except DlmBridgeError as error:
-        raise RequestError(str(error), param=name) from None
-    return dict(value or {})
-
-
-def _text(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{name} holds a lone surrogate, which is not a character", param=name) from None
-    return text
-
-
-def _same(body: Mapping[str, Any], name: str, other: str) -> Any:
-    values = {one: body[one] for one in (name, other) if body.get(one) is not None}
-    if len(values) == 2 and body[name] != body[other]:
-        raise RequestError(f"{name} and {other} are the same: give one of them", param=name)
-    return next(iter(values.values()), None)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    low, high = minimum is not None, maximum is not None
-    if not _is_whole(value) or (low and value < (minimum or 0)) or (high and value > (maximum or 0)):
-        bounds = f" from {minimum} to {maximum}" if high else f", {minimum} or above" if low else ""
-        raise RequestError(f"{name} must be a whole number{bounds}, not {str(value)[:40]}", param=name)
-    return int(value)
-
-
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false", param=name)
-    return bool(value)

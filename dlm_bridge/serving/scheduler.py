@@ -1,7 +1,7 @@
-"""Jobs that wait for the model, and the one thread that samples them.
+"""Continuous batching of jobs: a bounded queue and one sampling thread.
 
-A request puts its jobs into a bounded queue; a worker thread gives jobs of equal sampler settings to a sampling
-engine, and more of them while it runs. The engine's events go to the job's listener, in the worker thread.
+The thread submits jobs of equal sampler settings to one sampling engine, also while the engine runs. It passes the
+engine's events to the job's listener.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Job:
     """One sequence to sample.
 
     Args:
-        prompt: its tokens.
-        settings: the sampler's, without a seed; `gen_length` is among them.
-        seed: of its random numbers.
-        group: equal for jobs that can be sampled by one engine.
-        listener: is called with every event.
-        stream: wants `Committed` and `Extended` events.
+        prompt: token ids.
+        settings: sampler settings with `gen_length`, without the seed.
+        seed: seed of the job's random numbers.
+        group: key of the engine: jobs with equal keys can share one.
+        listener: called with every event.
+        stream: also deliver `Committed` and `Extended` events.
     """
 
     prompt: tuple[int, ...]
@@ -41,7 +41,7 @@ class Job:
     listener: Callable[[Event], None]
     stream: bool = True
     cancelled: bool = field(default=False, init=False)
-    overtaken: int = field(default=0, init=False)  # jobs of other settings that came later and were taken earlier
+    overtaken: int = field(default=0, init=False)  # number of later jobs of other groups that were started before
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ class Job:
 
 
 class OpenEngine(Protocol):
-    """Opens an engine for the jobs of a group."""
+    """Function that opens an engine for the jobs of a group."""
 
     def __call__(
         self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None]
@@ -57,7 +57,7 @@ class OpenEngine(Protocol):
 
 
 class QueueFullError(Exception):
-    """The queue has no room for a request's jobs."""
+    """The queue cannot hold a request's jobs."""
 
 
 class ClosedError(Exception):
@@ -65,16 +65,16 @@ class ClosedError(Exception):
 
 
 class Scheduler:
-    """A bounded queue of jobs, and the thread that samples them.
+    """Bounded queue of jobs and the thread that samples them.
 
     Args:
         open_engine: opens the engine of a group.
-        batch_size: jobs that are sampled at a time, at most.
-        queue_size: jobs that wait, at most.
+        batch_size: maximum number of jobs sampled together.
+        queue_size: maximum number of waiting jobs.
 
     Attributes:
-        tokens: new tokens of all jobs so far.
-        forwards: forward passes of the model so far.
+        tokens: new tokens of all finished jobs.
+        forwards: forward passes of all closed engines.
     """
 
     def __init__(self, open_engine: OpenEngine, *, batch_size: int, queue_size: int) -> None:
@@ -89,18 +89,18 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """The number of jobs in the queue."""
+        """Number of jobs in the queue."""
         return len(self._waiting)
 
     @property
     def room(self) -> int:
-        """The number of jobs that can be submitted: the queue's free places, and what the next batch takes at once."""
+        """Number of jobs that can be submitted: free slots of the queue, and of the batch if no job waits."""
         free = self.batch_size - len(self._running) if not self._waiting else 0
         return self.queue_size + max(free, 0) - len(self._waiting)
 
     @property
     def running(self) -> int:
-        """The number of jobs that are being sampled."""
+        """Number of jobs that are being sampled."""
         return len(self._running)
 
     @property
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """True if the thread still runs."""
+        """True if the sampling thread is running."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -127,17 +127,17 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Drop jobs that nobody waits for any more: they get no further event."""
+        """Cancel jobs. Their listeners get no further events."""
         with self._changed:
             for job in jobs:
                 job.cancelled = True
             self._waiting = deque(job for job in self._waiting if not job.cancelled)
 
     def close(self, wait_s: float | None = None) -> None:
-        """Accept no more jobs and fail the present ones; the thread ends after the running forward pass.
+        """Reject new jobs and fail the present ones. The thread ends after the running forward pass.
 
         Args:
-            wait_s: seconds to wait for the thread; None: do not wait.
+            wait_s: maximum seconds to wait for the thread; None: do not wait.
         """
         with self._changed:
             self._closed = True
@@ -151,9 +151,9 @@ class Scheduler:
             self._thread.join(wait_s)
 
     def take(self, group: str, most: int) -> list[Job]:
-        """Mark up to `most` jobs of the group as running, the oldest first.
+        """Move up to `most` jobs of the group from the queue to the running ones, the oldest first.
 
-        Jobs of other groups are overtaken by a batch of jobs at most, so that none waits for ever.
+        At most `batch_size` jobs overtake a job of another group, so that every job is sampled eventually.
         """
         with self._changed:
             taken: list[Job] = []
@@ -173,7 +173,7 @@ class Scheduler:
             return taken
 
     def _tell(self, job: Job, event: Event) -> None:
-        """Give an event to the job's listener, unless nobody waits for the job."""
+        """Pass an event to the listener of the job, unless it is cancelled."""
         if isinstance(event, Ended):
             self.tokens += len(event.tokens)
         final = isinstance(event, Ended | Failed)
@@ -191,13 +191,13 @@ class Scheduler:
             self._sample()
 
     def _await_jobs(self) -> bool:
-        """Wait for jobs. Returns False when there will be none."""
+        """Wait for jobs. Returns False when the scheduler is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
             return not self._closed
 
     def _sample(self) -> None:
-        """Sample the jobs of the oldest one's group."""
+        """Sample the group of the oldest job."""
         with self._changed:
             jobs = self.take(self._waiting[0].group, self.batch_size) if self._waiting else []
         try:
@@ -214,7 +214,7 @@ class Scheduler:
             self._running.clear()
 
     def _run(self, entering: list[Job]) -> None:
-        """Sample these jobs, and those of their group that arrive meanwhile, until none is left."""
+        """Sample these jobs, and jobs of the group that arrive meanwhile, until none is left."""
         group, names, running = entering[0].group, count(), dict[Any, Job]()
         own = {name: value for name, value in entering[0].settings.items() if name != "gen_length"}
 

@@ -1,7 +1,7 @@
 """The HTTP server: OpenAI's completions and chat completions, a stream of commits, models, health and metrics.
 
-Requests are read and answered in one event loop; the scheduler's thread samples. A request that is given up, because
-its client has left or its time is over, takes its rows out of the batch.
+One event loop receives and answers requests, one thread validates and tokenizes them, and the scheduler's thread
+samples. When a client disconnects or a request times out, its jobs leave the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,51 +32,33 @@ from dlm_bridge.serving.calls import CLIENT_LEFT, Call, closed, queue_full, time
 from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
+from dlm_bridge.serving.options import ServeOptions
 from dlm_bridge.serving.protocol import RequestError, parse_request
 from dlm_bridge.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/metrics")  # need no API key
-SAMPLER_S = 3.0  # at the end, for the forward pass that is running
-LINGER_S = 0.3  # at the end, for requests that are on their way, which get an error rather than a closed connection
-BODY_S = 60.0  # for a request's body to come
-READER = "read-requests"  # the thread's name
+SAMPLER_S = 3.0  # shutdown: maximum wait for the running forward pass
+LINGER_S = 0.3  # shutdown: time in which arriving requests still get an error as their answer
+BODY_S = 60.0  # maximum time to receive a request's body
+READER = "read-requests"  # name of the thread
 COMPLETIONS, CHAT, COMMITS = "/v1/completions", "/v1/chat/completions", "/v1/commits"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the server takes.
-
-    Args:
-        body_bytes: of a request.
-        timeout_s: from a request's header to the last token of its answer.
-        api_key: that requests must carry; None: none.
-        hosts: values of the header Host; "*" is any.
-        origins: of pages whose scripts a browser lets read the answers; "*" is any.
-    """
-
-    body_bytes: int
-    timeout_s: float
-    api_key: str | None = None
-    hosts: tuple[str, ...] = ("*",)
-    origins: tuple[str, ...] = ()
-
-
 class Server(HttpServer):
-    """The server of a model. At its end every request gets an answer, 503 if it is unfinished."""
+    """HTTP server of a model. During shutdown every unfinished request is answered with 503."""
 
     def __init__(
         self,
         served: ServedModel,
         scheduler: Scheduler,
-        limits: Limits,
+        options: ServeOptions,
         sock: socket.socket,
         when_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, limits)
+        self._scheduler, self._routes = scheduler, _Routes(served, scheduler, options)
         requests = scheduler.batch_size + scheduler.queue_size
-        super().__init__(build_app(self._routes, limits), sock, when_ready, requests=requests)
+        super().__init__(build_app(self._routes, options), sock, when_ready, requests=requests)
 
     def serve_forever(self) -> None:
         self._scheduler.start()
@@ -89,7 +70,7 @@ class Server(HttpServer):
 
     @property
     def busy(self) -> bool:
-        """True if a thread still samples or reads a request: the end of the process would wait for it."""
+        """True if a thread still samples or reads a request, which would delay the end of the process."""
         return self._scheduler.busy or any(thread.name.startswith(READER) for thread in threading.enumerate())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -99,9 +80,9 @@ class Server(HttpServer):
         await super().shutdown(sockets)
 
 
-def build_app(routes: _Routes, limits: Limits) -> FastAPI:
-    """The application of these routes."""
-    # No pages of FastAPI's own: they load scripts from elsewhere.
+def build_app(routes: _Routes, options: ServeOptions) -> FastAPI:
+    """FastAPI application of the routes."""
+    # Without FastAPI's documentation pages, which load scripts from other sites.
     app = FastAPI(title="dlm-bridge", docs_url=None, redoc_url=None, openapi_url=None)
     for path, chat in ((COMPLETIONS, False), (CHAT, True)):
         app.add_api_route(path, routes.answering(partial(routes.complete, chat=chat)), methods=["POST"])
@@ -113,38 +94,38 @@ def build_app(routes: _Routes, limits: Limits) -> FastAPI:
     app.add_api_route("/health", routes.answering(routes.health), methods=read)
     app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
     app.add_exception_handler(HTTPException, routes.refuse)
-    if limits.origins:
+    if options.cors_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=limits.origins,
+            allow_origins=options.cors_origin,
             allow_methods=[*read, "POST"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=limits.hosts, www_redirect=False)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.allowed_host or ["*"], www_redirect=False)
     return app
 
 
 class _Routes:
-    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
-        self._served, self._scheduler, self._limits = served, scheduler, limits
-        self._metrics = Metrics()
-        # Reads requests and encodes prompts, which takes time that the event loop does not have.
+    def __init__(self, served: ServedModel, scheduler: Scheduler, options: ServeOptions) -> None:
+        self._served, self._scheduler, self._options = served, scheduler, options
+        self._metrics = Metrics(scheduler)
+        # Validates requests and encodes prompts, which would block the event loop.
         self.reader = ThreadPoolExecutor(1, thread_name_prefix=READER)
-        self._reading = 0  # texts of the requests that it has
-        self._arriving: set[asyncio.Timeout] = set()  # of requests that have no rows yet
+        self._reading = 0  # texts of the requests in that thread
+        self._arriving: set[asyncio.Timeout] = set()  # of requests without jobs
         self._closed = False
         self._created = int(time.time())
 
     def close(self) -> None:
-        """Answer requests that have no rows yet, and all that come, with 503."""
+        """Answer requests without jobs, and all that arrive, with 503."""
         self._closed = True
         now = asyncio.get_running_loop().time()
         for timeout in self._arriving:
             timeout.reschedule(now)
 
     def answering(self, route: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """The route with errors in OpenAI's form, behind the API key."""
+        """The route with a check of the API key and errors in OpenAI's format."""
 
         async def answer(request: Request) -> Response:
             path = request.scope["route"].path
@@ -181,7 +162,7 @@ class _Routes:
         return JSONResponse(self._model(name))
 
     async def load_model(self, request: Request) -> Response:
-        """What `transformers chat` asks first."""
+        """Answer the first request of `transformers chat`."""
         ready = {"status": "ready", "model": self._served.name, "cached": True}
         return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
 
@@ -190,11 +171,7 @@ class _Routes:
         return JSONResponse({"status": "ok" if alive else "ending"}, 200 if alive else 503)
 
     async def figures(self, request: Request) -> Response:
-        scheduler = self._scheduler
-        text = self._metrics.text(
-            waiting=scheduler.waiting, running=scheduler.running, tokens=scheduler.tokens, forwards=scheduler.forwards
-        )
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def complete(self, request: Request, *, chat: bool) -> Response:
         """A completion or a chat completion, whole or as a stream."""
@@ -205,37 +182,37 @@ class _Routes:
         return JSONResponse(call.answer.whole(call.choices))
 
     async def commits(self, request: Request) -> Response:
-        """A stream of every commit, in the order in which the model makes them."""
+        """A stream of every commit, in the order of the denoising."""
         call = await self._start(request, None, live=True)
         return _EventStream(call, self._commit_events(call))
 
     async def _start(self, request: Request, chat: bool | None, live: bool = False) -> Call:
-        """Read a request and queue its rows. Its time and its place in the queue count from its arrival."""
+        """Read a request and queue its jobs. Its timeout and its slots in the queue count from its arrival."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with self._arrival(began):
             raw = await self._body(request)
-            with self._place(1):
+            with self._slots(1):
                 asked = await loop.run_in_executor(self.reader, parse_request, raw, chat)
             if asked.texts > self._scheduler.queue_size:
                 raise RequestError(
                     f"{asked.texts} texts in one request, above the queue's size of {self._scheduler.queue_size}",
                     param="n",
                 )
-            with self._place(asked.texts):
+            with self._slots(asked.texts):
                 call = Call(asked, loop, self._served, self._scheduler, self._metrics, began)
                 jobs = await loop.run_in_executor(self.reader, self._served.jobs, asked, call.listener)
             for job in jobs:
                 job.stream = live or asked.stream or bool(job.stop_strings)
-            call.submit(jobs, self._limits.timeout_s)
+            call.submit(jobs, self._options.timeout)
         return call
 
     @asynccontextmanager
     async def _arrival(self, began: float) -> AsyncIterator[None]:
-        """Context of a request that has no jobs yet. Raises RequestError at the request's timeout and at `close`."""
+        """Context of a request without jobs. Raises RequestError at the request's timeout and at `close`."""
         if self._closed:
             raise closed()
-        timeout_s = self._limits.timeout_s
+        timeout_s = self._options.timeout
         timeout = asyncio.timeout_at(began + timeout_s)
         self._arriving.add(timeout)
         try:
@@ -247,8 +224,8 @@ class _Routes:
             self._arriving.discard(timeout)
 
     @contextmanager
-    def _place(self, texts: int) -> Iterator[None]:
-        """Places in the queue while a request is read. Raises RequestError without room."""
+    def _slots(self, texts: int) -> Iterator[None]:
+        """Reserve slots of the queue while a request is read. Raises RequestError if the queue is full."""
         if self._reading + texts > self._scheduler.room:
             raise queue_full(self._metrics)
         self._reading += texts
@@ -258,12 +235,12 @@ class _Routes:
             self._reading -= texts
 
     async def _body(self, request: Request) -> bytes:
-        """The request's body. Raises RequestError for one that is too large, or no JSON by its header (a page of
-        another site could send that from a browser)."""
+        """The request's body. Raises RequestError for a body that is too large, or whose Content-Type is not JSON (a
+        browser sends other types across sites without asking the server)."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError("the header Content-Type must be application/json", 415)
-        limit = self._limits.body_bytes
+        limit = int(self._options.max_body * 2**20)
         too_large = RequestError(f"the body is larger than {limit} bytes", 413, code="body_too_large")
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -276,13 +253,13 @@ class _Routes:
                     if len(body) > limit:
                         raise too_large
         except TimeoutError:
-            raise RequestError("the body did not come in time", 408, kind="timeout_error") from None
+            raise RequestError("the body did not arrive in time", 408, kind="timeout_error") from None
         except ClientDisconnect:
-            raise RequestError("the client has left", CLIENT_LEFT) from None
+            raise RequestError("the client has disconnected", CLIENT_LEFT) from None
         return bytes(body)
 
     def _check_key(self, request: Request) -> None:
-        key = self._limits.api_key
+        key = self._options.api_key
         if key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -345,7 +322,7 @@ class _Routes:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. Whatever ends the stream closes its call."""
+    """Server-sent events. The call is closed when the stream ends for any reason."""
 
     def __init__(self, call: Call, events: AsyncIterator[Any]) -> None:
         super().__init__(_encoded(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -359,7 +336,7 @@ class _EventStream(StreamingResponse):
 
 
 async def _encoded(events: AsyncIterator[Any]) -> AsyncIterator[str]:
-    """Events as lines; an error is the last event."""
+    """Encode events as lines. An error is the last event."""
     try:
         async for event in events:
             text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))

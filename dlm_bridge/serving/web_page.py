@@ -1,8 +1,7 @@
-"""A page to sample in: prompt, settings of every sampler that fits the model, and the denoising as it happens.
+"""Web page to sample in: prompt, settings of every sampler that supports the model, and a live view of the denoising.
 
-One model, one thread that generates: calls of several tabs wait for each other. A call ends with its reader: where the
-tab is closed or Stop is pressed, Gradio closes the iterator of `PageModel.sample`, and the next forward pass of that
-call is its last.
+One thread generates, so calls of several tabs wait for each other. When a tab is closed or Stop is pressed, Gradio
+closes the iterator of `PageModel.sample`, and the call ends after its next forward pass.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from starlette.responses import PlainTextResponse
 
@@ -27,19 +26,23 @@ from dlm_bridge.display.trace import (
     TraceFrame,
     confidence_colour,
 )
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
+from dlm_bridge.generation.options import GENERAL as DECLARED
+from dlm_bridge.generation.options import requirement
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
-from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
+from dlm_bridge.generation.samplers import SAMPLERS, Sampler
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
 from dlm_bridge.serving.connections import LOOPBACK
+from dlm_bridge.settings import Option
 
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
-FRAME_SECONDS = 0.1  # between two pictures of a call
+FRAME_SECONDS = 0.1  # time between two frames of a call
 LABELS = {CONTINUE: "Prompt", CHAT: "Message", FILL: "Text with [MASK], a token to fill, or [MASK:n], n of them"}
 READS = ("GET", "HEAD")
-POSTED = tuple(f"/gradio_api/{name}" for name in ("queue/join", "call/", "cancel", "reset"))  # by the page
+POSTED = tuple(
+    f"/gradio_api/{name}" for name in ("queue/join", "call/", "cancel", "reset")
+)  # endpoints that the page uses
 CSS = """
 .denoising { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace;
   min-height: 8rem; max-height: 34rem; overflow-y: auto; }
@@ -48,7 +51,7 @@ CSS = """
 .denoising .fresh { background: color-mix(in srgb, currentColor 22%, transparent); border-radius: 3px; }
 .refusal { border-left: 4px solid #c62828; padding: 0.5rem 0.8rem; }
 """
-# The browser itself refuses what would come from elsewhere.
+# The browser blocks content of other sites.
 CONTENT_SECURITY_POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; frame-ancestors 'none'"
 )
@@ -59,17 +62,17 @@ class Control:
     """One setting on the page.
 
     Args:
-        default: the value without one; shown, not passed on.
-        hint: what it takes.
+        default: shown on the page; not passed to the sampler.
+        hint: description of the values.
     """
 
     name: str
-    check: Check
+    check: Option
     default: Any = None
     hint: str = ""
 
     def value(self, shown: Any) -> Any:
-        """The setting's value, None where it is left at its default; whether it is valid is the sampler's to say."""
+        """The setting's value, None for its default. The sampler validates it."""
         if isinstance(shown, bool):
             return None if shown == bool(self.default) else shown
         if self.check.choices or not shown:
@@ -80,24 +83,24 @@ class Control:
             return shown
 
 
-SEED = Control("seed", Check("int"), hint="the same seed, the same text")
-# Of every diffusion sampler, beside its own parameters.
+SEED = Control("seed", Option("", type=int), hint="equal seeds give equal texts")
+# Controls of every diffusion sampler, in addition to its own parameters.
 GENERAL = (
-    Control("cache", Check("str", choices=get_args(CacheMode))),
+    Control("cache", DECLARED["cache"]),
     SEED,
-    Control("span_lengths", Check("tuple[int, ...]"), hint="to fill in: lengths to try, such as [4, 8]"),
+    Control("span_lengths", Option("", type=tuple[int, ...]), hint="lengths to try when filling in, such as [4, 8]"),
 )
 
 
 class LiveTrace(DenoisingTrace):
-    """Denoising trace that another thread reads while it grows, and may end."""
+    """Denoising trace that another thread reads while it grows, and can stop."""
 
     def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
         super().__init__(strings, prompt)
         self.changed, self.stopped = threading.Event(), threading.Event()
 
     def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
-        """As of any trace. Raises StoppedError after `stopped`."""
+        """Record a forward pass. Raises StoppedError once `stopped` is set."""
         if self.stopped.is_set():
             raise StoppedError
         super().add(forwards, tokens, confidence)
@@ -105,15 +108,15 @@ class LiveTrace(DenoisingTrace):
 
 
 class StoppedError(Exception):
-    """Nobody waits for the text any more."""
+    """The call was stopped."""
 
 
 class PageModel:
-    """A model as the page sees it: its controls, and its texts as HTML.
+    """A model as the page uses it: its controls, and its texts as HTML.
 
     Args:
-        name: what the page calls the model.
-        diffusion: sample with our `generate`, else with transformers' own.
+        name: name of the model on the page.
+        diffusion: sample with this package's `generate`, else with transformers' own.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, *, diffusion: bool) -> None:
@@ -123,15 +126,15 @@ class PageModel:
 
     @property
     def modes(self) -> list[str]:
-        """What can be done with a prompt; the first one is what the model was made for."""
+        """Modes of the page, the model's main mode first."""
         chat = [CHAT] if self.tokenizer.chat_template is not None else []
         return [*chat, CONTINUE, *([FILL] if self.diffusion else [])]
 
     def controls(self) -> dict[str, list[Control]]:
-        """The settings of each sampler that can run on the model, the model's own sampler first. An autoregressive
-        model has one, transformers' own, under the name ""."""
+        """Controls of each sampler that supports the model, the model's own sampler first. An autoregressive model has
+        only transformers' sampler, under the name ""."""
         if not self.diffusion:
-            own = [Control(one.name, check_of(one)) for one in fields(Sampler)]
+            own = [Control(name, declared) for name, declared in Sampler.options().items()]
             return {"": [*own, SEED]}
         stored = getattr(getattr(self.model, "generation_config", None), "algorithm", None)
         names = sorted(fitting_samplers(self.model.family), key=lambda name: name != stored)
@@ -145,10 +148,11 @@ class PageModel:
         shown: Mapping[str, Any],
         turns: list[dict[str, str]] | None = None,
     ) -> Iterator[str]:
-        """Sample a text; yields HTML of the newest state, at the end with the call's figures.
+        """Sample a text. Yields HTML of the newest state; the last one has the call's summary, or an error.
 
-        `shown` are the values of the sampler's controls by name. What the sampler refuses is the last HTML, too. A
-        chat goes on from the messages in `turns`, to which the new message and a complete answer are added.
+        Args:
+            shown: values of the sampler's controls, by name.
+            turns: messages of the chat so far. The new message and a complete answer are appended.
         """
         turns = [] if turns is None else turns
         trace: LiveTrace | None = None
@@ -178,11 +182,11 @@ class PageModel:
 
     @property
     def running(self) -> int:
-        """The number of calls that are generating, or wait for their turn."""
+        """Number of calls that generate or wait."""
         return len(self._traces)
 
     def close(self) -> None:
-        """End every call; there are no further ones."""
+        """Stop every call and reject new ones."""
         for trace in list(self._traces):
             trace.stopped.set()
         self._executor.shutdown()
@@ -200,10 +204,10 @@ class PageModel:
         return trace, call
 
     def _settings(self, mode: str, algorithm: str, shown: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `write_texts`: what is not at its default."""
+        """Arguments of `write_texts`: the settings that differ from their defaults."""
         known = self.controls()
         if algorithm not in known:
-            raise DlmBridgeError(f"algorithm {algorithm!r}: the page has {', '.join(known)}")
+            raise SettingError("algorithm", f"{algorithm!r} is unknown: the page has {', '.join(known)}")
         found = {one.name: one.value(shown.get(one.name)) for one in known[algorithm]}
         settings = {name: value for name, value in found.items() if value is not None}
         if self.diffusion:
@@ -211,18 +215,18 @@ class PageModel:
         return {**settings, "infill": True} if mode == FILL else settings
 
     def _parameters(self, algorithm: str) -> list[Control]:
-        """A sampler's own parameters, with the values that this model's checkpoint and family give them."""
+        """A sampler's own parameters, with the defaults of this model's checkpoint and family."""
         try:
             sampler = resolve_settings(self.model, None, {"algorithm": algorithm}, prompt_width=1).sampler
             defaults = {name: getattr(sampler, name) for name in sampler.parameters()}
-        except DlmBridgeError:  # settings stored with the checkpoint that are another sampler's: said when it is run
+        except DlmBridgeError:  # the checkpoint stores settings of another sampler: refused when it runs
             defaults = SAMPLERS[algorithm].parameters()
-        return [Control(one.name, check_of(one), defaults[one.name]) for one in fields(SAMPLERS[algorithm])]
+        return [Control(name, each, defaults[name]) for name, each in SAMPLERS[algorithm].options().items()]
 
 
 def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
-    """The row's tokens, coloured by the model's probability of them, the newest ones marked; the progress, or
-    `summary` in its place, and the legend."""
+    """HTML of the tokens, coloured by the model's probability, the newest ones marked; then the progress, or `summary`
+    instead, and the legend."""
     parts = []
     for string, step, confidence in zip(frame.strings, frame.committed_at, frame.confidence, strict=True):
         if string is None:
@@ -244,12 +248,12 @@ def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
 
 
 def refusal_html(message: str) -> str:
-    """What is wrong and the remedy."""
+    """HTML of an error message."""
     return f'<div class="refusal" role="alert">{html.escape(message)}</div>'
 
 
 def build_page(page_model: PageModel) -> Any:
-    """The page, a `gradio.Blocks` that sends nothing to Gradio's makers."""
+    """The page, a `gradio.Blocks` without Gradio's analytics."""
     import gradio as gr
 
     controls, modes = page_model.controls(), page_model.modes
@@ -314,7 +318,7 @@ def build_page(page_model: PageModel) -> Any:
 
 
 def page_app(page_model: PageModel) -> Any:
-    """The page as an ASGI application with lifespan events, for a server on this machine alone."""
+    """The page as an ASGI application with lifespan events, which accepts requests of this machine only."""
     import gradio as gr
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -337,8 +341,8 @@ def page_app(page_model: PageModel) -> Any:
 
 
 def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
-    """By name a choice, a text or, below those, a checkbox. An empty field is left at its default, which Gradio's
-    numbers cannot say: they are texts, too."""
+    """Dropdowns, text fields and, below those, checkboxes, by name. Numbers have text fields as well: empty means the
+    default, which Gradio's number fields cannot express."""
     import gradio as gr
 
     widgets: dict[str, Any] = {}
@@ -352,8 +356,8 @@ def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
                     *((one, one) for one in control.check.choices),
                 ]
                 widgets[control.name] = gr.Dropdown(choices, value="", **about)
-            elif "bool" not in control.check.type:
-                info = control.hint or control.check.requirement
+            elif "bool" not in str(control.check.type):
+                info = control.hint or requirement(control.check)
                 widgets[control.name] = gr.Textbox(placeholder=default or "none", info=info, **about)
     for control in controls:
         if control.name not in widgets:
@@ -362,8 +366,8 @@ def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
 
 
 class _PagePolicy:
-    """ASGI middleware that sends CONTENT_SECURITY_POLICY with every answer, and takes no POST but those of POSTED:
-    Gradio has end points of its own that store what they are sent."""
+    """ASGI middleware that adds CONTENT_SECURITY_POLICY to every answer and blocks every POST except those of POSTED:
+    Gradio has endpoints that store uploaded data."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -377,5 +381,5 @@ class _PagePolicy:
 
         app = self._app
         if scope["type"] == "http" and not (scope["method"] in READS or scope["path"].startswith(POSTED)):
-            app = PlainTextResponse("there is no such end point", 404)
+            app = PlainTextResponse("no such endpoint", 404)
         await app(scope, receive, send_with_policy)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run, of both engines: written atomically with a digest of every file, checked before a resume.
+"""Checkpoints of a run, for both engines: atomic writes, digests of every file, checks before a resume.
 
-In the Hub's layout each is a folder DIR/checkpoints/step-NNNNNNN with trainer state and tokenizer files: its contents
-are an engine's (`train.accelerate.checkpoints`). What is shared is the choice of the one that a resume goes on from:
-the newest that is whole. Those after it, damaged or incomplete, are renamed and kept.
+In the Hub layout a checkpoint is a folder checkpoints/step-NNNNNNN of the output folder. An engine defines its weights
+and optimizer state (`train.accelerate.checkpoints`); trainer state and tokenizer files are the same for both. A resume
+starts from the newest complete checkpoint. Later ones, damaged or incomplete, are renamed and kept.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.distributed import from_all
-from dlm_bridge.errors import DlmBridgeError, first_of
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, first_of
 from dlm_bridge.files.atomic import atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
 
 STATE = "trainer_state.pt"
-RANK_DIGESTS = ".digests_"  # of one rank, while a save is under way
-RANK_FILES = "__{rank}_*.distcp"  # what a rank writes of a distributed checkpoint
+RANK_DIGESTS = ".digests_"  # prefix of a file with one rank's digests, during a save
+RANK_FILES = "__{rank}_*.distcp"  # files that a rank writes of a distributed checkpoint
 DAMAGED = ".damaged"
 
 T = TypeVar("T")
 
 
 def step_folder(output: Path, step: int) -> Path:
-    """DIR/checkpoints/step-0000010."""
+    """Folder of the checkpoint of `step`, such as checkpoints/step-0000010."""
     return output / "checkpoints" / f"step-{step:07d}"
 
 
 def named_checkpoints(root: Path, name: re.Pattern[str] = STEP_NAME) -> list[tuple[int, Path]]:
-    """(step, folder) of all folders in `root` with the name of a checkpoint, whole or not, oldest first."""
+    """(step, folder) of all folders in `root` with the name of a checkpoint, complete or not, oldest first."""
     named = [(name.fullmatch(folder.name), folder) for folder in root.iterdir()] if root.is_dir() else []
     return sorted((int(match[1]), folder) for match, folder in named if match)
 
 
 def run_checkpoints(output: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint in the Hub's layout with its trainer's state, oldest first."""
+    """(step, folder) of every checkpoint in the Hub layout with a trainer state, oldest first."""
     found = named_checkpoints(output / "checkpoints")
     return [each for each in found if (each[1] / STATE).is_file()]
 
 
 def temporary_folder(output: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, until it is complete."""
+    """Folder of the checkpoint of `step` until it is complete."""
     folder = step_folder(output, step)
     return folder.with_name(f".{folder.name}.tmp")
 
@@ -69,13 +69,14 @@ def temporary_folder(output: Path, step: int) -> Path:
 
 
 def atomic_checkpoint(output: Path, step: int) -> AbstractContextManager[Path]:
-    """The empty `temporary_folder`, which becomes the checkpoint of `step` when the block ends without an exception.
-    A kill leaves no folder of this name or a complete one. Raises DlmBridgeError where the disk refuses."""
+    """Context manager with an empty `temporary_folder`, which is renamed to the checkpoint of `step` if the block ends
+    without an exception. A killed process leaves a complete checkpoint or none. Raises ResourceError if the disk is
+    full."""
     return atomic_folder(step_folder(output, step), temporary_folder(output, step), _remedy(output))
 
 
 def checkpoint_errors(output: Path, step: int) -> AbstractContextManager[None]:
-    """Turn what the disk refuses while the checkpoint of `step` is written into a DlmBridgeError."""
+    """Context manager that raises disk errors while the checkpoint of `step` is written as ResourceError."""
     return disk_errors(step_folder(output, step), _remedy(output))
 
 
@@ -85,25 +86,29 @@ def _remedy(output: Path) -> str:
 
 
 def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
-    """What to do after a checkpoint could not be written, where `newest` is the last one that could; `killed`: because
-    a process that writes it was, else because the disk refused."""
+    """Remedy after a checkpoint could not be written.
+
+    Args:
+        newest: newest complete checkpoint.
+        killed: True if a process that writes it was killed, False if the disk is full.
+    """
     if killed:
         kept = "no checkpoint was written yet" if newest is None else f"{newest.name} stays the newest checkpoint"
-        return f"{kept}: where the system killed it for want of memory (see dmesg), give the job more, then --resume"
+        return f"{kept}: if the system killed it for lack of memory (see dmesg), give the job more, then `resume`"
     if newest is None:
-        return "no checkpoint was written yet: make room there, or choose another --output"
+        return "no checkpoint was written yet: make room there, or use another `output`"
     size = sum((newest / name).stat().st_size for name in file_names(newest))
     return (
-        f"{newest.name} stays the newest checkpoint: free at least {size / 1e6:,.1f} MB there, which is what that one "
-        "takes (--keep-last N keeps fewer), then --resume"
+        f"{newest.name} stays the newest checkpoint: free at least its size, {size / 1e6:,.1f} MB, there (a smaller "
+        "`keep_last` keeps fewer), then `resume`"
     )
 
 
 def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write what a checkpoint has beside the weights, the digests last; `state` is what `load_state` returns."""
+    """Write the other files of a checkpoint: tokenizer, `state` (which `load_state` returns) and, last, digests."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-    with (folder / STATE).open("wb") as stream:  # torch's own files do not say why they could not be written
+    with (folder / STATE).open("wb") as stream:  # torch's own file object hides the cause of a failed write
         torch.save({"step": step, **state}, stream)
     gather_digests(folder)
 
@@ -115,7 +120,7 @@ def write_rank_digests(folder: Path, rank: int) -> None:
 
 
 def gather_digests(folder: Path) -> None:
-    """Write all ranks' digests in one file, with those of the files that no rank has digested."""
+    """Write all ranks' digests to one file, with digests of the remaining files."""
     digests: dict[str, str] = {}
     for notes in folder.glob(f"{RANK_DIGESTS}*"):
         digests |= json.loads(notes.read_text())
@@ -124,7 +129,7 @@ def gather_digests(folder: Path) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state, with tensors on the CPU. Raises DlmBridgeError where the file is damaged."""
+    """Load the trainer state, with tensors on the CPU. Raises CheckpointError if the file is damaged."""
     with damaged_state(folder / STATE, folder):
         state = load_torch_file(folder / STATE)
         if not isinstance(state, dict):
@@ -134,26 +139,26 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def damaged_state(file: Path, folder: Path) -> Iterator[None]:
-    """Raise whatever the state in `file`, of the checkpoint `folder`, raises as it is loaded as a DlmBridgeError."""
+    """Context manager that raises errors of loading `file` of the checkpoint `folder` as CheckpointError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except (Exception, CheckpointException) as error:
-        raise DlmBridgeError(
-            f"{file}: damaged ({load_failure(error)}): remove {folder} to resume from before it"
+        raise CheckpointError(
+            file, f"is damaged ({load_failure(error)}): remove {folder} to resume from an earlier checkpoint"
         ) from error
 
 
 def load_failure(error: BaseException) -> str:
-    """The error as one line; of those that torch gathered from all ranks, with their tracebacks, the first."""
+    """One-line message of an error; of errors that torch gathered from all ranks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
 
 
 def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
-    """Remove what killed writers left, and all but the newest `keep_last` checkpoints (0: keep all)."""
+    """Remove incomplete checkpoints of killed processes, and all but the newest `keep_last` ones (0: keep all)."""
     root = output / "checkpoints"
     if root.is_dir():
         for leftover in root.glob(".step-*"):
@@ -164,53 +169,55 @@ def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, renamed first, so that a kill in the middle leaves nothing that looks like one."""
+    """Remove a checkpoint. It is renamed first, so that a killed process leaves nothing that looks like one."""
     hidden = folder.with_name(f".{folder.name}.old")
-    with disk_errors(folder, "an old checkpoint that --keep-last would remove"):
+    with disk_errors(folder, "an old checkpoint that `keep_last` would remove"):
         shutil.rmtree(hidden, ignore_errors=True)
         os.replace(folder, hidden)
         shutil.rmtree(hidden)
 
 
-# -- choosing the one to resume from
+# -- selection of the checkpoint to resume from
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The newest whole checkpoint of a run, and those after it, which are not whole."""
+    """Newest complete checkpoint of a run, and later ones that are damaged or incomplete."""
 
     step: int = 0
     folder: Path | None = None  # None: the run has no checkpoint yet
-    damaged: tuple[tuple[Path, str], ...] = ()  # folder and what is wrong with it, newest first
+    damaged: tuple[tuple[Path, str], ...] = ()  # (folder, problem), newest first
 
     @property
     def notes(self) -> list[str]:
-        """A line on each checkpoint that is not resumed from, and on one that cannot be checked."""
+        """Warnings, one line each, about damaged checkpoints and about one that cannot be checked."""
         lines = [
-            f"warning: {folder}: {problem}: it is set aside as {_aside(folder).name}, the run goes on from step "
-            f"{self.step}"
+            f"warning: {folder}: {problem}: renamed to {_aside(folder).name}, the run resumes from step {self.step}"
             for folder, problem in self.damaged
         ]
         if self.folder is not None and not (self.folder / FILE_DIGESTS).is_file():
             lines.append(
-                f"warning: {self.folder} has no {FILE_DIGESTS}, as one of an early version: whether it is damaged "
-                "cannot be checked"
+                f"warning: {self.folder} has no {FILE_DIGESTS}, like those of early versions: it cannot be "
+                "checked for damage"
             )
         return lines
 
     def set_aside(self) -> None:
-        """Rename the checkpoints that are not whole, so that they are kept and the run can save at their steps. One
-        process calls it."""
+        """Rename the damaged checkpoints, so that the run can save at their steps. Called by one process."""
         for folder, _ in self.damaged:
             with disk_errors(folder):
                 os.rename(folder, _aside(folder))
 
 
 def find_resume_point(found: Sequence[tuple[int, Path]], required: str) -> ResumePoint:
-    """The newest whole one of (step, folder), oldest first, each with a file `required`. Every process of a run calls
-    it, and each reads a part of the files.
+    """Find the newest complete checkpoint. Collective: each process reads a part of the files.
 
-    Raises DlmBridgeError where there are checkpoints and none is whole.
+    Args:
+        found: (step, folder) of the checkpoints, oldest first.
+        required: name of a file that each must have.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is complete.
     """
     found = from_all(list(found))[0]
     damaged: list[tuple[Path, str]] = []
@@ -222,15 +229,15 @@ def find_resume_point(found: Sequence[tuple[int, Path]], required: str) -> Resum
         damaged.append((folder, problem))
     if damaged:
         each = "; ".join(f"{folder.name} {problem}" for folder, problem in damaged)
-        raise DlmBridgeError(
-            f"{damaged[0][0].parent}: no whole checkpoint to resume from: {each}: restore one of them, or start anew "
-            "in another --output"
+        raise CheckpointError(
+            damaged[0][0].parent,
+            f"no complete checkpoint to resume from: {each}: restore one of them, or start again in another `output`",
         )
     return ResumePoint()
 
 
 def _problem(folder: Path, required: str) -> str | None:
-    """What this process finds wrong with its part of a checkpoint; None where nothing is."""
+    """Problem that this process finds in its part of a checkpoint, or None."""
     try:
         if not (folder / required).is_file():
             return f"is incomplete: it has no {required}"
@@ -247,7 +254,8 @@ def _problem(folder: Path, required: str) -> str | None:
 
 
 def _incomplete(folder: Path) -> str | None:
-    """What a checkpoint without digests lacks, as far as headers tell. Raises DlmBridgeError for a truncated file."""
+    """Problem that the headers of a checkpoint without digests show, or None. Raises CheckpointError if a file is
+    truncated."""
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.distcp")]
     if not weights:
         return "is incomplete: it has no weights"
@@ -263,7 +271,7 @@ def _incomplete(folder: Path) -> str | None:
 
 
 def _aside(folder: Path) -> Path:
-    """The name that a damaged checkpoint is kept under: step-0000020.damaged, or .damaged-2 and so on."""
+    """New name of a damaged checkpoint: step-0000020.damaged, or .damaged-2 and so on."""
     aside, number = folder.with_name(folder.name + DAMAGED), 2
     while os.path.lexists(aside):
         aside, number = folder.with_name(f"{folder.name}{DAMAGED}-{number}"), number + 1
@@ -279,8 +287,8 @@ TOKENIZER_FILES = (
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer. Unless it was changed, its files are copied byte for byte, with the code files that they
-    name: transformers 5 saves class names that older versions do not know."""
+    """Write a tokenizer. The files of an unchanged one are copied byte for byte, with the code files that they name,
+    because transformers 5 saves class names that older versions do not know."""
     sources = _tokenizer_sources(tokenizer.name_or_path)
     if "tokenizer_config.json" in sources and _is_unchanged(tokenizer):
         for name, path in sources.items():
@@ -290,7 +298,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _tokenizer_sources(place: str) -> dict[str, str]:
-    """The tokenizer's files in a folder or in the Hub's cache, by name."""
+    """Files of the tokenizer in a folder or in the Hub's cache, by name."""
     if not place:
         return {}
     found = {name: _find_cached(place, name) for name in TOKENIZER_FILES}
@@ -314,7 +322,7 @@ def _find_cached(place: str, name: str) -> str | None:
 
 
 def _is_unchanged(tokenizer: Any) -> bool:
-    """Whether a tokenizer behaves as the one that its files make."""
+    """True if a tokenizer has the vocabulary, special tokens and template of its files."""
     from transformers import AutoTokenizer
 
     try:
@@ -328,12 +336,13 @@ def _is_unchanged(tokenizer: Any) -> bool:
 
 
 def check_finite(step: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise DlmBridgeError if a weight is not finite after `step`, before a checkpoint is saved. Finite gradients can
+    """Raise NonFiniteError if a weight is not finite after `step`, before a checkpoint is saved. Finite gradients can
     also lead to non-finite weights, for example with an epsilon of zero."""
     for parameter in parameters:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not bool(local.detach().isfinite().all()):
-            raise DlmBridgeError(
-                f"step {step}: weights are not finite, no checkpoint is written: resume from an earlier checkpoint "
-                "with another --lr or --adam-eps"
+            raise NonFiniteError(
+                "weights are NaN or infinite, no checkpoint is written: resume from an earlier checkpoint with "
+                "another `lr` or `adam_eps`",
+                [f"step {step}"],
             )

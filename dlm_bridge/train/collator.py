@@ -1,4 +1,4 @@
-"""The data collator that lets transformers' Trainer and TRL's SFTTrainer train any diffusion family."""
+"""Data collator with which transformers' Trainer and TRL's SFTTrainer train any diffusion family."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from torch.utils.data import get_worker_info
 
 from dlm_bridge.distributed import rank
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import RowError, SettingError
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms
 from dlm_bridge.objectives.registry import family_objective
 
-ANSWER_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: one where a token is trained on
+ANSWER_MASKS = ("completion_mask", "assistant_masks")  # columns of TRL: 1 for tokens with a loss
 SAMPLE_INDEX = "sample_index"
 
 
 @dataclass
 class DiffusionCollator:
-    """Pads samples, masks them on the CPU by the family's own objective, and returns what the model's forward takes.
+    """Pads samples, noises them on the CPU with the family's objective, and returns inputs of the model's forward.
 
         collator = DiffusionCollator.of(model, seed=0)
         Trainer(model=model, args=args, data_collator=collator, train_dataset=dataset).train()
@@ -33,21 +33,22 @@ class DiffusionCollator:
         collator = DiffusionCollator.of(model, seed=0, for_trl=True)
         SFTTrainer(model=model, args=args, data_collator=collator, compute_loss_func=trl_loss, ...).train()
 
-    A sample has `input_ids`, and optionally `labels` (-100 where a token is never masked: the prompt),
-    `completion_mask` or `assistant_masks` (zero there), `attention_mask`, and of packed documents `position_ids`,
-    which begin again at 0, or TRL's `seq_lengths`: each document is noised and attended as if it stood alone. The
-    batch has `labels` and `loss_weights` as DiffusionLM.forward describes them, so that Trainer's own count of labels
-    over a step's micro-batches normalises the loss: gradient accumulation and the number of processes do not change
-    it. (The losses of WeDLM and of `nemotron_sft` are sums of two means,
-    loss_normalisation "sequences" a mean over rows, and DreamOn counts a row's deletions as one token, which Trainer
-    cannot count: each micro-batch is normalised alone there.)
+    A sample has `input_ids` and optionally `labels` (-100 for tokens that are never masked, such as the prompt),
+    `completion_mask` or `assistant_masks` (0 for such tokens), and `attention_mask`. Packed documents are marked by
+    `position_ids` that restart at 0, or by TRL's `seq_lengths`; each is noised and attended to separately.
 
-    The noise of a sample with a `sample_index` is keyed by (seed, that index) alone: give every visit of a sample its
-    own. Otherwise it is keyed by the seed, the process, the loader's worker and how many batches that has collated, so
-    that a run repeats; a resumed one draws new noise. A `generator` (only without workers) takes precedence.
+    The batch has `labels` and `loss_weights` for DiffusionLM.forward. Trainer normalises the loss by its count of
+    labels over a step's micro-batches, so gradient accumulation and the number of processes do not change it.
+    Exceptions, where each micro-batch is normalised separately: WeDLM and `nemotron_sft` (sums of two means),
+    `loss_normalisation` "sequences" (a mean over rows), and DreamOn (a row's deletions count as one token).
 
-    In a Trainer's evaluation noise is keyed by (seed, the sample's tokens and labels), so that every evaluation draws
-    the same and losses can be compared. Set `evaluation` for a loader of your own, and where workers are not forked.
+    The noise of a sample with a `sample_index` is keyed by (seed, index); give each visit of a sample its own index.
+    Otherwise it is keyed by the seed, the process, the loader's worker and the number of batches that the worker has
+    collated: a run is reproducible, a resumed one draws new noise. A `generator` overrides this (without workers
+    only).
+
+    In a Trainer's evaluation the noise is keyed by (seed, tokens and labels of the sample), so that every evaluation
+    has the same noise. Set `evaluation` in a loader of your own, or if workers are not forked.
     """
 
     objective: Objective
@@ -61,26 +62,28 @@ class DiffusionCollator:
 
     @classmethod
     def of(cls, model: Any, objective: str | None = None, **settings: Any) -> DiffusionCollator:
-        """The collator of a model, with the family's own objective or another that fits it. `settings` are this
-        class's fields. Raises DlmBridgeError for an objective of other models."""
+        """Construct the collator of a model, with the family's objective or another that fits. `settings` are the
+        fields of this class. Raises SettingError for a model or an objective that is not supported."""
         if not hasattr(model, "family"):
-            raise DlmBridgeError(
-                f"{type(model).__name__} is not a diffusion model: train it with transformers' own collators"
+            raise SettingError(
+                "model", f"{type(model).__name__} is not a diffusion model: train it with transformers' own collators"
             )
         chosen = family_objective(model, objective)
         if chosen.noise_process != "mask":
-            raise DlmBridgeError(
-                f"DiffusionCollator: the loss of {chosen.noise_process} noise is not the cross-entropy that trainers "
-                "compute from labels: use dlm-bridge pretrain or sft, or model(input_ids, labels=..., generator=...)"
+            raise SettingError(
+                "objective",
+                f"the loss of {chosen.noise_process} noise is not the cross-entropy that trainers compute of labels: "
+                "use dlm-bridge pretrain or sft, or model(input_ids, labels=..., generator=...)",
             )
         settings.setdefault("pad_token_id", model.config.pad_token_id or 0)
         return cls(chosen, **settings)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """The batch of some samples. Raises DlmBridgeError for samples that do not fit together."""
+        """Collate samples into a batch. Raises RowError for samples without tokens or with columns of other
+        lengths."""
         tokens = [torch.as_tensor(sample["input_ids"]) for sample in samples]
         if not tokens or min(len(row) for row in tokens) == 0:
-            raise DlmBridgeError("a batch needs samples with input_ids that are not empty")
+            raise RowError("a batch needs samples with `input_ids` that are not empty")
         length = -(-max(len(row) for row in tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
         input_ids = torch.full((len(tokens), length), self.pad_token_id)
         labels = torch.full_like(input_ids, IGNORE_INDEX)
@@ -92,21 +95,19 @@ class DiffusionCollator:
             real[row, :count] = _column(sample, "attention_mask", count).bool() if "attention_mask" in sample else True
         uniforms, documents = self._uniforms(samples, length, labels), _documents(samples, input_ids)
         if documents is not None and self.objective.resizes:
-            raise DlmBridgeError(
-                f"{type(self.objective).__name__} moves tokens: a row holds one text, leave packing out"
-            )
+            raise SettingError("packing", f"{type(self.objective).__name__} moves tokens: each row must be one text")
         return self._batch(self.objective.noise(input_ids, uniforms, labels, None if real.all() else real, documents))
 
     def _batch(self, noisy: NoisyBatch) -> dict[str, torch.Tensor]:
         if noisy.rows is not None:
-            raise DlmBridgeError("DiffusionCollator: auto_balance needs the losses: use dlm-bridge pretrain or sft")
+            raise SettingError("auto_balance", "needs the losses: use dlm-bridge pretrain or sft")
         rows = len(noisy.input_ids)
         mask = noisy.model_mask()
-        # A label counts towards the divisor, whether it has a loss or not.
+        # Labels without a loss count in the divisor too.
         labels = torch.where(noisy.counted, 0, IGNORE_INDEX)
         labels[noisy.mask] = noisy.targets
         terms = torch.zeros_like(noisy.targets) if noisy.terms is None else noisy.terms
-        scale = noisy.counted.sum() / noisy.normaliser.clamp(min=1e-12)  # one, but for several terms
+        scale = noisy.counted.sum() / noisy.normaliser.clamp(min=1e-12)  # 1 for objectives with a single term
         weights = torch.zeros(labels.shape)
         weights[noisy.mask] = noisy.weights * scale.float()[terms]
         batch = {
@@ -126,9 +127,7 @@ class DiffusionCollator:
         evaluates = self.evaluation or _evaluates()
         if self.generator is not None and not evaluates:
             if get_worker_info() is not None:
-                raise DlmBridgeError(
-                    "a generator would give every worker of the data loader the same noise: use seed, or no workers"
-                )
+                raise SettingError("generator", "gives every worker of the data loader the same noise: use `seed`")
             return Uniforms.drawn(self.generator, len(samples), length, spans=self.objective.resizes)
         if all(SAMPLE_INDEX in sample for sample in samples):
             return Uniforms.keyed(self.seed, 0, [int(sample[SAMPLE_INDEX]) for sample in samples], length)
@@ -144,22 +143,22 @@ class DiffusionCollator:
 
 
 def trl_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None) -> torch.Tensor:
-    """The `compute_loss_func` of TRL's SFTTrainer, which otherwise trains with its own next-token loss. The entropy
-    and token accuracy that it logs stay next-token figures: they say nothing about a diffusion model.
+    """Loss function (`compute_loss_func`) for TRL's SFTTrainer, whose default is the next-token loss. The entropy and
+    token accuracy that SFTTrainer logs remain those of next-token prediction, meaningless for a diffusion model.
 
     Raises:
-        DlmBridgeError: the batches are not from a DiffusionCollator with `for_trl`.
+        SettingError: the batches are not from a DiffusionCollator with `for_trl`.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None:
-        raise DlmBridgeError("trl_loss needs batches of DiffusionCollator(..., for_trl=True)")
+        raise SettingError("for_trl", "must be True: trl_loss needs batches of DiffusionCollator(..., for_trl=True)")
     if num_items_in_batch is None:
         return loss
     return loss * (labels.ne(IGNORE_INDEX).sum() / num_items_in_batch)
 
 
 def _evaluates() -> bool:
-    """True inside the evaluation of a Trainer, also in a worker that it has forked."""
+    """True inside the evaluation of a Trainer, including workers that it has forked."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "evaluation_loop":
         frame = frame.f_back
@@ -167,7 +166,7 @@ def _evaluates() -> bool:
 
 
 def _digest(sample: Mapping[str, Any], labels: torch.Tensor) -> int:
-    """64 bits of a sample's tokens and labels, without the padding of its batch."""
+    """64-bit digest of a sample's tokens and labels without padding."""
     tokens = torch.as_tensor(sample["input_ids"]).long()
     row = torch.cat([tokens, labels[: len(tokens)]]).contiguous()
     return int.from_bytes(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).digest(), "little")
@@ -182,7 +181,7 @@ def _labels(sample: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _documents(samples: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) -> torch.Tensor | None:
-    """[B, L] numbers of the documents that are packed into rows; None where every row is one."""
+    """[B, L] document numbers of packed rows; None if every row is one document."""
     documents = torch.zeros_like(input_ids)
     for row, sample in enumerate(samples):
         count = len(sample["input_ids"])
@@ -198,5 +197,5 @@ def _documents(samples: Sequence[Mapping[str, Any]], input_ids: torch.Tensor) ->
 def _column(sample: Mapping[str, Any], name: str, count: int) -> torch.Tensor:
     column = torch.as_tensor(sample[name])
     if len(column) != count:
-        raise DlmBridgeError(f"a sample has {count} input_ids and {len(column)} {name}: they must be as many")
+        raise RowError(f"a sample has {count} input_ids and {len(column)} {name}: the numbers must be equal")
     return column

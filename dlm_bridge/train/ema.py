@@ -1,7 +1,7 @@
-"""Exponential moving average (EMA) of the weights, in fp32 beside them, of the shards that each process updates.
+"""Exponential moving average (EMA) of the weights, in fp32, of the shards that each process updates.
 
-What an engine holds of the weights, and how it writes the averages, is the engine's: those of a Hub model
-(`AveragedModel`) are a model of its own in each checkpoint, megatron/ema.py saves further tensors of each iteration.
+The averages of a Hub model (`AveragedModel`) are a complete model in each checkpoint. The Megatron engine saves its
+averages as additional tensors.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.optimizer_state import AVERAGED
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.train.checkpoints import save_tokenizer
 
 
 class AveragedWeights(abc.ABC):
-    """average <- decay average + (1 - decay) weight after each step, as torch.optim.swa_utils.AveragedModel: from the
-    weights after the first step on."""
+    """Averages that become decay * average + (1 - decay) * weight after each step, as in
+    torch.optim.swa_utils.AveragedModel. They start as the weights after the first step."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.averages: list[torch.Tensor] = []  # from the first step on
+        self.averages: list[torch.Tensor] = []  # empty before the first step
 
     @property
     @abc.abstractmethod
     def weights(self) -> list[torch.Tensor]:
-        """What this process updates, always in the same order, in fp32."""
+        """fp32 weights that this process updates, always in the same order."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are after a step."""
+        """Update the averages after a step."""
         if not self.averages:
             self.averages = [weight.clone() for weight in self.weights]
             return
         torch._foreach_lerp_(self.averages, self.weights, 1 - self.decay)
 
     def load(self, parts: Iterable[torch.Tensor]) -> None:
-        """Continue from the averages of a checkpoint: this process's parts of them, in the order of the weights."""
+        """Set the averages to this process's shards `parts` of a checkpoint, in the order of the weights."""
         self.averages = [
             part.detach().to(weight.device, copy=True) for part, weight in zip(parts, self.weights, strict=True)
         ]
 
 
 class AveragedModel(AveragedWeights):
-    """That of a Hub model, of its shards under FSDP2."""
+    """Averages of a Hub model, or of its shards under FSDP2."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """`model` may be sharded already; its parameters stay the same tensors."""
@@ -60,12 +60,12 @@ class AveragedModel(AveragedWeights):
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """What this process holds, in the same memory; FSDP moves shards at the first forward pass."""
+        """Local tensors of the parameters, read anew each time: FSDP moves shards at the first forward pass."""
         return [_local(weight.detach()) for weight in self.parameters]
 
     def save(self, folder: Path, write: Callable[[Path], None], tokenizer: Any, main: bool) -> None:
-        """Write a checkpoint's averaged model to a folder in it by `write`, while they stand in the weights' place.
-        Every process that holds a part of them calls this."""
+        """Write the averaged model to a subfolder of a checkpoint: `write` runs while the averages replace the
+        weights. Called by every process with a shard of them."""
         if main:
             (folder / AVERAGED).mkdir()
         with self._in_place():
@@ -92,10 +92,12 @@ class AveragedModel(AveragedWeights):
 
 
 def averaged_folder(checkpoint: Path) -> Path:
-    """The averaged model in a checkpoint. Raises DlmBridgeError where it has none."""
+    """Folder of the averaged model in a checkpoint. Raises CheckpointError if there is none."""
     folder = checkpoint / AVERAGED
     if not folder.is_dir():
-        raise DlmBridgeError(f"--ema-decay: {checkpoint} has no averaged weights to go on with: leave it out")
+        raise CheckpointError(
+            checkpoint, "has no averaged weights, which `ema_decay` continues: resume from an earlier checkpoint"
+        )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Interface of training engines (`--engine`), and the Accelerate engine.
+"""Interface of training engines, and the Accelerate engine.
 
 Extensions register further engines, such as `dlm_bridge.parallel`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def find_engine(name: str) -> TrainingEngine:
-    """Load the engine of `--engine NAME`. Raises DlmBridgeError if its extension is not installed."""
+    """Load the engine `name`. Raises MissingExtraError if its extension is not installed."""
     return load("engines", name)()
 
 

@@ -23,7 +23,8 @@ from dlm_bridge.files.atomic import append_line, atomic_file, disk_errors, repla
 from dlm_bridge.files.reading import check_plain_file
 
 logger = logging.getLogger(__name__)
-# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendor's data sheets; the first match counts.
+# Dense bf16 peak in FLOP/s by a substring of the device's name, from the vendor's data sheets. The first match is
+# used.
 PEAK_FLOPS = (
     ("B300", 2.5e15),
     ("B200", 2.25e15),
@@ -45,47 +46,40 @@ PEAK_FLOPS = (
     ("V100", 125e12),
 )
 
-MAKE_ROOM = "make room there, then --resume"
-LINE_EVERY = 15.0  # seconds between two lines where there is no terminal
-
-
-OPTIONAL = (
-    "eval_loss",
-    "z_loss",
-    "mtp_loss",
-    "param_norm",
-    "layer_grad_norms",
-)  # of `StepMetrics`, left out where there is none
+MAKE_ROOM = "make room there, then `resume`"
+LINE_EVERY = 15.0  # seconds between progress lines if the output is not a terminal
+# Fields of `StepMetrics` that are omitted if None.
+OPTIONAL = ("eval_loss", "z_loss", "mtp_loss", "param_norm", "layer_grad_norms")
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step's line in metrics.jsonl."""
+    """Metrics of one step: a line of metrics.jsonl."""
 
     step: int  # from 1
     loss: float
-    grad_norm: float | None  # before clipping; null where fp16 scaling overflowed and the step was skipped
+    grad_norm: float | None  # before clipping; None if fp16 scaling overflowed and the step was skipped
     lr: float
-    tokens: int  # read so far, over all processes
-    tokens_per_s: float  # of this step, over all processes
+    tokens: int  # number of tokens read so far, by all processes
+    tokens_per_s: float  # throughput of this step, over all processes
     tokens_per_s_per_device: float
-    mfu: float | None  # fraction of the devices' bf16 peak; null on CPU, in fp32 and on unknown devices
-    peak_memory: int | None = None  # bytes, the largest of all devices so far; null on CPU
-    eval_loss: float | None = None  # only after steps with an evaluation
-    z_loss: float | None = None  # with its coefficient, beside `loss`
-    mtp_loss: float | None = None  # of multi-token prediction, where that is trained: a mean over its layers
-    param_norm: float | None = None  # of all trained parameters, after the step; only every `--norm-interval` steps
-    layer_grad_norms: dict[str, float | None] | None = None  # by layer, before clipping; with it
+    mfu: float | None  # fraction of the devices' bf16 peak; None on CPU, in fp32 and on unknown devices
+    peak_memory: int | None = None  # bytes so far on the device with the largest peak; None on CPU
+    eval_loss: float | None = None  # validation loss, after steps with an evaluation
+    z_loss: float | None = None  # multiplied by its coefficient; not included in `loss`
+    mtp_loss: float | None = None  # multi-token prediction loss, a mean over its layers
+    param_norm: float | None = None  # all trained parameters, after the step, every `norm_interval` steps
+    layer_grad_norms: dict[str, float | None] | None = None  # by layer, before clipping
 
     @property
     def was_evaluated(self) -> bool:
         return self.eval_loss is not None
 
     def summary(self) -> str:
-        """The metrics as one line for the console."""
+        """One-line summary for the console."""
         summary = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
         if self.tokens_per_s_per_device != self.tokens_per_s:
-            summary += f" ({self.tokens_per_s_per_device:,.0f} a device)"
+            summary += f" ({self.tokens_per_s_per_device:,.0f} per device)"
         if self.mfu is not None:
             summary += f"  MFU {self.mfu:.1%}"
         if self.peak_memory is not None:
@@ -102,14 +96,14 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """DIR/metrics.jsonl, appended to a line at a time. Opening it drops the rows past `step` and a torn last line.
-    Methods raise DlmBridgeError where the disk refuses."""
+    """metrics.jsonl of a run, written line by line. Opening it drops rows after `step` and an incomplete last line.
+    Methods raise ResourceError if the disk is full."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         self.rows = [row for row in read_rows(path) if row["step"] <= step]
         write_rows(path, self.rows)
-        self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk has refused a line
+        self._file = path.open("ab", buffering=0)  # no buffer remains after a failed write
 
     def append(self, row: StepMetrics) -> None:
         line = row.to_json()
@@ -118,7 +112,7 @@ class MetricsFile:
         self.rows.append(json.loads(line))
 
     def sync(self) -> None:
-        """Flush the rows to the disk, before a checkpoint of the same step."""
+        """Flush the rows to disk, before a checkpoint of the same step."""
         with disk_errors(self.path, MAKE_ROOM):
             os.fsync(self._file.fileno())
 
@@ -127,21 +121,21 @@ class MetricsFile:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a file of rows anew. Raises DlmBridgeError where the disk refuses."""
+    """Replace a file of rows. Raises ResourceError if the disk is full."""
     with atomic_file(path, overwrite=True) as file:
         for row in rows:
-            line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")  # half of a surrogate pair
+            line = json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")  # lone surrogates
             file.write(f"{line.decode()}\n")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics file. A last line that a killed run left torn is excluded, as is a damaged one,
-    which is logged."""
+    """Read the complete rows of a metrics file. Skips an incomplete last line of a killed run, and damaged lines with
+    a warning."""
     if not path.exists():
         return []
     check_plain_file(path)
     rows, damaged = [], []
-    lines = path.read_text("utf-8", "replace").split("\n")[:-1]  # what follows the last newline is torn or empty
+    lines = path.read_text("utf-8", "replace").split("\n")[:-1]  # the rest is incomplete or empty
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -153,17 +147,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             damaged.append(number)
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        logger.warning(f"{path}: line {damaged[0]}{more} is damaged and left out")
+        logger.warning(f"{path}: line {damaged[0]}{more} is damaged and skipped")
     return rows
 
 
-SMOOTHED_FROM = 20  # steps; fewer are drawn as they are
-LOG_RATIO = 5.0  # of the largest smoothed loss to the smallest, from which the axis is logarithmic
+SMOOTHED_FROM = 20  # number of steps from which the curve is smoothed
+LOG_RATIO = 5.0  # ratio of largest to smallest smoothed loss from which the axis is logarithmic
 
 
 def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the loss curve as a PNG: every step's loss, their moving average, and the validation losses. Raises
-    DlmBridgeError where the disk refuses."""
+    """Write the loss curve as a PNG: loss per step, moving average and validation losses. Raises ResourceError if the
+    disk is full."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -195,33 +189,33 @@ def plot_loss(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def moving_average(values: list[float], span: int) -> list[float]:
-    """The mean of each value and of `span // 2` on each side; fewer at the ends."""
+    """Mean of each value and its `span // 2` neighbours on each side; fewer at the ends."""
     sums = [0.0, *itertools.accumulate(values)]
     windows = [(max(place - span // 2, 0), min(place + span // 2 + 1, len(values))) for place in range(len(values))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
 
 def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """The steps that have a finite value, and the values."""
+    """Steps with a finite value, and the values."""
     values = [(row["step"], row.get(key)) for row in rows]
     found = [(step, value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def _loss_title(rows: list[dict[str, Any]], path: Path) -> str:
-    """The run's folder, and how far it is."""
+    """Title with the run's folder, its last step and number of tokens."""
     from matplotlib.ticker import EngFormatter
 
-    title = printable(path.resolve().parent.name).replace("$", r"\$")  # which would begin a formula
+    title = printable(path.resolve().parent.name).replace("$", r"\$")  # $ starts a formula
     if rows and isinstance(rows[-1].get("tokens"), int):
         title += f": step {rows[-1]['step']:,}, {EngFormatter(places=1)(rows[-1]['tokens'])} tokens"
     return title
 
 
 def flops_per_token(model: nn.Module, seq_length: int) -> float:
-    """Model FLOPs of training on one token: 6 N + 12 L h s (arXiv 2204.02311, appendix B), where N leaves out an
-    input embedding that is only looked up, and counts of the experts those that a token goes to. A frozen weight has
-    no gradient of its own: 4 N. Recomputation does not count."""
+    """Model FLOPs of training per token: 6 N + 12 L h s (arXiv 2204.02311, appendix B). N excludes an input embedding
+    that is only looked up, and experts that the token is not routed to. Frozen weights, without gradients of their
+    own, count 4 N. Recomputation does not count."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     flops = sum(
@@ -235,7 +229,7 @@ def flops_per_token(model: nn.Module, seq_length: int) -> float:
 
 
 def _head_dims(config: Any) -> list[int]:
-    """The head size of each layer; where layers differ, the config itself has no head_dim."""
+    """Head size of each layer. If layers differ, the config itself has no head_dim."""
     layers = range(config.num_hidden_layers)
     own = getattr(config, "per_layer_config", None)
     configs = [own[layer] if own else config for layer in layers]
@@ -243,13 +237,13 @@ def _head_dims(config: Any) -> list[int]:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """A weight's elements, of which bitsandbytes holds two in a byte."""
+    """Number of elements of a weight; bitsandbytes packs two per byte."""
     quantized: Any = getattr(parameter, "quant_state", None)
     return parameter.numel() if quantized is None else quantized.shape.numel()
 
 
 def _active_experts(config: Any) -> float:
-    """The fraction of a layer's experts that a token is routed to."""
+    """Fraction of a layer's experts that a token is routed to."""
     experts = next(
         getattr(config, name)
         for name in ("num_experts", "n_routed_experts", "num_local_experts")
@@ -260,15 +254,15 @@ def _active_experts(config: Any) -> float:
 
 
 def peak_flops(device_name: str | None, precision: str) -> float | None:
-    """The dense 16-bit peak of a device in FLOP/s; None where it is unknown or the run is not in 16 bits."""
+    """Dense 16-bit peak of a device in FLOP/s; None if it is unknown or the run is in fp32."""
     if device_name is None or precision == "fp32":
         return None
     return next((peak for name, peak in PEAK_FLOPS if name in device_name), None)
 
 
 class TrainingProgress:
-    """Progress bar of a run on a terminal, a line now and then elsewhere. Use as a context manager; `enabled` on one
-    process only."""
+    """Progress of a run: a bar on a terminal, otherwise a line every `LINE_EVERY` seconds. A context manager,
+    `enabled` on one process."""
 
     def __init__(self, console: Console, steps: int, step: int, enabled: bool) -> None:
         self.console = console
@@ -308,7 +302,7 @@ class TrainingProgress:
 
 class CudaTimer:
     """Elapsed time of a device's work from construction to `stop`, by CUDA events; on other devices by the CPU's
-    clock. Neither waits for the device."""
+    clock. Neither call waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
@@ -318,13 +312,13 @@ class CudaTimer:
             events[0].record()
 
     def stop(self) -> None:
-        """The end of the work that has been given to the device so far."""
+        """Mark the end of the work launched so far."""
         self._stopped = time.perf_counter()
         if self._events is not None:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """The time between start and stop. Waits for the device to reach the stop."""
+        """Seconds between start and stop. Waits until the device has reached the stop."""
         if self._events is None:
             return self._stopped - self._started
         start, stop = self._events
@@ -333,7 +327,12 @@ class CudaTimer:
 
 
 class DeferredMetrics:
-    """`values` [N] float64 of a step, copied to the CPU behind what the device is doing; `timer` started with it."""
+    """Metrics of a step, copied to the CPU asynchronously.
+
+    Args:
+        values: [N] float64 on the device.
+        timer: timer that started with the step.
+    """
 
     def __init__(self, values: torch.Tensor, timer: CudaTimer) -> None:
         on_gpu = values.device.type == "cuda"
@@ -344,6 +343,6 @@ class DeferredMetrics:
         timer.stop()
 
     def read(self) -> tuple[list[float], float]:
-        """The values, and how many seconds the step took. Waits for the copy."""
+        """Values, and duration of the step in seconds. Waits for the copy."""
         seconds = self._timer.seconds()
         return self._values.tolist(), seconds

@@ -1,6 +1,4 @@
-"""Monitoring of a run: where its metrics go, texts sampled to DIR/samples.jsonl, TensorBoard, Weights & Biases, and
-`--profile-steps A:B`, a trace of some steps by torch's profiler with, on a GPU, a snapshot of its memory.
-"""
+"""Monitoring of a run: metrics, sampled texts, TensorBoard, Weights & Biases, and traces by torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, InputFileError, MissingExtraError, SettingError
 from dlm_bridge.files.atomic import append_line, disk_errors, replaced_file
 from dlm_bridge.generation.autoregressive import random_state_preserved
 from dlm_bridge.generation.offline import write_texts
@@ -32,19 +30,17 @@ from dlm_bridge.train.metrics import (
 
 SAMPLES_FILE = "samples.jsonl"
 FOLDER = "profile"
-MEMORY_EVENTS = 1_000_000  # allocations of which a snapshot keeps the history
+MEMORY_EVENTS = 1_000_000  # number of allocations in a memory snapshot
 
 
 class RunMonitor:
-    """What a run's steps are written to: metrics.jsonl, the progress, trackers and a profile.
-
-    All of it is the main process's; in the others nothing is written. As a context manager it shows the progress.
-    """
+    """Outputs of a run's steps: metrics.jsonl, progress, trackers and a profile, all on the main process. A context
+    manager that shows the progress."""
 
     def __init__(
         self, config: TrainConfig, output: Path, device: torch.device, console: Console, step: int, main: bool
     ) -> None:
-        """Of a run that goes on after `step`."""
+        """Args: `step` is the last completed step, 0 in a new run."""
         logging = config.logging
         self.metrics_file = MetricsFile(output / "metrics.jsonl", step) if main else None
         self._trackers = Trackers(config, output) if main and logging.trackers else None
@@ -59,17 +55,17 @@ class RunMonitor:
         self._progress.__exit__(*error)
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Called before a step."""
         if self._profiler is not None:
             self._profiler.begin(step)
 
     def end(self, step: int) -> None:
-        """After a step, whose work the device may not have finished."""
+        """Called after a step, which may still run on the device."""
         if self._profiler is not None:
             self._profiler.end(step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """The metrics of a step. Raises DlmBridgeError where the disk refuses."""
+        """Write the metrics of a step. Raises ResourceError if the disk is full."""
         if self.metrics_file is not None:
             self.metrics_file.append(metrics)
         if self._trackers is not None:
@@ -77,7 +73,7 @@ class RunMonitor:
         self._progress.show(metrics)
 
     def close(self) -> None:
-        """After the last step."""
+        """Close the outputs after the last step."""
         if self._profiler is not None:
             self._profiler.close()
         if self._trackers is not None:
@@ -87,20 +83,20 @@ class RunMonitor:
 
 
 class TextSamples:
-    """The prompts of `--sample-prompt`, and the file that continuations are written to.
+    """Texts sampled from the prompts of `sample_prompt` during a run, in samples.jsonl.
 
-    Every sampling has the same seed, so that only the weights differ, and leaves training's random state and the
-    model's mode unchanged.
+    Sampling uses the same seed each time, so that differences come from the weights, and does not change the random
+    state of training or the model's mode.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Any, output: Path, step: int, main: bool) -> None:
-        """In the `main` process, which alone writes, opening the file drops the rows past `step` and a torn last line.
-        Raises DlmBridgeError for prompts that cannot be read or encoded."""
+        """Read the prompts. The `main` process, which writes the file, drops its rows after `step` and an incomplete
+        last line. Raises InputFileError."""
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = read_prompts(config.logging.sample_prompt)
         chat = config.task == "sft" and tokenizer.chat_template is not None
-        name = config.model.tokenizer or config.model.path
+        name = config.model.tokenizer or config.model.model
         self._tokens = [
             (as_message(text, None) if chat else WrittenPrompt(text=text)).encode(tokenizer, name)
             for text in self._prompts
@@ -111,21 +107,21 @@ class TextSamples:
         write_rows(self._path, [row for row in read_rows(self._path) if row["step"] <= step])
 
     def write(self, step: int, model: Any) -> None:
-        """Sample after `step` and append a row for each prompt; every process that holds a part of the model's weights
-        calls it. Raises DlmBridgeError where the model cannot be sampled from, or the disk refuses."""
+        """Sample after `step`, and append a row per prompt. Called by every process with a shard of the weights.
+        Raises SettingError if the model cannot be sampled from, ResourceError if the disk is full."""
         family = model_family(model)
         diffusion = family is not None and family.sampled_here
         settings: dict[str, Any] = {"gen_length": self._config.logging.sample_length, "seed": self._config.data.seed}
         if diffusion:
-            settings["execution"] = "eager"  # leaves nothing in the device's memory
+            settings["execution"] = "eager"  # keeps no buffers on the device
         training = model.training
         model.eval()
         try:
-            # A compiled layer would be recompiled for each length.
+            # Compiled layers would be recompiled for each length.
             with random_state_preserved(), torch.compiler.set_stance("force_eager"):
                 result = write_texts(model, self._tokenizer, self._tokens, settings)
         except DlmBridgeError as error:
-            raise DlmBridgeError(f"--sample-prompt after step {step}: {error}") from error
+            raise SettingError("sample_prompt", f"after step {step}: {error}") from error
         finally:
             model.train(training)
         if self._path is not None:
@@ -139,7 +135,7 @@ class TextSamples:
 
 
 def read_prompts(given: Sequence[str]) -> list[str]:
-    """The texts themselves, and in the place of each @FILE its lines. Raises DlmBridgeError."""
+    """Replace each @FILE by its lines. Raises InputFileError."""
     texts: list[str] = []
     for text in given:
         if not text.startswith("@"):
@@ -148,31 +144,32 @@ def read_prompts(given: Sequence[str]) -> list[str]:
         try:
             lines = [line for line in Path(text[1:]).read_text("utf-8").splitlines() if line.strip()]
         except OSError as error:
-            raise DlmBridgeError(f"--sample-prompt {text}: {error.strerror}") from error
+            raise InputFileError(text[1:], f"`sample_prompt` cannot be read: {error.strerror}") from error
         except UnicodeDecodeError:
-            raise DlmBridgeError(f"--sample-prompt {text}: not a text in UTF-8") from None
+            raise InputFileError(text[1:], "`sample_prompt` is not UTF-8 text") from None
         if not lines:
-            raise DlmBridgeError(f"--sample-prompt {text}: no prompts there")
+            raise InputFileError(text[1:], "contains no prompts for `sample_prompt`")
         texts += lines
     return texts
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Raise DlmBridgeError where a tracker's package is missing."""
+    """Raise MissingExtraError if the package of a tracker is missing."""
     for name in config.logging.tracker_names:
         if importlib.util.find_spec(name) is None:
-            raise DlmBridgeError(f"--trackers {name}: the package is not installed: pip install {name}")
+            raise MissingExtraError("trackers", f"{name} is not installed: pip install {name}")
 
 
 class Trackers:
-    """The trackers of one run, on its main process: DIR/tensorboard, and a wandb run with the folder's name."""
+    """Trackers of one run, on its main process: a tensorboard folder, and a wandb run with the output folder's
+    name."""
 
     def __init__(self, config: TrainConfig, output: Path) -> None:
         from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
         self.output = output
-        PartialState()  # Accelerate's trackers and their logger need it; a Megatron run has no Accelerator
+        PartialState()  # needed by Accelerate's trackers; a Megatron run has no Accelerator
         self.trackers: list[Any] = []
         for name in config.logging.tracker_names:
             if name == "tensorboard":
@@ -180,13 +177,13 @@ class Trackers:
             else:
                 tracker = WandBTracker(output.name, dir=str(output))
             tracker.start()
-            if name == "wandb":  # TensorBoard's form of this is a folder a call; config.yaml lies beside it already
+            if name == "wandb":  # TensorBoard would create a folder per call, beside config.yaml
                 tracker.store_init_configuration(config.as_flags())
             self.trackers.append(tracker)
 
     def log(self, row: StepMetrics) -> None:
-        """The metrics of a step, without those that are None, those of layers as KEY/LAYER. Raises DlmBridgeError
-        where the disk refuses."""
+        """Log the metrics of a step that are not None, those of layers as KEY/LAYER. Raises ResourceError if the disk
+        is full."""
         values = {key: value for key, value in dataclasses.asdict(row).items() if key != "step"}
         for layer, norm in (values.pop("layer_grad_norms") or {}).items():
             values[f"layer_grad_norms/{layer}"] = norm
@@ -202,10 +199,10 @@ class Trackers:
 
 
 class StepProfiler:
-    """Profiles the steps of a range on the process that makes it; a run that resumes within it, those that are left.
+    """Profiler of a range of steps on this process; a run resumed within the range profiles the remaining ones.
 
-    The last step, or `close`, writes DIR/profile/steps-A-B.json.gz, for chrome://tracing and Perfetto, and from CUDA
-    memory-A-B.pickle, for pytorch.org/memory_viz. They raise DlmBridgeError where the disk refuses.
+    The last step, or `close`, writes profile/steps-A-B.json.gz, for chrome://tracing and Perfetto, and with CUDA
+    memory-A-B.pickle, for pytorch.org/memory_viz. Raises ResourceError if the disk is full.
     """
 
     def __init__(self, steps: range, output: Path, device: torch.device) -> None:
@@ -216,7 +213,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Called before a step."""
         if step not in self._steps:
             return
         if self._profile is None:
@@ -225,12 +222,12 @@ class StepProfiler:
         self._last = step
 
     def end(self, step: int) -> None:
-        """After a step, whose work the device may not have finished."""
+        """Called after a step, which may still run on the device."""
         if step in self._steps and step == self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Write what has been profiled, if anything."""
+        """Write the trace of the steps profiled so far."""
         if self._profile is None:
             return
         if self._cuda:

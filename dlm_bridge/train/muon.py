@@ -1,8 +1,8 @@
-"""Muon's update of one matrix, and which parameters take it, on both engines.
+"""Muon's update of one matrix, and the parameters that Muon updates, for both engines.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of a weight matrix.
-Scaled to the size of AdamW's updates (Moonshot AI, arXiv 2502.16982), it takes AdamW's learning rate and weight decay.
-"""
+Its updates are scaled to the size of AdamW's (Moonshot AI, arXiv 2502.16982), so that AdamW's learning rate and weight
+decay apply."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.optim import _muon
 
-ADAMW_RMS = 0.2  # the root mean square of AdamW's updates, which Muon's are scaled to
-STEPS = 5  # of the iteration
-PRECISION = torch.bfloat16  # of the iteration, whose singular values end in a range anyway
-_QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: steepest at zero, singular values end in 0.7 to 1.2
-_LEAST_NORM = 1e-7
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?\.weight$")  # of experts, not `gate_proj`
+PRECISION = torch.bfloat16  # of the iteration, and of the momentum that ranks gather for it
+ADAMW_RMS = 0.2  # root mean square of AdamW's updates, to which Muon's are scaled
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?\.weight$")  # routers, not `gate_proj`
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters with gradients, by name."""
+    """Parameters with gradients, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def muon_parameters(model: nn.Module) -> set[str]:
-    """The names of what Muon updates: matrices with gradients, but for embeddings, the head and routers. Experts whose
-    matrices are one tensor of three dimensions are not among them."""
+    """Names of the parameters that Muon updates: matrices with gradients, except embeddings, the head and routers.
+    Stacked experts, 3-D tensors, are excluded too."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     excluded = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
     return {
@@ -39,24 +37,18 @@ def muon_parameters(model: nn.Module) -> set[str]:
 
 
 def takes_muon(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter of a layer: a matrix, but for routers, and not the biases of all experts."""
+    """True if Muon updates a parameter of a layer: matrices, except routers and the stacked biases of experts."""
     return len(shape) == 2 and not name.endswith("bias") and _ROUTER.search(name) is None
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Roughly the nearest semi-orthogonal matrix, by the Newton-Schulz iteration of `torch.optim.Muon`."""
-    a, b, c = _QUINTIC
-    wide = matrix.to(PRECISION)
-    tall = matrix.shape[0] > matrix.shape[1]
-    wide = wide.T if tall else wide
-    wide = wide / wide.norm().clamp(min=_LEAST_NORM)
-    for _ in range(STEPS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if tall else wide
+    """Approximate nearest semi-orthogonal matrix, bf16, by the Newton-Schulz iteration of `torch.optim.Muon`."""
+    return _muon._zeropower_via_newtonschulz(
+        matrix.float(), (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), _muon.DEFAULT_NS_STEPS, _muon.EPS
+    )
 
 
 def muon_update(matrix: torch.Tensor) -> torch.Tensor:
-    """The momentum `matrix` orthogonalised, with the root mean square of AdamW's updates but for `ADAMW_RMS`, fp32:
-    what the learning rate multiplies."""
+    """Orthogonalised momentum, fp32, whose root mean square times `ADAMW_RMS` is that of AdamW's updates. Multiply it
+    by the learning rate and `ADAMW_RMS`."""
     return orthogonalised(matrix).float() * math.sqrt(max(matrix.shape))

@@ -16,22 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from dlm_bridge.loading.pretrained import decoder_layers
 
-EMBEDDING, FINAL_NORM, HEAD, OTHER = "embedding", "norm", "head", "other"  # outside of the layers
-_ORDER = (EMBEDDING, r"\d+", r"mtp\.\d+", FINAL_NORM, HEAD, OTHER)  # layers are named by their number, from 0
+EMBEDDING, FINAL_NORM, HEAD, OTHER = "embedding", "norm", "head", "other"  # groups of parameters outside the layers
+_ORDER = (EMBEDDING, r"\d+", r"mtp\.\d+", FINAL_NORM, HEAD, OTHER)  # layers are named by their index
 
 
 @dataclass(frozen=True)
 class MeasuredNorms:
-    """L2 norms of one step over the whole model; None where a gradient overflowed."""
+    """L2 norms of one step over the whole model; None if a gradient overflowed."""
 
-    param_norm: float | None  # of all trained parameters, after the step
-    layer_grad_norms: dict[str, float | None]  # of each layer, before clipping
+    param_norm: float | None  # all trained parameters, after the step
+    layer_grad_norms: dict[str, float | None]  # by layer, before clipping
 
 
 class LayerNorms(abc.ABC):
-    """Measures norms without waiting for the device. Elements that several processes hold count once.
+    """Computes norms without waiting for the device. Elements that are replicated on several processes count once.
 
-    `names` gives this process's trained parameters a layer each.
+    Args:
+        names: layers of this process's trained parameters.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device, cpu_group: Any = None) -> None:
@@ -45,19 +46,19 @@ class LayerNorms(abc.ABC):
 
     @abc.abstractmethod
     def gradients(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Each layer's gradients before they are clipped: the elements that this process counts."""
+        """(layer, gradient) before clipping, for the elements that this process counts."""
 
     @abc.abstractmethod
     def weights(self) -> Iterable[torch.Tensor]:
-        """Trained parameters, in fp32 where the optimizer has them so: the elements that this process counts."""
+        """Trained parameters, fp32 main params if there are any, for the elements that this process counts."""
 
     def gradient_scale(self) -> torch.Tensor | float:
-        """What the loss was multiplied by."""
+        """Scale of the loss."""
         return 1.0
 
     @torch.no_grad()
     def gradient_squares(self) -> torch.Tensor:
-        """[L] float64: each layer's sum of squares on this process, between backward pass and optimizer step."""
+        """[L] float64: sum of squares per layer on this process. Called between backward pass and optimizer step."""
         found = list(self.gradients())
         places = torch.tensor([self.layers.index(layer) for layer, _ in found], dtype=torch.long)
         if self.device.type == "cuda":
@@ -68,21 +69,21 @@ class LayerNorms(abc.ABC):
 
     @torch.no_grad()
     def norms(self, gradient_squares_L: torch.Tensor) -> torch.Tensor:
-        """[L + 1] float64, the same on every process: `gradient_squares` as norms, and that of the parameters as they
-        are now."""
+        """[L + 1] float64, equal on every process: norms of the gradients, from `gradient_squares`, and of the current
+        parameters."""
         squares = torch.cat([gradient_squares_L, _squares(list(self.weights()), self.device).sum()[None]])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(squares)
         return squares.sqrt()
 
     def named(self, norms: Sequence[float]) -> MeasuredNorms:
-        """The values of `norms`, once they are on the CPU."""
+        """Convert `norms`, copied to the CPU, to named values."""
         *gradients, params = [norm if math.isfinite(norm) else None for norm in norms]
         return MeasuredNorms(params, dict(zip(self.layers, gradients, strict=True)))
 
 
 class HubLayerNorms(LayerNorms):
-    """Those of a Hub model, which every process holds whole, or under FSDP2 a shard of."""
+    """Norms of a Hub model, replicated or sharded by FSDP2."""
 
     def __init__(self, model: nn.Module, device: torch.device, rank: int, cpu_group: Any, scaler: Any) -> None:
         self.model, self.rank, self.scaler = model, rank, scaler
@@ -103,12 +104,12 @@ class HubLayerNorms(LayerNorms):
     def _counts(self, weight: torch.Tensor) -> bool:
         if not isinstance(weight, DTensor):
             return self.rank == 0
-        place = weight.device_mesh.get_coordinate()  # [replica, shard], or [shard]
+        place = weight.device_mesh.get_coordinate()  # [replica, shard] or [shard]
         return place is not None and not any(place[:-1])
 
 
 def parameter_layers(model: Any) -> Mapping[str, str]:
-    """The layer of each trained parameter of a Hub model, by the parameter's name. A tied head is the embedding's."""
+    """Layer of each trained parameter of a Hub model by the parameter's name. A tied head belongs to the embedding."""
     numbers = {
         id(weight): str(number) for number, layer in enumerate(decoder_layers(model)) for weight in layer.parameters()
     }
@@ -126,13 +127,13 @@ def _weights(module: nn.Module | None) -> Iterable[nn.Parameter]:
 
 
 def _rank(layer: str) -> tuple[int, int]:
-    """A layer's place in the order of the forward pass."""
+    """Sort key of a layer in the order of the forward pass."""
     kind = next(number for number, pattern in enumerate(_ORDER) if re.fullmatch(pattern, layer))
     return kind, int("0" + re.sub(r"\D", "", layer))
 
 
 def _squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[N] float64: the sum of squares of each tensor, computed in fp32."""
+    """[N] float64: sum of squares of each tensor, computed in fp32."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)
     norms = torch._foreach_norm(tensors, dtype=torch.float32)

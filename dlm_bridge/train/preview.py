@@ -1,4 +1,4 @@
-"""Preview of fine-tuning: the first rows of the data as the model gets them."""
+"""Preview of fine-tuning: the first rows of the data as model inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dlm_bridge.train.setup import check_data, conversation_settings, empty_mode
 
 @dataclass(frozen=True)
 class PreviewExample:
-    """A row without its padding.
+    """Row without padding.
 
     Args:
-        trained: for each token, whether it is masked and counted.
-        pieces: the text, cut where `trained` changes, with that of each piece.
+        trained: per token, True if it can be masked and counts in the loss.
+        pieces: (text, trained) of consecutive tokens with the same `trained`.
     """
 
     input_ids: list[int]
@@ -28,14 +28,14 @@ class PreviewExample:
     pieces: list[tuple[str, bool]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
+        """Values for JSON."""
         text = "".join(piece for piece, _ in self.pieces)
         return {"input_ids": self.input_ids, "trained": self.trained, "text": text}
 
 
 def preview(config: TrainConfig, count: int) -> Iterator[PreviewExample]:
-    """The first `count` rows of `--data`, in its order. Reads no weights and writes nothing. Raises DlmBridgeError as
-    the run would."""
+    """Yield the first `count` rows of the data in their order. Reads no weights and writes nothing. Raises the same
+    errors as the run."""
     found = check_data(config)
     model = empty_model(config, None)
     config, objective = resolve_objective(config, model)

@@ -1,4 +1,4 @@
-"""Ranks of a run that are slow, and ranks that do not answer any more."""
+"""Detection of slow ranks of a run, and of ranks that no longer answer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ import torch.distributed as dist
 
 from dlm_bridge import distributed, processes
 
-INTERVAL_S = 5.0  # between two signs of life
-STORE_GRACE_S = 30.0  # for a run to end after the store's process has
+INTERVAL_S = 5.0  # between two heartbeats
+STORE_GRACE_S = 30.0  # for a run to end after the process of the store has ended
 VERDICT = "verdict"
 
-TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or start and end
+TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or (start, end)
 
 
 class StragglerDetector:
-    """Measures `timed` work on each rank and compares it every `interval` steps among the ranks of a pipeline stage,
-    which do the same work. On a device the time is the device's, between two events.
+    """Times work on each rank, and compares it every `interval` steps among the ranks of a pipeline stage, which do
+    the same work. On a GPU the time is measured between two events.
 
     megatron-core's own StragglerDetector opens a port for its commands, needs NVML and supports CUDA only. Ranks that
-    communicate inside a forward pass (tensor, context, expert parallel) wait there for their slowest, so their whole
-    group stands out; a slow rank alone stands out among data parallel replicas.
+    communicate inside a forward pass (tensor, context, expert parallel) wait for their slowest, so a report shows the
+    whole group as slow; among data parallel replicas it shows the single rank.
+
+    Args:
+        stage: pipeline stage of this rank.
+        group: CPU process group of all ranks.
     """
 
     def __init__(self, interval: int, stage: int, device: torch.device, group: Any) -> None:
-        """`group` has all ranks, between CPUs."""
         self.interval = interval
         self.stage = stage
         self.device = device
@@ -44,7 +47,7 @@ class StragglerDetector:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure what is launched inside."""
+        """Context manager that times the work launched inside."""
         if self.device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -57,13 +60,13 @@ class StragglerDetector:
         self._timed.append((before, after))
 
     def take_timed(self) -> list[TimedWork]:
-        """What was timed since the last call: of one step, which the device may still work on."""
+        """Return and clear the timings since the last call, of one step that may still run on the device."""
         timed, self._timed = self._timed, []
         return timed
 
     def end_step(self, step: int, timed: list[TimedWork]) -> str | None:
-        """After a step, when the device has finished what was timed of it: every `interval` steps the report, on every
-        rank. All ranks call it."""
+        """Add the timings of a step that the device has finished. Returns a report every `interval` steps, on every
+        rank. Collective."""
         self.seconds += sum(_seconds(one) for one in timed)
         if step % self.interval:
             return None
@@ -78,8 +81,8 @@ def _seconds(timed: TimedWork) -> float:
 
 
 def straggler_report(step: int, found: list[tuple[int, float, str]]) -> str:
-    """The line of a report, of the pipeline stage whose ranks differ the most. `found` has each rank's stage, seconds
-    a step and host."""
+    """One-line report about the pipeline stage whose ranks differ most. `found` contains (stage, seconds per step,
+    host) of each rank."""
     by_stage: dict[int, list[tuple[float, int, str]]] = {}
     for rank, (stage, seconds, host) in enumerate(found):
         by_stage.setdefault(stage, []).append((seconds, rank, host))
@@ -94,16 +97,18 @@ def straggler_report(step: int, found: list[tuple[int, float, str]]) -> str:
 
 
 class Watchdog:
-    """Ends this process where another one of the run gives no sign of life any more, and names that: it is stopped or
-    swapped out, or its host is gone, and every other rank would wait for it in a collective operation.
+    """Ends this process when another process of the run has stopped sending heartbeats, and names that process. It is
+    stopped or swapped out, or its host is gone, and the other ranks would wait for it in a collective operation.
 
-    A thread of each rank writes a new number to the launcher's store every few seconds. The first rank's reads those
-    of all, the others' read the first one's. Time is counted in a thread's own rounds, which do not pass while this
-    process is stopped itself, as by Ctrl-Z. On accelerators and on CPUs alike.
+    A thread of each rank writes a new number to the launcher's store every few seconds. The first rank reads those of
+    all ranks, the others read the first rank's. Time is counted in rounds of the thread, which do not pass while this
+    process itself is stopped, as by Ctrl-Z.
+
+    Args:
+        timeout_s: seconds without a heartbeat after which the run ends.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s` without a sign of life end the run. Every process makes one."""
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.timeout_s = timeout_s
         self.interval_s = min(INTERVAL_S, timeout_s / 8)
@@ -112,20 +117,20 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """End the watch: the run has ended."""
+        """Stop watching at the end of the run."""
         self.closed.set()
 
     def _watch(self) -> None:
         try:
             store = self._store()
             silent = self._first_watches(store) if self.rank == 0 else self._other_watches(store)
-        except RuntimeError:  # the store's process has ended, as at the end of a run, or does not answer
+        except RuntimeError:  # the process of the store has ended, as at the end of a run, or does not answer
             self.closed.wait(min(self.timeout_s, STORE_GRACE_S))
             silent = "the process of the launcher's store"
         if silent is not None and not self.closed.is_set():
             processes.report(
-                f"{silent} has given no sign of life for {self.timeout_s:g} s (--rank-timeout): the run ends; start "
-                "it again with --resume"
+                f"{silent} has sent no heartbeat for {self.timeout_s:g} s (`rank_timeout`): the run ends; start it "
+                "again with `resume`"
             )
             os._exit(2)
 
@@ -133,11 +138,11 @@ class Watchdog:
         return dist.PrefixStore("ranks", distributed.launcher_store(datetime.timedelta(seconds=self.timeout_s)))
 
     def _first_watches(self, store: Any) -> str | None:
-        """On the first rank: the one that has become silent; None where the run has ended before."""
+        """Watch all ranks from the first one. Returns the name of a silent rank, or None when the run ends."""
         others = list(range(1, self.world_size))
         signs, rounds = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
         while not self.closed.wait(self.interval_s):
-            self._give_sign(store)
+            self._send_heartbeat(store)
             there = [rank for rank in others if signs[rank] or store.check([str(rank)])]
             found = dict(zip(there, store.multi_get([str(rank) for rank in there]), strict=True)) if there else {}
             for rank in others:
@@ -152,11 +157,11 @@ class Watchdog:
         return None
 
     def _other_watches(self, store: Any) -> str | None:
-        """On every other rank: the silent one that the first rank has named, or the first itself, which may have been
-        silent from its start. Nothing here waits for a key."""
+        """Watch the first rank from the others. Returns the silent rank that the first has named, or the first itself,
+        or None when the run ends. Never waits for a key, which may not exist."""
         last, rounds = "", 0
         while not self.closed.wait(self.interval_s):
-            self._give_sign(store)
+            self._send_heartbeat(store)
             if store.check([VERDICT]) and (verdict := store.get(VERDICT).decode()):
                 return str(verdict)
             sign = store.get("0").decode() if store.check(["0"]) else ""
@@ -166,7 +171,7 @@ class Watchdog:
                 return _named(0, sign)
         return None
 
-    def _give_sign(self, store: Any) -> None:
+    def _send_heartbeat(self, store: Any) -> None:
         store.set(str(self.rank), f"{time.time_ns()} {socket.gethostname()}, process {os.getpid()}")
 
 
@@ -175,7 +180,7 @@ def _named(rank: int, sign: str) -> str:
 
 
 def start_watchdog(timeout_min: float) -> Watchdog | None:
-    """A run's `Watchdog`, where several processes run together and `timeout_min` is not zero."""
+    """Start the `Watchdog` of a run of several processes, unless `timeout_min` is zero."""
     if not timeout_min or distributed.world_size() == 1 or distributed.store_address() is None:
         return None
     return Watchdog(60 * timeout_min)

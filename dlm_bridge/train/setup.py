@@ -1,4 +1,4 @@
-"""What a run needs before its first step, whichever engine takes it: output folder, objective, data."""
+"""Setup of a run before its first step, for every engine: output folder, model, objective, data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.messages import check_sources
 from dlm_bridge.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
 from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.errors import DlmBridgeError, SettingError, WorkerError, one_line, printable
 from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import image_token_ids
 from dlm_bridge.loading.pretrained import load_tokenizer as open_tokenizer
@@ -52,24 +52,29 @@ from dlm_bridge.train.checkpoints import (
     named_checkpoints,
     remove_old_checkpoints,
 )
-from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.config.files import read_run_config
+from dlm_bridge.train.config import TrainConfig, refuse
+from dlm_bridge.train.config.files import Config, read_run_config
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.ranks import start_watchdog
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
-Config = TypeVar("Config", bound=TrainConfig)
 Rest = ParamSpec("Rest")
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run starts or resumes."""
+    """Starting point of a run.
+
+    Args:
+        step: last completed step, 0 for a new run.
+        checkpoint: checkpoint of that step, None for a new run.
+        finished: the same checkpoint if that step was the run's last one, else None.
+    """
 
     output: Path
-    step: int  # the last one that was finished
-    checkpoint: Path | None  # of that step
-    finished: Path | None  # the same where it was the run's last one
+    step: int
+    checkpoint: Path | None
+    finished: Path | None
 
 
 def start_run(
@@ -79,8 +84,12 @@ def start_run(
     console: Console,
     find: Callable[[TrainConfig, bool, Console], ResumePoint],
 ) -> RunStart:
-    """Open the output folder on the `main` process and `find` the checkpoint that a run resumes from. Every process of
-    the run calls it. Raises DlmBridgeError."""
+    """Open the output folder on the `main` process, and `find` the checkpoint from which the run resumes. Collective.
+
+    Raises:
+        SettingError: the output folder contains a run and `resume` is False, or the model is not the run's.
+        CheckpointError: the run has checkpoints, and none is complete.
+    """
     output, steps = Path(config.checkpoint.output), config.schedule.steps
     with raised_everywhere():
         if main:
@@ -97,14 +106,14 @@ def start_run(
 def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | None:
     try:
         before = type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
-    except DlmBridgeError:  # of an earlier version, or lost
+    except DlmBridgeError:  # config.yaml is missing or from another version
         return None
     return learning_rate_jump(before, config, step)
 
 
 def find_checkpoint(config: TrainConfig) -> ResumePoint:
-    """The checkpoint in the Hub's layout that a run goes on from. Every process calls it. Raises DlmBridgeError, also
-    where it is of another model than `--model`."""
+    """Find the Hub-layout checkpoint from which a run resumes. Collective. Raises CheckpointError, and SettingError if
+    it belongs to another model than `model`."""
     point = find_resume_point(named_checkpoints(Path(config.checkpoint.output) / "checkpoints"), STATE)
     if point.folder is not None:
         check_same_model(config, point.folder)
@@ -112,7 +121,7 @@ def find_checkpoint(config: TrainConfig) -> ResumePoint:
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
-    """As `find_checkpoint`, with those after it set aside."""
+    """Find the checkpoint as `find_checkpoint` does, and set later, damaged ones aside. Collective."""
     point = find_checkpoint(config)
     with raised_everywhere():
         if main:
@@ -123,19 +132,18 @@ def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoi
 
 
 def trains_on_cpu(config: TrainConfig) -> bool:
-    """Whether this machine trains on its CPU. Raises DlmBridgeError for a precision that needs a GPU."""
+    """True if this machine trains on its CPU. Raises SettingError for a precision that needs a GPU."""
     cpu = not torch.accelerator.is_available()
-    if cpu and config.precision.name == "fp16":
-        raise DlmBridgeError("--precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if cpu and config.precision.precision == "fp16":
+        raise SettingError("precision", "fp16 needs a GPU: use bf16 or fp32 on a CPU")
     return cpu
 
 
 def training_errors(
     train: Callable[Concatenate[Config, Rest], Path],
 ) -> Callable[Concatenate[Config, Rest], Path]:
-    """Decorator of functions that train. Ranks watch each other (`ranks.Watchdog`), and a lost one is a
-    DlmBridgeError; the output folder, and the parents made for it, are removed where a run ends before anything was
-    written there."""
+    """Decorator of functions that train. Ranks watch each other (`ranks.Watchdog`), and a lost one is a WorkerError.
+    The output folder, and the parents created for it, are removed if a run ends before anything was written there."""
 
     @functools.wraps(train)
     def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
@@ -149,14 +157,15 @@ def training_errors(
             if not lost_process(error):
                 raise
             reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
-            raise DlmBridgeError(
-                f"rank {distributed.rank()}: another process of the run has ended or does not answer "
-                f"({reason}): the launcher names one that was killed; start again with --resume"
+            raise WorkerError(
+                f"rank {distributed.rank()}",
+                f"another process of the run ended or does not answer ({reason}): the launcher names a killed one; "
+                "start again with `resume`",
             ) from error
         finally:
             if watchdog is not None:
                 watchdog.close()
-            with contextlib.suppress(OSError):  # the first that is not empty ends it
+            with contextlib.suppress(OSError):  # stops at the first folder that is not empty
                 for folder in made:
                     folder.rmdir()
 
@@ -164,40 +173,41 @@ def training_errors(
 
 
 def lost_process(error: RuntimeError) -> bool:
-    """Whether a collective operation failed because of another process, or timed out."""
+    """True if a collective operation failed because of another process, or timed out."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def open_output(output: Path, resume: bool) -> None:
-    """Make the folder, or without `resume` refuse one that holds a run; remove what a killed run left unfinished."""
+    """Create the output folder, and remove incomplete checkpoints of a killed run. Raises SettingError."""
     check_output(output, resume)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DlmBridgeError(f"--output {output}: cannot be made: {error.strerror}") from None
+        raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
     remove_old_checkpoints(output)
 
 
 def check_output(output: Path, resume: bool) -> None:
-    """Raise DlmBridgeError for a folder that holds a run, unless it is resumed."""
+    """Raise SettingError for a folder that contains a run, unless it is resumed."""
     traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
     if traces and not resume:
-        raise DlmBridgeError(f"--output {output} already holds a run ({traces[0]}): add --resume or choose another")
+        raise SettingError("output", f"{output} already contains a run ({traces[0]}): add `resume`, or use another")
 
 
 def check_same_model(config: TrainConfig, saved: Path) -> None:
-    """Raise DlmBridgeError where `--model` has another family or other sizes than the run's `saved` checkpoint. A
-    model that no longer exists, or is on the Hub, is not compared."""
-    if not Path(config.model.path).is_dir():
+    """Raise SettingError if `model` has another family or other sizes than the run's `saved` checkpoint. A model that
+    no longer exists, or is on the Hub, is not compared."""
+    if not Path(config.model.model).is_dir():
         return
     try:
-        asked, own = (_family_and_dims(place, config.model.family) for place in (config.model.path, saved))
-    except DlmBridgeError:  # an adapter's checkpoint, which has no config of the model
+        asked, own = (_family_and_dims(place, config.model.family) for place in (config.model.model, saved))
+    except DlmBridgeError:  # an adapter's checkpoint has no config of the model
         return
     if asked != own:
-        raise DlmBridgeError(
-            f"--model {config.model.path} is another model than that of the run in {config.checkpoint.output}: resume "
-            "with that, or choose another --output"
+        raise SettingError(
+            "model",
+            f"{config.model.model} differs from the model of the run in {config.checkpoint.output}: resume with that, "
+            "or use another `output`",
         )
 
 
@@ -208,13 +218,13 @@ def _family_and_dims(path: str | Path, family: str | None) -> tuple[str, Dims]:
 
 
 def model_source(config: TrainConfig, checkpoint: Path | None = None) -> ModelSource:
-    """Where the model of `--model` comes from, on a resume of a run without an adapter the run's own `checkpoint`: in
-    fp32; the frozen base of an adapter in the run's precision, or quantized."""
+    """Source of the weights: `model`, or on a resume of a run without an adapter the run's own `checkpoint`. They are
+    fp32, except for the frozen base of an adapter, which has the run's precision or is quantized."""
     model = config.model
     resumes = checkpoint is not None and not model.adapts
-    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.name, torch.bfloat16)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(config.precision.precision, torch.bfloat16)
     return ModelSource(
-        str(checkpoint) if resumes else model.path,
+        str(checkpoint) if resumes else model.model,
         model.family,
         config.data.seed if model.from_scratch and not resumes else None,
         model.mask_token_id,
@@ -224,59 +234,59 @@ def model_source(config: TrainConfig, checkpoint: Path | None = None) -> ModelSo
 
 
 def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> StartingModel:
-    """The model that a run starts with, of `model_source`; under FSDP no process loads it whole, where its checkpoint
-    allows that. Raises DlmBridgeError."""
+    """Load the model of `model_source`. Under FSDP no process loads all weights, if the checkpoint's format allows
+    that."""
     source = model_source(config, checkpoint)
     return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
 
 
 def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:
-    """The source that `--model` names, or on a resume the run's own `checkpoint`, but for an adapter's base. Raises
-    DlmBridgeError."""
+    """Open the source of a Megatron model: `model`, or on a resume of a run without an adapter its `checkpoint`."""
     return model_source(config).megatron(None if config.model.adapts else checkpoint)
 
 
 def empty_model(config: TrainConfig, checkpoint: Path | None) -> Any:
-    """The Hub model without weights of a run that goes on from `checkpoint`. Names and shapes of a local checkpoint's
-    tensors are checked."""
+    """Construct the Hub model of a run without weights. Checks names and shapes of a local checkpoint's tensors."""
     checkpoint = None if config.model.adapts else checkpoint
-    if config.engine.name == "megatron" and Path(config.model.path).is_dir():
+    if config.engine.engine == "megatron" and Path(config.model.model).is_dir():
         return open_megatron_source(config, checkpoint).model
     return model_source(config, checkpoint).empty()
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of `--tokenizer`, else the model's own, with the template of `--chat-template`. Raises
-    DlmBridgeError."""
+    """Load the tokenizer of `tokenizer`, by default the model's, and set `chat_template`. Raises CheckpointError."""
     if config.model.tokenizer:
-        tokenizer = open_tokenizer(config.model.tokenizer, f"--tokenizer {config.model.tokenizer}")
+        tokenizer = open_tokenizer(config.model.tokenizer, config.model.tokenizer)
     else:
-        tokenizer = open_tokenizer(config.model.path, f"--model {config.model.path}", ": name one with --tokenizer")
+        tokenizer = open_tokenizer(config.model.model, config.model.model, ": set `tokenizer`")
     if config.model.chat_template is not None:
         set_chat_template(tokenizer, config.model.chat_template)
     return tokenizer
 
 
 def write_config(config: TrainConfig, output: Path) -> None:
-    """Write the resolved configuration to DIR/config.yaml."""
+    """Write the resolved configuration to config.yaml in the output folder."""
     with atomic_file(output / "config.yaml", overwrite=True) as file:
         file.write(config.to_yaml())
 
 
 def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
-    """The configuration with its objective resolved. Raises DlmBridgeError where the objective does not fit the
-    model's attention pattern and shift (a shifted or block-causal model trained as a bidirectional one is silently
-    broken), and for other settings that do not fit the model."""
+    """Resolve the objective, and with `sft` the family's fine-tuning defaults.
+
+    Raises:
+        SettingError: the objective does not fit the model's attention pattern and shift (training a shifted or
+            block-causal model as a bidirectional one would break it silently), or another option does not fit the
+            model.
+    """
     family = model_family(model)
     if family is None:
-        raise DlmBridgeError(
-            f"--model {config.model.path}: {type(model).__name__} is of no known family: see dlm-bridge families for "
-            f"what {config.task} takes"
+        raise SettingError(
+            "model",
+            f"{config.model.model}: {type(model).__name__} is not in a known family: dlm-bridge families lists what "
+            f"{config.task} supports",
         )
-    objective = config.objective.name or own_objective(model.config, family)
-    check_objective(
-        objective, family, f"--objective {objective}" if config.objective.name else f"--model {config.model.path}"
-    )
+    objective = config.objective.objective or own_objective(model.config, family)
+    check_objective(objective, family)
     check_length(config, model)
     config = config.replace(objective=objective)
     if config.task == "sft":
@@ -288,17 +298,23 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
 
 
 def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
-    """The configuration, with its objective resolved, and the family's fine-tuning defaults for what is not given.
-    Raises DlmBridgeError for padding that the objective or packing excludes."""
-    kind = find_objective(str(config.objective.name)).kind
+    """Fill in the family's fine-tuning defaults. The objective is resolved already. Raises SettingError for padding
+    that the objective or packing excludes."""
+    kind = find_objective(str(config.objective.objective)).kind
     blocks = kind.streams == 2
     chosen = config.data.eos_padding
-    if chosen == "block" and not blocks:
-        raise DlmBridgeError(
-            f"--eos-padding block: objective '{config.objective.name}' has no blocks: choose none or row"
-        )
-    if chosen == "row" and config.data.packing:
-        raise DlmBridgeError("--eos-padding row fills a row with one answer: leave --packing out, or choose none")
+    refuse(
+        (
+            chosen == "block" and not blocks,
+            "eos_padding",
+            f"block: objective '{config.objective.objective}' has no blocks: use none or row",
+        ),
+        (
+            chosen == "row" and config.data.packing,
+            "eos_padding",
+            "row excludes `packing`: it fills a row with one answer: use none",
+        ),
+    )
     padding = chosen or family.sft.get("eos_padding", "none")
     if chosen is None and padding == "row" and config.data.packing:
         padding = "block" if blocks else "none"
@@ -314,22 +330,20 @@ def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig
 
 
 def check_length(config: TrainConfig, model: Any) -> None:
-    """Raise DlmBridgeError for rows that are longer than the model can take."""
+    """Raise SettingError for rows that are longer than the model supports."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.data.seq_length > limit:
-        raise DlmBridgeError(
-            f"--seq-length {config.data.seq_length} is more than the model's {limit} positions: lower it"
-        )
+        raise SettingError("seq_length", f"{config.data.seq_length} is more than the model's {limit} positions")
 
 
 def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
-    """The configuration `with_objective`, and that objective, for the step after `step`. The model's config gets the
-    block size of `--block-schedule`, which a model that starts with one need not have. Raises DlmBridgeError."""
+    """Resolve the configuration by `with_objective`, and construct the objective for the step after `step`. Sets the
+    block size of `block_schedule` in the model's config, which may have none. Raises SettingError."""
     config = with_objective(config, model)
     if (size := scheduled_block_size(config, step + 1)) is not None:
         model.config.block_size = size
     options = config.objective
-    name, weight = str(options.name), options.certainty_weight
+    name, weight = str(options.objective), options.certainty_weight
     objective = build_objective(
         name,
         noise_token_id(model, name),
@@ -355,25 +369,33 @@ def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[T
 
 
 def record_noise(config: TrainConfig, model_config: Any, objective: Objective) -> None:
-    """Write to a model's config what noise it is trained with, where that says otherwise or is not masks: samplers and
-    evaluation go by it. Raises DlmBridgeError where only an adapter is trained, which has no config for it."""
+    """Record the noise process in the model's config, which selects samplers and evaluation, unless it is the recorded
+    one. Raises SettingError if only an adapter is trained, which has no config for it."""
     recorded = {key: getattr(model_config, key, None) for key in objective.model_config}
     before = recorded | {"noise_process": noise_process(model_config) or "mask"}
     if before == objective.model_config:
         return
     if config.model.adapts:
-        raise DlmBridgeError(
-            f"--objective {config.objective.name}: an adapter cannot record its {objective.noise_process} noise: "
-            "train all weights"
+        raise SettingError(
+            "objective",
+            f"{config.objective.objective}: an adapter cannot record its {objective.noise_process} noise: train all "
+            "weights",
         )
     for key, value in objective.model_config.items():
         setattr(model_config, key, value)
 
 
 def check_data(config: TrainConfig, load: bool = True) -> DataSources:
-    """What `--data` names; `load` as for `find_data`. Raises DlmBridgeError where it names nothing, a blend is not
-    W PATH W PATH ..., or a Megatron pair is damaged or shorter than a block: the checks that need no model."""
-    found = find_run_data(config.data.paths, config.data.valid_paths, load)
+    """Find the training and validation data, and check what needs no model.
+
+    Args:
+        load: see `find_data`.
+
+    Raises:
+        SettingError: `data` names nothing, or a blend is not W PATH W PATH ...
+        InputFileError: a Megatron pair is damaged or shorter than a block.
+    """
+    found = find_run_data(config.data.data, config.data.valid_data, load)
     found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.all_parts:
@@ -382,9 +404,17 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
 
 
 def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
-    """The training and validation samples and the tokenizer (None where nothing needs one and the model has none);
-    `mask_token` is None where the objective masks nothing. Raises DlmBridgeError."""
-    found = find_run_data(config.data.paths, config.data.valid_paths)
+    """Load the training samples, the validation samples and the tokenizer (None if the model has none and the data
+    need none).
+
+    Args:
+        mask_token: None if the objective masks nothing.
+
+    Raises:
+        InputFileError: the data cannot be read or do not fit the vocabulary.
+        CheckpointError: the tokenizer cannot be loaded.
+    """
+    found = find_run_data(config.data.data, config.data.valid_data)
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(
@@ -401,7 +431,7 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
         if found.has_text or config.model.tokenizer or config.logging.sample_prompt:
             raise
     if tokenizer is not None:
-        align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+        align_special_tokens(model, tokenizer, config.model.model)
     train, valid = found.sections(reader, tokenizer)
     return train, valid, tokenizer
 
@@ -409,12 +439,12 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
 def load_conversations(
     config: TrainConfig, model: Any, found: DataSources, mask_token: int | None
 ) -> tuple[Samples, Samples, Any]:
-    """The training and validation samples and the tokenizer of a configuration from `with_family_defaults`. Raises
-    DlmBridgeError."""
+    """Load training samples, validation samples and tokenizer of fine-tuning; see `load_data`. The configuration is
+    from `with_family_defaults`."""
     tokenizer, settings = conversation_settings(config, model, mask_token)
 
     def cut(part: Part, shares: Shares) -> tuple[Blocks, Blocks]:
-        sources = cast(Sequence[Source], part)  # as `check_sources` has found
+        sources = cast(Sequence[Source], part)  # checked by `check_sources`
         return split(load_conversation_blocks(sources, tokenizer, settings), shares)[:2]
 
     train, valid = found.mixed(cut, config.data.split_fractions, config.data.seed)
@@ -422,13 +452,13 @@ def load_conversations(
 
 
 def conversation_settings(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[Any, ConversationSettings]:
-    """The tokenizer and the settings of the rows of a configuration from `with_family_defaults`. Raises
-    DlmBridgeError."""
+    """Load the tokenizer, and construct the settings that lay out conversations in rows. The configuration is from
+    `with_family_defaults`."""
     tokenizer = load_tokenizer(config)
-    kind = find_objective(str(config.objective.name)).kind
+    kind = find_objective(str(config.objective.objective)).kind
     vocabulary_size = model.get_input_embeddings().weight.shape[0]
     check_tokenizer(tokenizer, vocabulary_size, mask_token)
-    align_special_tokens(model, tokenizer, f"--model {config.model.path}")
+    align_special_tokens(model, tokenizer, config.model.model)
     return tokenizer, ConversationSettings(
         seq_length=config.data.seq_length,
         mask_token_id=mask_token,
@@ -445,8 +475,8 @@ def conversation_settings(config: TrainConfig, model: Any, mask_token: int | Non
 
 
 def _largest_block(config: TrainConfig, model: Any) -> int:
-    """The largest block size of the run, which the schedule's smaller ones divide; 1 without blocks."""
-    kind = find_objective(str(config.objective.name)).kind
+    """Largest block size of the run, which is a multiple of the schedule's smaller ones; 1 without blocks."""
+    kind = find_objective(str(config.objective.objective)).kind
     if kind.streams == 1:
         return 1
     if config.objective.block_sizes:

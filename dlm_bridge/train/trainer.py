@@ -24,7 +24,7 @@ from rich.console import Console
 from dlm_bridge.data.blocks import Samples
 from dlm_bridge.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import InputFileError, NonFiniteError, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
@@ -110,8 +110,8 @@ class TrainingLoop(abc.ABC):
 
     @abc.abstractmethod
     def load_checkpoint(self, folder: Path) -> None:
-        """Load weights and optimizer state from a checkpoint. Raises DlmBridgeError if it is damaged or from a run on
-        other data."""
+        """Load weights and optimizer state from a checkpoint. Raises CheckpointError if it is damaged, and
+        InputFileError if the run had other data."""
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """Parameters that this process updates."""
@@ -125,7 +125,7 @@ class TrainingLoop(abc.ABC):
         """Write the local checkpoint of `step`. Every process calls it; `metrics` is None on all but the main one."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
-        """Wait for background work after the last step. Raises DlmBridgeError if it fails."""
+        """Wait for background work after the last step. Raises ResourceError if it fails."""
 
     def evaluated(self, metrics: StepMetrics) -> StepMetrics:
         """Evaluate, and return the step's metrics with the validation loss."""
@@ -182,7 +182,7 @@ class TrainingLoop(abc.ABC):
         self.finish()
         monitor.close()
         if self.main:
-            done = "done" if step == steps else f"stopped early (continue with --resume), step {step}"
+            done = "done" if step == steps else f"stopped early (continue with `resume`), step {step}"
             self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
         return folder
 
@@ -196,7 +196,7 @@ class TrainingLoop(abc.ABC):
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
-        """Check the weights and flush the metrics, before any checkpoint of `step`. Raises DlmBridgeError if a weight
+        """Check the weights and flush the metrics, before any checkpoint of `step`. Raises NonFiniteError if a weight
         is not finite."""
         self._check_finite(step)
         with raised_everywhere():
@@ -210,14 +210,14 @@ class TrainingLoop(abc.ABC):
         return values
 
     def _check_finite(self, step: int) -> None:
-        """Raise DlmBridgeError on every process if any process has non-finite weights."""
-        error: DlmBridgeError | None = None
+        """Raise NonFiniteError on every process if any process has non-finite weights."""
+        error: NonFiniteError | None = None
         try:
             check_finite(step, self.trained_parameters())
-        except DlmBridgeError as found:
+        except NonFiniteError as found:
             error = found
         if self.sum_on_cpu(torch.tensor(float(error is not None))):
-            raise error or DlmBridgeError(f"step {step}: another process has weights that are not finite")
+            raise error or NonFiniteError("another process has NaN or infinite weights", [f"step {step}"])
 
     def _due(self, step: int, last: bool) -> tuple[bool, bool, bool]:
         """(evaluates, saves, samples) after `step`; after the `last` step, whatever is enabled."""
@@ -264,7 +264,7 @@ class Trainer(TrainingLoop):
         self.micro_batch_size, _ = config.data.accumulation(processes.replicas)
         self.sampler = batch_sampler(config)
         self.flops_per_token = flops_per_token(model, config.data.seq_length) * objective.tokens_read
-        self.peak_flops = peak_flops(processes.device_name, config.precision.name)
+        self.peak_flops = peak_flops(processes.device_name, config.precision.precision)
         self.z_loss_coeff = config.objective.z_loss_coeff
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
@@ -389,7 +389,7 @@ class Trainer(TrainingLoop):
     @functools.cached_property
     @abc.abstractmethod
     def layer_norms(self) -> LayerNorms:
-        """Computes the parameter and gradient norms for `--norm-interval`."""
+        """Computes the parameter and gradient norms for `norm_interval`."""
 
     def _measures_norms(self, step: int) -> bool:
         interval = self.config.logging.norm_interval
@@ -408,7 +408,7 @@ class Trainer(TrainingLoop):
         peak_memory: int | None,
         norms: LayerNorms | None,
     ) -> StepMetrics:
-        """Wait for the device and return the metrics of a step. Raises DlmBridgeError if the loss or the gradient norm
+        """Wait for the device and return the metrics of a step. Raises NonFiniteError if the loss or the gradient norm
         is not finite; the next step may have started by then, but no checkpoint has been written."""
         values, seconds = metrics.read()
         measured = None if norms is None else norms.named(values[-len(norms.layers) - 1 :])
@@ -416,11 +416,12 @@ class Trainer(TrainingLoop):
         loss, more = sum(losses[: self.objective.terms]), losses[self.objective.terms :]
         z_loss = more.pop(0) if self.z_loss_coeff else None
         if not math.isfinite(loss):
-            raise DlmBridgeError(
-                f"step {step}: the loss is {loss}: lower --lr, or resume from an earlier checkpoint with another"
+            raise NonFiniteError(
+                f"the loss is {loss}: lower `lr`, or resume from an earlier checkpoint with a lower one",
+                [f"step {step}"],
             )
         if finite and not math.isfinite(norm):
-            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+            raise NonFiniteError(f"the gradient norm is {norm}: lower `lr`", [f"step {step}"])
         seq_length = self.config.data.seq_length
         tokens_per_s = self.sampler.batch_size(step) * seq_length / seconds
         devices = self.processes.world_size
@@ -471,11 +472,11 @@ class Trainer(TrainingLoop):
         return objective.noise(uniforms=uniforms, **vars(rows))
 
     def check_same_data(self, train_blocks: int) -> None:
-        """Raise DlmBridgeError if the checkpoint's run had a different number of training blocks."""
+        """Raise InputFileError if the checkpoint's run had a different number of training blocks."""
         check_same_count("training blocks", len(self.train), train_blocks)
 
 
 def check_same_count(what: str, found: int, recorded: int) -> None:
-    """Raise DlmBridgeError unless `--data` has the recorded number of `what`."""
+    """Raise InputFileError unless the data have the recorded number of `what`."""
     if found != recorded:
-        raise DlmBridgeError(f"--data has {found} {what}, the run started with {recorded}: resume with the same data")
+        raise InputFileError("data", f"has {found} {what}, the run started with {recorded}: resume with the same data")

@@ -113,7 +113,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     (run / "config.yaml").unlink()  # of an adapter that was converted
     assert isinstance(load_model(run / "checkpoints").model, PeftModel)
     assert run_cli(capsys, "adapter", "export", run / "checkpoints", tmp_path / "merged", "--merge")[0] == 0
-    (run / "config.yaml").write_text("model: {path: ./gone}\n")
+    (run / "config.yaml").write_text("model: {model: ./gone}\n")
     with refused(CheckpointError, None, "gone: no such folder"):
         load_model(run)
     assert isinstance(load_model(run, like=str(DATA / "sdar")).model, PeftModel)

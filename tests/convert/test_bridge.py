@@ -13,10 +13,12 @@ import torch
 
 import dlm_bridge
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.setup import model_source
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, same, tree
+from tests.refusals import refused
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -89,7 +91,7 @@ def test_a_missing_tensor_is_never_initialised(tmp_path: Path) -> None:
     tensors = llada_tensors(config)
     del tensors["model.transformer.blocks.1.up_proj.weight"]
     source = write_hub_folder(tmp_path / "hub", config, tensors)
-    with pytest.raises(DlmBridgeError, match=r"blocks\.1\.up_proj\.weight is missing"):
+    with refused(CheckpointError, source, "blocks.1.up_proj.weight"):
         Bridge.from_hf(source).build_hf_model()
 
 
@@ -98,7 +100,7 @@ def test_meta_models_have_no_values(llada: Path) -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(llada))
-    with pytest.raises(DlmBridgeError, match="is on the meta device"):
+    with pytest.raises(DlmBridgeError, match="meta"):
         Bridge.from_model(model)
 
 
@@ -119,29 +121,10 @@ def test_transposed_views_are_stored_as_they_read(tmp_path: Path, llada: Path) -
 
 
 def test_dtype_names(llada: Path, tmp_path: Path) -> None:
-    with pytest.raises(DlmBridgeError, match="--dtype int8: choose one of keep, bf16, fp16, fp32"):
+    with refused(SettingError, "dtype", "int8"):
         Bridge.from_hf(llada).to_megatron(tmp_path / "m", dtype="int8")
     Bridge.from_hf(llada).to_megatron(tmp_path / "m", dtype=torch.bfloat16)
     assert {t.dtype for t in dcp_tensors(tmp_path / "m" / "iter_0000000").values()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 0}, "--workers must be at least 1"),
-        ({"vocab_multiple": 0}, "--vocab-multiple must be at least 1"),
-        ({"layout": Layout(tp=3)}, "--tp 3 does not divide the 2 query groups"),
-    ],
-)
-def test_refused_options(llada: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message):
-        Bridge.from_hf(llada).to_megatron(tmp_path / "m", **options)
-
-
-@pytest.mark.parametrize("size", ["x", "5XB", "-1", "0", "0.1B", "iB"])
-def test_refused_shard_sizes(llada: Path, tmp_path: Path, size: str) -> None:
-    with pytest.raises(DlmBridgeError, match="--shard-size"):
-        Bridge.from_hf(llada).to_hf(tmp_path / "out", shard_size=size)
 
 
 def test_dry_run_checks_and_writes_nothing(llada: Path, tmp_path: Path) -> None:

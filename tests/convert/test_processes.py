@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert import journal, streaming
 from dlm_bridge.convert.workers import run_forked
 from dlm_bridge.errors import WorkerError
@@ -22,7 +22,7 @@ LAYOUT = Layout(tp=2, pp=2)
 
 
 def fails_in_a_child(monkeypatch: pytest.MonkeyPatch, after: int, how: Any) -> None:
-    """In every process but this one, `how` happens at the write after so many."""
+    """Call `how` in every forked process after `after` writes."""
     real, here, count = streaming.write_at, os.getpid(), 0
 
     def write(*arguments: Any) -> None:
@@ -83,13 +83,8 @@ def test_an_error_in_a_process_is_the_run_s(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refused_numbers(tmp_path: Path, llada: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"^--processes must be at least 1, not 0$"):
-        Bridge.from_hf(llada).to_megatron(tmp_path / "out", processes=0)
-
-
 def test_a_worker_leaves_the_garbage_of_its_parent_alone() -> None:
-    """Among it may be what ends threads or groups of processes, which a fork does not copy."""
+    """Garbage may own threads or process groups, which a fork does not copy."""
     read, write = os.pipe()
 
     class Native:

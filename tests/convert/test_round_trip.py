@@ -1,8 +1,7 @@
-"""Hub -> Megatron -> reshard -> Hub gives every tensor back bit for bit and every other file byte for byte."""
+"""Hub -> Megatron -> reshard -> Hub returns every tensor bit for bit and every other file byte for byte."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,10 @@ import torch
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.manifest import MANIFEST
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import CheckpointError
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, same, tree
+from tests.refusals import refused
 
 HEAD, EMBEDDING = "model.transformer.ff_out.weight", "model.transformer.wte.weight"
 
@@ -35,7 +36,7 @@ def round_trip(source: Path, folder: Path, *layouts: Layout, **options: object) 
     return folder / "out"
 
 
-@pytest.mark.parametrize(("tp", "pp"), itertools.product((1, 2, 4), (1, 2, 4)))
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 4)])  # and 4 // tp, 4 // pp
 def test_every_layout(tmp_path: Path, tp: int, pp: int) -> None:
     source = write_llada(tmp_path / "hub")
     out = round_trip(source, tmp_path, Layout(tp=tp, pp=pp), Layout(tp=4 // tp, pp=4 // pp))
@@ -145,7 +146,7 @@ def test_redundant_tied_head_that_differs(tmp_path: Path) -> None:
     tensors[HEAD] = tensors[EMBEDDING].clone()
     tensors[HEAD][17, 3] += 1
     source = write_hub_folder(tmp_path / "hub", config, tensors)
-    with pytest.raises(DlmBridgeError, match=rf"{HEAD} differs from {EMBEDDING}"):
+    with refused(CheckpointError, source, HEAD, EMBEDDING):
         Bridge.from_hf(source).to_megatron(tmp_path / "m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub"]
 

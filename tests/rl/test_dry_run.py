@@ -90,20 +90,20 @@ def test_autoregressive_models(given: dict[str, Any], tmp_path: Path) -> None:
     [
         ({"data": ["missing.jsonl"]}, "missing.jsonl"),
         ({"eval_data": ["missing.jsonl"]}, "missing.jsonl"),
-        ({"data": ["0.5", DATA, "0.5", DATA]}, "--data"),
-        ({"eval_data": ["1", DATA]}, "--eval-data"),
-        ({"method": "grpo"}, "--method grpo"),
-        ({"method": "vrpo", "reward": [], "beta": 0.0}, "--beta"),
-        ({"lora_rank": 2, "lora_mask_only": True}, "--lora-mask-only is not an option of"),
-        ({"lora_rank": 2, "lora_dropout": 0.1, "updates": 2}, "--lora-dropout"),
-        ({"reward": ["missing.py:name"]}, "--reward"),
-        ({"sharding": "fsdp", "rollout_tp": 3}, "--rollout-tp"),
-        ({"sharding": "fsdp", "rollout_tp": 4}, "--rollout-tp"),  # of two heads
-        ({"generation": ["num_beams=2"]}, "--generation"),
-        ({"sharding": "fsdp", "fsdp_replicas": 3}, "--fsdp-replicas"),
-        ({"global_batch_size": 16}, "--global-batch-size"),
+        ({"data": ["0.5", DATA, "0.5", DATA]}, "data"),
+        ({"eval_data": ["1", DATA]}, "eval_data"),
+        ({"method": "grpo"}, "method"),
+        ({"method": "vrpo", "reward": [], "beta": 0.0}, "beta"),
+        ({"lora_rank": 2, "lora_mask_only": True}, "lora_mask_only"),
+        ({"lora_rank": 2, "lora_dropout": 0.1, "updates": 2}, "lora_dropout"),
+        ({"reward": ["missing.py:name"]}, "reward"),
+        ({"sharding": "fsdp", "rollout_tp": 3}, "rollout_tp"),
+        ({"sharding": "fsdp", "rollout_tp": 4}, "rollout_tp"),  # of two heads
+        ({"generation": ["num_beams=2"]}, "generation"),
+        ({"sharding": "fsdp", "fsdp_replicas": 3}, "fsdp_replicas"),
+        ({"global_batch_size": 16}, "global_batch_size"),
         ({"generation": ["stepz=3"]}, "stepz"),
-        ({"seq_length": 100}, "--seq-length"),
+        ({"seq_length": 100}, "seq_length"),
         ({"engine": "megatron", "tp": 4}, "tp"),
     ],
 )
@@ -126,5 +126,5 @@ def test_the_command(given: dict[str, Any]) -> None:
     assert found["config"]["method"] == "diffu-grpo"
     assert found["rollouts"]["row"] > 0
     text = CliRunner().invoke(app, words)
-    assert "a row of full length" in text.output
+    assert "each row of full length" in text.output
     assert not Path(given["output"]).exists()

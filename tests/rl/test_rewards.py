@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import RowError, SettingError
 from dlm_bridge.train.rl import rewards
 from dlm_bridge.train.rl.reward_worker import RewardWorkers
+from tests.refusals import refused
 
 
 @dataclass
@@ -135,12 +136,8 @@ def test_sums_are_weighted(file: Path) -> None:
 )
 def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
     worker = RewardWorkers([f"{file}:{name}"], timeout=0.5)
-    with pytest.raises(DlmBridgeError) as caught:
+    with refused(RowError, "rows.jsonl, line 2", f"{file}:{name}", what):
         worker([""] * 3, ["fine", "bad", "fine"], LINES)
-    assert str(caught.value) == (
-        f"rows.jsonl, line 2: --reward {file}:{name}: {what}: fix the function, or count such rows as 0 with "
-        "--reward-failure zero"
-    )
     worker.failure = "zero"
     scored = worker([""] * 3, ["fine", "bad", "fine"], LINES)
     assert (scored.rewards, scored.failed) == ([1.0, 0.0, 1.0], 1)
@@ -154,7 +151,7 @@ def test_rewards_that_fail(file: Path, name: str, what: str) -> None:
 )
 def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
     worker = RewardWorkers([f"{file}:{name}"])
-    with pytest.raises(DlmBridgeError, match=what if name == "nan" else "--reward"):
+    with refused(RowError, None, f"{file}:{name}", what if name == "nan" else ""):
         worker([""] * 3, ["a"] * 3, LINES)
     worker.close()
 
@@ -163,5 +160,5 @@ def test_rewards_that_are_none(file: Path, name: str, what: str) -> None:
     "name", ["nowhere", "no.such.module.f", "{file}:absent", "{file}:number", "/no/file.py:f", "x*countdown"]
 )
 def test_rewards_that_cannot_be_loaded(file: Path, name: str) -> None:
-    with pytest.raises(DlmBridgeError, match=r"^--reward \S+: ('x' is not a number|cannot be loaded \()"):
+    with refused(SettingError, "reward", name.format(file=file)):
         RewardWorkers([name.format(file=file)])

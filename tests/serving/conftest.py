@@ -22,8 +22,9 @@ openai = pytest.importorskip("openai")
 
 from dlm_bridge.serving.connections import bind  # noqa: E402
 from dlm_bridge.serving.model import ServedModel  # noqa: E402
+from dlm_bridge.serving.options import ServeOptions  # noqa: E402
 from dlm_bridge.serving.scheduler import Scheduler  # noqa: E402
-from dlm_bridge.serving.server import Limits, Server  # noqa: E402
+from dlm_bridge.serving.server import Server  # noqa: E402
 
 PATIENCE_S = 300  # of a client and of a wait, on the slowest machine
 
@@ -69,16 +70,16 @@ def running(
     max_length: int | None = None,
     batch_size: int = 8,
     queue_size: int = 64,
-    body_bytes: int = 100_000,
-    timeout_s: float = PATIENCE_S,
-    **limits: Any,
+    max_body: float = 0.1,
+    timeout: float = PATIENCE_S,
+    **options: Any,
 ) -> Iterator[Running]:
     """A server of the model until the end of the context."""
     served = ServedModel(loaded, "tiny", defaults or {}, max_length)
     served.check()
     scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=queue_size)
     sock = bind("127.0.0.1", 0)
-    server = Server(served, scheduler, Limits(body_bytes, timeout_s, **limits), sock)
+    server = Server(served, scheduler, ServeOptions(max_body=max_body, timeout=timeout, **options), sock)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -290,12 +290,12 @@ def test_models_health_and_metrics(diffusion: LoadedModel) -> None:
         assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
         client.completions.create(prompt=PROMPT, **BODY)
         figures = httpx.get(f"{server.address}/metrics").text
-        said = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
-        assert said['dlm_bridge_requests_total{path="/v1/completions",status="200"}'] == "1"
-        assert said["dlm_bridge_generated_tokens_total"] == said["dlm_bridge_forwards_total"] == "16"
-        assert said['dlm_bridge_request_seconds_bucket{le="+Inf"}'] == said["dlm_bridge_request_seconds_count"] == "1"
-        assert said["dlm_bridge_queue_rows"] == said["dlm_bridge_running_rows"] == "0"
-        typed = {line.split()[2] for line in figures.splitlines() if line.startswith("# TYPE")}
-        names = {line.split("{")[0].split()[0] for line in figures.splitlines() if not line.startswith("#")}
-        for name in names:
-            assert name in typed or name.rsplit("_", 1)[0] in typed
+        lines = [line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#")]
+        said = {name: float(value) for name, value in lines}
+        assert said['dlm_bridge_requests_total{path="/v1/completions",status="200"}'] == 1
+        assert said["dlm_bridge_generated_tokens_total"] == said["dlm_bridge_forwards_total"] == 16
+        assert said["dlm_bridge_prompt_tokens_total"] > 0
+        assert said['dlm_bridge_request_seconds_bucket{le="+Inf"}'] == said["dlm_bridge_request_seconds_count"] == 1
+        assert said["dlm_bridge_first_token_seconds_count"] == 0  # only of streams
+        assert said["dlm_bridge_queue_rows"] == said["dlm_bridge_running_rows"] == 0
+        assert not any("_created" in name for name in said)

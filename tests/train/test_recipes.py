@@ -71,4 +71,4 @@ def test_a_published_recipe_has_its_rates(prepared: dict[str, str]) -> None:
 
 def test_the_command_line_wins(prepared: dict[str, str]) -> None:
     found = show(CONFIGS / "llada-8b/pretrain.yaml", prepared, tp=4, lr=1e-3)
-    assert (found.config.parallel.tp, found.config.optimizer.lr, found.config.precision.name) == (4, 1e-3, "bf16")
+    assert (found.config.parallel.tp, found.config.optimizer.lr, found.config.precision.precision) == (4, 1e-3, "bf16")

@@ -1,6 +1,6 @@
-"""Kinds of checkpoints, one module each, and how a path is opened.
+"""Checkpoint formats, one module each, and functions that open a path of any format.
 
-A new format is a module with a `Checkpoint` class, and its row in `KINDS`.
+A new format is a module with a `Checkpoint` class and its row in `KINDS`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, HubCheckpoint, open_hub
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.reading import check_plain_files, gc_paused
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, checkpoint_folder
 
-# In the order in which they are asked whether a folder is theirs, with patterns of which such a folder has one. Only
-# where it has they are imported: a Hub folder's headers are read without torch.
+# (class, glob patterns), in the order of recognition. A class is imported only if a pattern matches, so that reading
+# a Hub folder's headers does not import torch.
 KINDS = (
     ("legacy:LegacyCheckpoint", ("mp_rank_*",)),
     ("torch_dist:TorchDistCheckpoint", (".metadata",)),
     ("fsdp_dtensor:FsdpDtensorCheckpoint", (".metadata",)),
-    ("dcp:DcpCheckpoint", (".metadata", "pytorch_model_fsdp_0/.metadata")),  # its own, or Accelerate's below it
+    ("dcp:DcpCheckpoint", (".metadata", "pytorch_model_fsdp_0/.metadata")),  # the second is Accelerate's
     ("huggingface:HubCheckpoint", (CONFIG_FILE,)),
 )
 PathLike = str | os.PathLike[str]
@@ -38,8 +38,11 @@ def load_kind(place: str) -> type[Checkpoint]:
 
 @gc_paused()
 def find_checkpoint(path: PathLike, revision: str | None = None, family: str | None = None) -> Checkpoint:
-    """A checkpoint of any kind, of a training run's folder its newest, whose model is looked up when it is asked for.
-    Raises DlmBridgeError."""
+    """Open a checkpoint of any format without identifying its model. A training run's folder is its newest checkpoint.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or is damaged.
+    """
     folder = checkpoint_folder(path)
     kind, iteration = _kind(folder)
     if kind is None or kind is HubCheckpoint:
@@ -48,7 +51,7 @@ def find_checkpoint(path: PathLike, revision: str | None = None, family: str | N
 
 
 def open_checkpoint(path: PathLike, family: str | None = None) -> Checkpoint:
-    """A checkpoint of any kind and its model. Raises DlmBridgeError, also where nothing names the model."""
+    """Open a checkpoint of any format and identify its model. Raises CheckpointError."""
     return find_checkpoint(path, family=family).bind()
 
 
@@ -60,24 +63,31 @@ def open_megatron(
     family: str | None = None,
     averaged: bool = False,
 ) -> Checkpoint:
-    """Open a Megatron checkpoint of any format, or a plain distributed one of a Hub model; `like` (a Hub folder or id)
-    or `hf_config` (a config.json) names its Hub model in place of its own manifest or settings. `averaged`: with the
-    moving averages of its run in place of the weights.
+    """Open a Megatron checkpoint of any format, or a torch.distributed.checkpoint of a Hub model.
 
-    Raises DlmBridgeError.
+    Args:
+        like: Hub folder or id of the model, in place of the checkpoint's own manifest or settings.
+        hf_config: the model's config.json, likewise.
+        averaged: read the run's moving averages in place of its weights.
+
+    Raises:
+        CheckpointError: the folder is not such a checkpoint, is damaged, or does not identify its model.
+        SettingError: both `like` and `hf_config` are given.
     """
     root = checkpoint_folder(path)
-    if not root.is_dir():
-        raise DlmBridgeError(f"{root} is not a checkpoint: " + ("not a folder" if root.exists() else "no such folder"))
     if like is not None and hf_config is not None:
-        raise DlmBridgeError("give --like or --hf-config, not both")
+        raise SettingError("like", "contradicts `hf_config`: give one of them")
     kind, _ = _kind(root)
     if kind in (None, HubCheckpoint):
         from dlm_bridge.convert.optimizer_state import AVERAGED
 
-        why = "it is in the Hub's layout already" if kind is HubCheckpoint else f"it has no {TRACKER}"
-        where = f", and so are its averages, {root / AVERAGED}" if averaged and (root / AVERAGED).is_dir() else ""
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: {why}{where}")
+        if kind is HubCheckpoint:
+            averages = root / AVERAGED
+            also = f", and so are its averages, {averages}" if averaged and averages.is_dir() else ""
+            why = f"it is in the Hub's layout already{also}"
+        else:
+            why = f"it has no {TRACKER}" if root.is_dir() else "not a folder" if root.exists() else "no such folder"
+        raise CheckpointError(root, f"is not a Megatron checkpoint: {why}")
     twin = None if like is None else open_hub(os.fspath(like), family=family)
     checkpoint = find_checkpoint(root, family=family)
     if averaged:
@@ -93,18 +103,18 @@ def open_megatron(
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether a folder is (or claims to be) a Megatron checkpoint of any format, or one of its iterations."""
+    """True if a folder is (or claims to be) a Megatron checkpoint of any format, or one of its iterations."""
     return newest_iteration(folder) is not None
 
 
 def newest_iteration(folder: Path) -> Path | None:
-    """The folder of a Megatron checkpoint's newest iteration; None for other checkpoints. Raises DlmBridgeError."""
+    """Folder of a Megatron checkpoint's newest iteration; None for other checkpoints. Raises CheckpointError."""
     kind, iteration = _kind(folder)
     return iteration if kind is not None and _is_megatrons(kind) else None
 
 
 def _kind(folder: Path) -> tuple[type[Checkpoint] | None, Path]:
-    """The kind of a folder, and the iteration's folder of a Megatron checkpoint. Raises DlmBridgeError."""
+    """Checkpoint class of a folder, and the newest iteration's folder if it is Megatron's. Raises CheckpointError."""
     found = folder
     if is_root := (folder / TRACKER).is_file():
         from dlm_bridge.convert.checkpoints.megatron import iteration_folder

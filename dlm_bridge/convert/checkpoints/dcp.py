@@ -1,8 +1,7 @@
-"""Plain torch.distributed.checkpoint of a Hub model, as FSDP2 (through Accelerate, or a loop of one's own) saves it.
+"""torch.distributed.checkpoint of a Hub model, as saved under FSDP2 (by Accelerate or a custom loop).
 
-Its names are the transformers model's, under any prefix ("model." where a dict was saved), its chunks those of the
-ranks. Where the transformers body has other names than the Hub, or all experts of a layer in one tensor, they are read
-as the Hub's.
+Stored names are the transformers model's, with any prefix ("model." if a dict was saved). They are translated to the
+Hub's if the transformers class uses other names, or stacks the experts of a layer in one tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata, TensorSpec
 from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents, read_metadata
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.models.families import FamilySpec, find_family
 
@@ -28,8 +27,8 @@ _OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a Hub tensor lies: a stored key, the index on its first axis, and the first of its rows there."""
+class _Location:
+    """Location of a Hub tensor: stored key, index on its first axis, first row within that index."""
 
     key: str
     expert: int | None = None
@@ -37,16 +36,14 @@ class _Place:
 
 
 class DcpCheckpoint(ByNameCheckpoint):
-    """Opens `path` by the config.json in it or beside it. Raises DlmBridgeError for what is not a whole checkpoint."""
+    """torch.distributed.checkpoint in `path`, with a config.json in or beside it. Raises CheckpointError."""
 
     format = "dcp"
     folder: Path
 
     def __init__(self, path: Path, family: str | None = None) -> None:
         super().__init__(str(path))
-        folder = _dcp_folder(path)
-        if folder is None:
-            raise DlmBridgeError(f"{path} is not a distributed checkpoint: it has no {DCP_METADATA}")
+        folder = _dcp_folder(path) or path
         self.folder, self._family = folder, family
         self._config_folder = next((f for f in (path, folder, folder.parent) if (f / CONFIG_FILE).is_file()), None)
         self.names_model = self._config_folder is not None
@@ -63,15 +60,15 @@ class DcpCheckpoint(ByNameCheckpoint):
 
     def _hub_metadata(self) -> HubMetadata:
         if self._config_folder is None:
-            raise DlmBridgeError(
-                f"{self.where} is a plain distributed checkpoint without a {CONFIG_FILE}: name its model with --like "
-                "HF or --hf-config FILE"
+            raise CheckpointError(
+                self.where,
+                f"is a torch.distributed.checkpoint without {CONFIG_FILE}: name its model with `like` or `hf_config`",
             )
         return hub_of_config(self._config_folder / CONFIG_FILE, self._family, self.where)
 
     @cached_property
-    def _places(self) -> dict[str, _Place]:
-        """Hub name -> where it lies, of every stored tensor that has one."""
+    def _places(self) -> dict[str, _Location]:
+        """Location of every stored tensor that the Hub model has, by Hub name."""
         names = {name for param in self.mapping.params(self.config_dims) for name in param.hub_names}
         found = _by_name(self._contents, {name: name for name in names})
         if found.keys() < names:
@@ -79,7 +76,7 @@ class DcpCheckpoint(ByNameCheckpoint):
             found |= _by_name(self._contents, {module: hub for module, hub in renamed.items() if hub not in found})
         left = self._contents.tensors.keys() - {place.key for place in found.values()}
         if left:
-            self.notes.append(f"weights only: {len(left)} other tensors (an optimizer's) are not read")
+            self.notes.append(f"weights only: {len(left)} other tensors (optimizer state) are not read")
         return found
 
     @cached_property
@@ -106,30 +103,28 @@ class DcpCheckpoint(ByNameCheckpoint):
         rows = self._reader.read(place.key, (place.expert,), (place.row + shape[0], *shape[1:]))
         return rows[place.row :]
 
-    def _spec(self, name: str, place: _Place) -> TensorSpec:
-        tensor = self._contents.tensors[place.key]
-        if tensor.dtype is None:
-            raise DlmBridgeError(f"{self.where}: tensor {place.key} has dtype {tensor.dtype_name}, no weight's dtype")
+    def _spec(self, name: str, place: _Location) -> TensorSpec:
+        dtype, shape = self._reader.dtype(place.key), self._reader.tensor(place.key).shape
         if place.expert is None:
-            return tensor.dtype, tensor.shape
-        rows = tensor.shape[1] // len(_OF_EXPERT[place.key.rpartition(".")[2]])
-        return tensor.dtype, (rows, *tensor.shape[2:])
+            return dtype, shape
+        rows = shape[1] // len(_OF_EXPERT[place.key.rpartition(".")[2]])
+        return dtype, (rows, *shape[2:])
 
 
 def hub_of_config(path: Path, family: str | None, name: str) -> HubMetadata:
-    """Only a config.json: no side files, no shard map. `name` is recorded as the source."""
+    """Metadata from a config.json alone, without side files and shard map. `name` is recorded as the source."""
     config = read_config(path)
     spec = find_family(config, family, str(path))
     return HubMetadata(spec, config, {"name": name, "revision": None}, texts={CONFIG_FILE: path.read_bytes()})
 
 
 def _dcp_folder(path: Path) -> Path | None:
-    """The folder with the `.metadata` of a plain distributed checkpoint: itself or Accelerate's below it."""
+    """Folder with `.metadata`: `path` itself or Accelerate's below it."""
     return next((folder for folder in (path, path / _FSDP_FOLDER) if (folder / DCP_METADATA).is_file()), None)
 
 
-def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:
-    """By the prefix that most of the wanted names (model's name -> Hub name) are stored under."""
+def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Location]:
+    """Locations by Hub name, under the prefix that most keys have. `wanted` maps model names to Hub names."""
     prefixes: Counter[str] = Counter()
     for key in contents.tensors:
         if not key.startswith("optim"):
@@ -143,25 +138,25 @@ def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:
     if not prefixes:
         return {}
     prefix = prefixes.most_common(1)[0][0]
-    found: dict[str, _Place] = {}
+    found: dict[str, _Location] = {}
     for key, tensor in contents.tensors.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix):
             continue
         if name in wanted:
-            found[wanted[name]] = _Place(key)
+            found[wanted[name]] = _Location(key)
         elif (match := _STACKED.fullmatch(name)) and len(tensor.shape) == 3:
             kinds = _OF_EXPERT[match[2]]
             for expert in range(tensor.shape[0]):
                 for number, kind in enumerate(kinds):
                     hub = f"{match[1]}.{expert}.{kind}.weight"
                     if hub in wanted:
-                        found[wanted[hub]] = _Place(key, expert, number * (tensor.shape[1] // len(kinds)))
+                        found[wanted[hub]] = _Location(key, expert, number * (tensor.shape[1] // len(kinds)))
     return found
 
 
 def _module_names(family: FamilySpec, config: dict[str, Any]) -> dict[str, str]:
-    """The transformers model's name -> Hub name, of every tensor that transformers renames and does not reshape."""
+    """Map of the transformers model's names to Hub names, without tensors that transformers reshapes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""Distributed checkpoints that name each layer (and expert) by itself: Megatron FSDP's `fsdp_dtensor`, and
-`torch_dist` saved with `singleton_local_shards`.
+"""Distributed checkpoints with one key per layer and expert: Megatron FSDP's `fsdp_dtensor`, and `torch_dist` saved
+with `singleton_local_shards`.
 
-Megatron FSDP saves with torch's own writer: keys start with `model.module.`, there is no `metadata.json`. Both keep a
-SwiGLU's halves apart, as `linear_fc1.weight_w` (gate) and `linear_fc1.weight_v` (up).
+Megatron FSDP saves with torch's own writer: keys start with `model.module.`, and `metadata.json` is absent. Both store
+a SwiGLU's halves as two tensors, `linear_fc1.weight_w` (gate) and `linear_fc1.weight_v` (up).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dlm_bridge.convert.formats.dcp import (
     read_metadata,
 )
 from dlm_bridge.convert.formats.legacy_writer import rank_names
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.pickles import Inert, read_torch_item
 from dlm_bridge.mapping.rules import GatedMLP, ParamMapping, Vocabulary
 
 _MODEL = re.compile(r"model0?\.(?:module\.)*")
 _MEGATRON = re.compile(r"(decoder\.|embedding\.word_embeddings\.|output_layer\.|mtp\.)")
-# What no Hub model's names have, of which some begin with "model.decoder." as well.
+# Names that identify Megatron: some Hub models' names begin with "model.decoder." as well.
 _ONLY_MEGATRON = re.compile(
     r"decoder\.(layers\.\d+\.self_attention|final_layernorm)\.|embedding\.|output_layer\.|mtp\."
 )
@@ -37,7 +37,7 @@ _HALVES = ("_w", "_v")
 
 
 class FsdpDtensorCheckpoint(DistributedCheckpoint):
-    """What Megatron FSDP saves, `fsdp_dtensor`."""
+    """Checkpoint of Megatron FSDP."""
 
     format = "fsdp_dtensor"
 
@@ -63,16 +63,20 @@ class FsdpDtensorCheckpoint(DistributedCheckpoint):
 
     def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
         size = (self.layout or {}).get("tp")
-        # torch's own writer does not keep the halves of tensor parallel ranks apart, as megatron-core's does.
+        # Unlike megatron-core's writer, torch's concatenates the gate and up halves of each tensor parallel rank.
         fused_over = size if type(size) is int else 1
         return PerLayerReader(self.folder, self.contents, _fsdp_names(self.contents), params, fused_over)
 
 
 class PerLayerReader(ChunkedReader):
-    """The tensors of `params`, unsharded, under their `megatron_name`; what belongs to none keeps its own name.
+    """Reader of the unsharded tensors of `params` by `megatron_name`. Other tensors keep their stored keys.
 
-    `names` maps a stored key to the parameter's name; `fused_over` tensor parallel ranks have their gate and up in
-    turn. Raises DlmBridgeError for a tensor that its params do not fit.
+    Args:
+        names: parameter name by stored key.
+        fused_over: number of tensor parallel ranks whose gate and up halves alternate in a fused tensor.
+
+    Raises:
+        CheckpointError: a tensor does not have its parameter's shape.
     """
 
     def __init__(
@@ -96,15 +100,16 @@ class PerLayerReader(ChunkedReader):
         super().__init__(folder, Contents({**rest, **tensors}, contents.objects))
 
     def _store(self, param: ParamMapping, by_name: dict[str, str]) -> tuple[tuple[str, ...], StoredTensor | None]:
-        """The keys that hold a parameter's tensor, and the tensor."""
+        """Stored keys of a parameter's tensor, and the tensor; ((), None) if it is missing."""
         for name in self._candidates(param):
             if name in by_name:
                 key = by_name[name]
                 stored = self._raw[key]
                 if isinstance(param.rule, GatedMLP) and self._fused_over > 1:
-                    raise DlmBridgeError(
-                        f"{self._folder}: {key} has gate and up of {self._fused_over} tensor parallel ranks in turn, "
-                        "which is not supported: save it with megatron-core 0.14 or later, which keeps them apart"
+                    raise CheckpointError(
+                        self._folder,
+                        f"{key} alternates the gate and up rows of {self._fused_over} tensor parallel ranks, which is "
+                        "not supported: save it with megatron-core 0.14 or later",
                     )
                 self._check(param, key, stored, param.megatron_shape)
                 return (key,), stored
@@ -119,31 +124,31 @@ class PerLayerReader(ChunkedReader):
         yield from rank_names(param.rule.megatron, param.layer, param.expert, mtp)
 
     def _join(self, param: ParamMapping, halves: tuple[str, ...]) -> StoredTensor:
-        """[gate; up] of the two halves' chunks."""
+        """Tensor [gate; up] from the chunks of its two halves."""
         rows = param.rule.segments(param.dims)[0]
         gate, up = (self._raw[key] for key in halves)
         for key in halves:
             self._check(param, key, self._raw[key], (rows, *param.megatron_shape[1:]))
         if gate.dtype != up.dtype:
-            raise DlmBridgeError(f"{self._folder}: {halves[0]} is {gate.dtype_name}, {halves[1]} is {up.dtype_name}")
+            raise CheckpointError(self._folder, f"{halves[0]} is {gate.dtype_name}, {halves[1]} is {up.dtype_name}")
         moved = tuple(replace(chunk, offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks)
         return StoredTensor(gate.dtype, gate.dtype_name, param.megatron_shape, (*gate.chunks, *moved))
 
     def _check(self, param: ParamMapping, key: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
         padded = isinstance(param.rule, Vocabulary) and stored.shape[1:] == shape[1:] and stored.shape[0] >= shape[0]
         if stored.shape != shape and not padded:
-            raise DlmBridgeError(
-                f"{self._folder}: tensor {key} has shape {list(stored.shape)}, the config asks for {list(shape)}"
+            raise CheckpointError(
+                self._folder, f"tensor {key} has shape {list(stored.shape)}, the config asks for {list(shape)}"
             )
 
 
 def singleton_names(contents: Contents) -> dict[str, str]:
-    """Stored key -> parameter's name where `singleton_local_shards` was set: the keys are the names."""
+    """Parameter name by stored key of a checkpoint saved with `singleton_local_shards`, where the two are equal."""
     return {key: key for key in contents.tensors if _MEGATRON.match(key)}
 
 
 def _fsdp_names(contents: Contents) -> dict[str, str]:
-    """Stored key -> parameter's name, of every tensor of the model; empty where Megatron FSDP did not save it."""
+    """Parameter name by stored key; empty if Megatron FSDP did not save the checkpoint."""
     found = {}
     for key in contents.tensors:
         match = _MODEL.match(key)

@@ -1,7 +1,7 @@
 """Hub folders: config.json, weights in one file or in shards with an index, side files.
 
-Weights are safetensors. torch's pickled files (`pytorch_model*.bin`) are read where a folder has no others; quantised
-ones as bfloat16, on request.
+Weights are safetensors. torch's pickled files (`pytorch_model*.bin`) are read if a folder has no safetensors.
+Quantised weights are read as bfloat16 on request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlm_bridge.convert.formats.hub_weights import (
 )
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, ChangedFile, Manifest, TensorRecord, record_of
 from dlm_bridge.convert.streaming import FileRegion, SliceRange
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.reading import file_digest, gc_paused
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, inside, read_config, resolve
 from dlm_bridge.mapping.rules import ParamMapping
@@ -38,26 +38,31 @@ if TYPE_CHECKING:
     import torch  # imported where tensors are moved: headers alone must not cost that
 
 _LEFT_FOLDERS = {".git", "original"}
-_DOWNLOAD_CACHE = (".cache", "huggingface")  # what `hf download --local-dir` notes for itself
+_DOWNLOAD_CACHE = (".cache", "huggingface")  # bookkeeping of `hf download --local-dir`
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".distcp",
     ".nemo", ".npz",
 }  # fmt: skip
 _WEIGHT_STEMS = ("pytorch_model", "model", "consolidated", "adapter_model", "diffusion_pytorch_model", "weights")
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
-HUB_FOLDER = "hf"  # in a Megatron checkpoint's root: the Hub's side files
+HUB_FOLDER = "hf"  # folder of the Hub's side files in a Megatron checkpoint's root
 CARRIED_FILE = "carried.safetensors"
-_OTHER_KINDS = {  # by a file that tells them, where there is no config.json
+_OTHER_KINDS = {  # folders without config.json, by a file that identifies them
     ADAPTER_CONFIG: "a LoRA adapter: see dlm-bridge adapter",
     TRACKER: "a Megatron checkpoint already: dlm-bridge reshard or export it",
 }
 
 
 class HubCheckpoint(ByNameCheckpoint):
-    """A Hub folder. Raises DlmBridgeError for everything that HubReader does; what names the model is read later.
+    """Hub folder. Opening it reads the weight files' headers; config.json is read when the model is identified.
 
-    With `dequantize_fp8` block-scaled FP8 weights are bfloat16 ones, with `dequantize_mxfp4` those in MXFP4, and
-    config.json no longer names the quantisation.
+    Args:
+        dequantize_fp8: read block-scaled FP8 weights as bfloat16, and remove the quantisation from config.json.
+        dequantize_mxfp4: the same for MXFP4.
+
+    Raises:
+        CheckpointError: as HubReader.
+        SettingError: no weight has the quantisation asked for.
     """
 
     format = "huggingface"
@@ -76,7 +81,7 @@ class HubCheckpoint(ByNameCheckpoint):
         self.folder = self.root = folder
         self._family, self._source, self._dequantize = family, source, dequantize_fp8 or dequantize_mxfp4
         if dequantize_fp8 and dequantize_mxfp4:
-            raise DlmBridgeError("--dequantize-fp8 and --dequantize-mxfp4: a checkpoint is one of them")
+            raise SettingError("dequantize_fp8", "contradicts `dequantize_mxfp4`: give one of them")
         if not self._dequantize:
             self.reader = HubReader(folder)
         else:
@@ -85,8 +90,8 @@ class HubCheckpoint(ByNameCheckpoint):
             self.reader = reader = FP8Reader(folder, self._config()) if dequantize_fp8 else MXFP4Reader(folder)
             self.notes.append(f"{len(reader.quantised)} {reader.kind} tensors are dequantised to bfloat16")
         names = self.reader.names
-        self._dtypes = Computed(names, lambda name: self.reader.entry(name).dtype)
-        self._stored = Computed(names, lambda name: (self._dtypes[name], self.shape(name)))
+        self._dtypes = ComputedMapping(names, lambda name: self.reader.entry(name).dtype)
+        self._stored = ComputedMapping(names, lambda name: (self._dtypes[name], self.shape(name)))
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -154,8 +159,8 @@ class HubCheckpoint(ByNameCheckpoint):
         return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
 
 
-class Computed(Mapping[str, Any]):
-    """Names with values that are computed when they are asked for."""
+class ComputedMapping(Mapping[str, Any]):
+    """Mapping of fixed names whose values are computed at each access."""
 
     def __init__(self, names: Collection[str], value: Callable[[str], Any]) -> None:
         self._names, self._value = dict.fromkeys(names), value
@@ -175,11 +180,15 @@ class Computed(Mapping[str, Any]):
         return name in self._names
 
 
-class MadeOfHub(ByNameCheckpoint):
-    """Another model, made of a Hub folder's tensors as they are read; a subclass lists its own in `_stored`.
+class ConvertedCheckpoint(ByNameCheckpoint):
+    """New model whose tensors are computed from a Hub folder's as they are read. A subclass lists them in `_stored`.
 
-    What the source's manifest records is compared with what was read: `_note` keeps the record of a source tensor for
-    the first tensor that is made of it, and `_recorded_as` gives that one's name.
+    Source tensors are compared with the source's manifest: `_note` stores the digest record of one under the first
+    tensor computed from it, and `_recorded_as` returns that tensor's name.
+
+    Args:
+        config: the new config.json.
+        texts: other side files that change.
     """
 
     format = "huggingface"
@@ -193,7 +202,6 @@ class MadeOfHub(ByNameCheckpoint):
         texts: dict[str, bytes] | None = None,
         shards: Iterable[ShardRecord] = (),
     ) -> None:
-        """`config` is the new config.json, `texts` are the other side files that change."""
         texts = {**(texts or {}), CONFIG_FILE: json_bytes(config)}
         hub = HubMetadata(
             family=target,
@@ -233,7 +241,7 @@ class MadeOfHub(ByNameCheckpoint):
 
 
 def json_bytes(value: dict[str, Any]) -> bytes:
-    """A side file of the Hub."""
+    """JSON as the Hub's side files have it, in UTF-8."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -245,34 +253,32 @@ def open_hub(
     dequantize_fp8: bool = False,
     dequantize_mxfp4: bool = False,
 ) -> HubCheckpoint:
-    """Open a local folder or a Hub id. Raises DlmBridgeError."""
+    """Open a local folder or a Hub id. Raises CheckpointError and SettingError."""
     folder = resolve(name, revision)
     if not (folder / CONFIG_FILE).exists():
         for file, what in _OTHER_KINDS.items():
             if (folder / file).is_file():
-                raise DlmBridgeError(f"{folder} has no {CONFIG_FILE}: it is {what}")
+                raise CheckpointError(folder, f"has no {CONFIG_FILE}: it is {what}")
     is_local = Path(name).expanduser().is_dir()
     source = {"name": str(folder.absolute()) if is_local else str(name), "revision": revision}
-    if folder.parent.name == "snapshots":  # the Hub's cache names a snapshot by its commit
+    if folder.parent.name == "snapshots":  # in the Hub's cache a snapshot's name is its commit
         source["revision"] = folder.name
     return HubCheckpoint(folder, family, source, dequantize_fp8, dequantize_mxfp4).bind()
 
 
-# -- what lies beside the weights
-
-
 @dataclass(frozen=True)
 class SideFiles:
-    """Paths below the folder, with "/" between the parts."""
+    """Files beside the weights, as POSIX paths relative to the folder."""
 
     kept: tuple[str, ...]
     excluded: tuple[str, ...]  # a folder ends with "/"
 
 
 def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
-    """The side files of a Hub folder whose weights are the files `weights`.
+    """List the side files of a Hub folder, whose weight files are `weights`.
 
-    Raises DlmBridgeError for a link that leads out of the folder and for what is not a plain file.
+    Raises:
+        CheckpointError: a link leaves the folder, or an entry is not a plain file.
     """
     kept: list[str] = []
     excluded: list[str] = []
@@ -284,7 +290,7 @@ def list_side_files(folder: Path, weights: Collection[str]) -> SideFiles:
                 subfolders.remove(name)
                 excluded.append(f"{path}/")
             elif (folder / path).is_symlink():
-                raise DlmBridgeError(f"{folder / path}: a link to a folder cannot be carried over: remove it")
+                raise CheckpointError(folder / path, "is a link to a folder, which cannot be copied: remove it")
         subfolders.sort()
         for name in sorted(files):
             path = below / name
@@ -306,7 +312,7 @@ def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _is_weight_file(folder: Path, path: PurePosixPath) -> bool:
-    """Weight files go by their suffix; a ".bin" in a sub-folder may also be an asset, so its name and head decide."""
+    """True for weight files, by suffix; a ".bin" in a sub-folder may be an asset, so its name and magic decide."""
     suffix = path.suffix.lower()
     if suffix in _WEIGHT_SUFFIXES:
         return True
@@ -321,10 +327,10 @@ def _is_weight_file(folder: Path, path: PurePosixPath) -> bool:
 
 
 def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None, index: bytes | None) -> None:
-    """Write the side files byte for byte; config.json, which makes the folder a checkpoint, comes last.
+    """Write the side files byte for byte, config.json last because it makes the folder a checkpoint.
 
-    Only the dtype field of config.json follows a cast, and a spelling that transformers alone reads becomes the Hub's.
-    `index` takes the place of the source's own.
+    In config.json the dtype field follows a cast, and a spelling that only transformers reads becomes the Hub's.
+    `index` replaces the source's index.
     """
     hub = source.hub
     if hub.folder is not None:
@@ -338,9 +344,9 @@ def write_side_files(source: Checkpoint, folder: Path, dtype: torch.dtype | None
 
 
 def publish_config(folder: Path) -> None:
-    """Give the config.json that `save_pretrained` has written to a folder the spelling of the Hub."""
+    """Rewrite the config.json of `save_pretrained` in the Hub's spelling."""
     path = folder / CONFIG_FILE
-    if not path.is_file():  # there is none beside an adapter
+    if not path.is_file():  # an adapter's folder
         return
     text = path.read_text(encoding="utf-8")
     names = json.loads(text).get("architectures") or ()
@@ -350,7 +356,7 @@ def publish_config(folder: Path) -> None:
 
 
 def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
-    """Digests of every file below `folder` but those in `skip` (the weights), by path."""
+    """Digests by path of every file below `folder`, except those in `skip` (the weights)."""
     found = {}
     for directory, subfolders, files in os.walk(folder):
         subfolders.sort()
@@ -365,9 +371,9 @@ def side_file_digests(folder: Path, skip: Collection[str]) -> dict[str, str]:
 def index_bytes(
     source: Checkpoint, plans: Sequence[ShardFile], specs: dict[str, TensorSpec], like_source: bool
 ) -> bytes | None:
-    """model.safetensors.index.json of the files in `plans`, None where there is one file and the source had no index.
+    """model.safetensors.index.json of the planned files; None for one file whose source has no index.
 
-    It is the source's own, byte for byte, where files (`like_source`) and sizes are.
+    The source's own index is kept byte for byte if files (`like_source`) and sizes are the same.
     """
     old = None
     if SAFETENSORS_INDEX in source.hub.files and source.hub.folder is not None:
@@ -383,7 +389,7 @@ def index_bytes(
 
 
 def write_passthrough(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The passthrough tensors that are copies of nothing, in one safetensors file; no file where there are none."""
+    """Write passthrough tensors that are not copies into one safetensors file, if there are any."""
     if not tensors:
         return
     header, entries = build_header(METADATA, [(name, t.dtype, t.shape) for name, t in tensors.items()])

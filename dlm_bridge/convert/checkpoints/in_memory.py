@@ -1,4 +1,4 @@
-"""Models without weight files: a live PreTrainedModel, and one initialised by its family's rule."""
+"""Checkpoints without weight files: a live PreTrainedModel, and a newly initialised model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dlm_bridge.convert.checkpoint import ByNameCheckpoint, HubMetadata
 from dlm_bridge.convert.checkpoints.huggingface import list_side_files
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.hub import CONFIG_FILE, read_config
 from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES, dtype_name
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LiveCheckpoint(ByNameCheckpoint):
-    """A PreTrainedModel in memory, under its Hub names. Its tensors are shared, not copied."""
+    """PreTrainedModel in memory, by Hub names. Its tensors are shared, not copied."""
 
     format = "live"
 
@@ -33,24 +33,23 @@ class LiveCheckpoint(ByNameCheckpoint):
         self._stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
         config, text = _config_of(model)
         where = f"the live {type(model).__name__}"
-        # A model of this package knows its family, also where its config cannot tell (DiffuLLaMA's is Llama's).
+        # A model of this package has its family, which its config may not identify (DiffuLLaMA's is Llama's).
         family = family or getattr(getattr(type(model), "family", None), "name", None)
         spec = find_family(config, family, where)
         super().__init__(
             where, HubMetadata(spec, config, {"name": where, "revision": None}, texts={CONFIG_FILE: text})
         )
         for name, entry in self.mapping.passthrough_names(self.dims).items():
-            # A tied parameter has one name here, which may be the copy's.
+            # A tied parameter has one name here, possibly the copy's.
             if entry.copy_of and (tensor := self._tensors.pop(name, None)) is not None:
                 stored = self._stored.pop(name)
                 self._tensors.setdefault(entry.copy_of, tensor)
                 self._stored.setdefault(entry.copy_of, stored)
         self.hub.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
-            if tensor.dtype not in SAFETENSORS_NAMES:
-                raise DlmBridgeError(f"{where}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
-            if tensor.device.type == "meta":
-                raise DlmBridgeError(f"{where}: tensor {name} is on the meta device: it has no values")
+            if tensor.dtype not in SAFETENSORS_NAMES or tensor.device.type == "meta":
+                kind = "no values (meta device)" if tensor.device.type == "meta" else dtype_name(tensor.dtype)
+                raise CheckpointError(where, f"tensor {name} cannot be saved: it has {kind}")
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].cpu()
@@ -60,32 +59,32 @@ class LiveCheckpoint(ByNameCheckpoint):
 
 
 def stored_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers that checkpoints hold, such as a router's bias; a tied weight once, since transformers
-    would not turn its second name back into a Hub name."""
+    """Parameters and persistent buffers. A tied weight is listed once, because transformers cannot translate its
+    second name back to a Hub name."""
     stored = model.state_dict().keys()
     return [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in stored)]
 
 
 def hub_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A live model's tensors as Hub tensors, of which transformers merges some into one (experts)."""
+    """Hub tensors of a live model, whose class may merge several into one (experts)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
 
 
 def keep_hub_names(model: PreTrainedModel) -> None:
-    """Let `hub_tensors` of a model that was not loaded know its names also when FSDP has renamed its class, by which
-    transformers looks them up."""
+    """Store the name conversions of a model that was not loaded: `hub_tensors` finds them by the class name, which
+    FSDP changes."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    # As where it looks them up itself: a prefix would be that of the checkpoint that was loaded.
+    # transformers drops prefix changes, too: they belong to a checkpoint that was loaded.
     own = [conversion for conversion in found if type(conversion).__name__ != "PrefixChange"]
     vars(model)["_weight_conversions"] = own or None  # as `from_pretrained` does
 
 
 def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:
-    """config.json as save_pretrained would write it for this model, as a dict and as bytes."""
+    """config.json that save_pretrained writes for this model, as a dict and as bytes."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
@@ -96,9 +95,11 @@ def _config_of(model: PreTrainedModel) -> tuple[dict[str, Any], bytes]:
 
 
 class InitialCheckpoint(ByNameCheckpoint):
-    """A folder with a config.json, and the fp32 values that its family's rule gives each tensor from (seed, Hub name).
+    """Randomly initialised fp32 model of a config.json. Values depend on the seed and the tensor's Hub name alone.
 
-    Raises DlmBridgeError where there is no config.json, or one that no family can hold or initialise.
+    Raises:
+        SettingError: `folder`, the value of `model`, has no config.json.
+        CheckpointError: config.json is damaged, or no family supports it.
     """
 
     format = "initial"
@@ -107,7 +108,7 @@ class InitialCheckpoint(ByNameCheckpoint):
         root = Path(folder)
         path = root / CONFIG_FILE
         if not path.is_file():
-            raise DlmBridgeError(f"--model {root}: --from-scratch needs a folder with a config.json")
+            raise SettingError("model", f"{root} has no {CONFIG_FILE}, which `from_scratch` needs")
         config = read_config(path)
         spec = find_family(config, family, str(path))
         files = list_side_files(root, ())

@@ -1,7 +1,7 @@
-"""Megatron's legacy format (`torch`), one `model_optim_rng.pt` for each tensor, pipeline and expert rank.
+"""Megatron's legacy format (`torch`): one `model_optim_rng.pt` per tensor, pipeline and expert parallel rank.
 
-The folders are mp_rank_TT, with _PPP where the pipeline has several stages and _EEE where there is expert parallelism.
-Each rank's tensor is a chunk of the global one.
+The folders are mp_rank_TT, with _PPP if there are several pipeline stages, and _EEE with expert parallelism. Each
+rank's tensor is a chunk of the global one.
 """
 
 from __future__ import annotations
@@ -27,27 +27,32 @@ from dlm_bridge.convert.formats.legacy_writer import (
 )
 from dlm_bridge.convert.run_settings import megatron_args
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.pickles import FileTensor, Inert, read_torch_file, tensors_in
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name, promote, same_bits
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
-_COMPARED = 1 << 20  # bytes; copies up to this size are compared whenever they are read, larger ones by `verify`
+_COMPARED = 1 << 20  # bytes; larger copies are compared by `verify` only
+# Names of models that are not supported, and what they are.
+_UNSUPPORTED = (
+    (re.compile(r"language_model\."), "a model of Megatron-LM before megatron-core"),
+    (re.compile(r".*mlp\.experts\.weight[12]$"), "experts of the removed grouped-GEMM layer"),
+)
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One folder's content. `chunks` are the virtual pipeline's, each by the rank's own parameter names."""
+    """Contents of one rank's folder."""
 
     name: str
     tp: int
     pp: int
     ep: int
-    chunks: tuple[dict[str, FileTensor], ...]
+    chunks: tuple[dict[str, FileTensor], ...]  # of the virtual pipeline, by the rank's own parameter names
     rest: dict[str, Any]
-    histories: tuple[str, ...] = ()
+    histories: tuple[str, ...] = ()  # modules with an FP8 scaling history
 
     @property
     def file(self) -> str:
@@ -56,7 +61,7 @@ class RankFile:
 
 @dataclass(frozen=True)
 class LegacyFiles:
-    """Every rank of an iteration, and the sizes that the folders and the saved arguments show."""
+    """All ranks of an iteration, and the parallel sizes by the folders and the saved arguments."""
 
     folder: Path
     ranks: dict[tuple[int, int, int], RankFile]  # by (tp, pp, ep)
@@ -71,10 +76,9 @@ class LegacyFiles:
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
-    """Megatron's legacy format, `torch`."""
+    """Checkpoint in Megatron's legacy format."""
 
     format = "torch"
-    writable = True
     _ranks: LegacyFiles
 
     @classmethod
@@ -113,7 +117,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
         return found
 
     def objects(self) -> Iterable[str]:
-        """Training state in the first rank's folder, the optimizer's under "optimizer."."""
+        """Names of the first rank's training state; the optimizer's begin with "optimizer."."""
         rank = self._ranks.first
         found = [f"optimizer.{key}" for key in ("optimizer", "opt_param_scheduler") if rank.rest.get(key)]
         found += [f"optimizer.{path.name}" for path in (self.folder / rank.name).glob("distrib_optim*.pt")]
@@ -139,15 +143,18 @@ class LegacyCheckpoint(MegatronCheckpoint):
 
 
 def open_legacy(folder: Path) -> LegacyFiles:
-    """Read every rank's pickle, no tensor. Raises DlmBridgeError naming the folder or file that is missing, hostile or
-    not of the same run as the others."""
+    """Read every rank's pickle without its tensors.
+
+    Raises:
+        CheckpointError: a folder or file is missing, damaged, or not of the same run as the others.
+    """
     found = []
     for path in sorted(folder.iterdir()):
         if match := _RANK.fullmatch(path.name):
             found.append((path.name, [int(number) for number in match.groups() if number is not None]))
     ranks = [_read_rank(folder, name, numbers) for name, numbers in found]
     if len({len(numbers) for _, numbers in found}) > 1:
-        raise DlmBridgeError(f"{folder}: folders of two layouts lie side by side, {found[0][0]} and {found[-1][0]}")
+        raise CheckpointError(folder, f"has folders of two layouts, {found[0][0]} and {found[-1][0]}")
     numbered = [rank for rank, _ in ranks]
     if len(found[0][1]) == 2 and _is_whole_stage(numbered):  # the second number counts experts, not stages
         numbered = [replace(r, pp=0, ep=r.pp) for r in numbered]
@@ -159,7 +166,7 @@ def open_legacy(folder: Path) -> LegacyFiles:
             ("number of virtual pipeline chunks", len(first.chunks), len(rank.chunks)),
         ):
             if a != b:
-                raise DlmBridgeError(f"{folder / rank.file}: its {what} is {b}, that of {first.name} is {a}")
+                raise CheckpointError(folder / rank.file, f"its {what} is {b}, that of {first.name} is {a}")
     args = first.rest.get("args")
     saved = args.fields if isinstance(args, Inert) else {}
     tp, pp, ep = (
@@ -176,21 +183,19 @@ def open_legacy(folder: Path) -> LegacyFiles:
 def _read_rank(folder: Path, name: str, numbers: list[int]) -> tuple[RankFile, int]:
     path = folder / name / RANK_FILE
     if not path.is_file() or path.is_symlink() or (folder / name).is_symlink():
-        raise DlmBridgeError(f"{path} does not exist or is a link: every rank folder has one")
+        raise CheckpointError(path, "does not exist or is a link")
     content = read_torch_file(path)
-    if not isinstance(content, dict):
-        raise DlmBridgeError(f"{path}: is not a dict")
+    keys = [key for key in content if isinstance(key, str)] if isinstance(content, dict) else []
+    models = sorted((int(match[1] or 0), key) for key in keys if (match := _MODEL.fullmatch(key)))
+    if not models or [number for number, _ in models] != list(range(len(models))):
+        raise CheckpointError(path, "has no model (or not every one of model0, model1, ...)")
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 3:
-        raise DlmBridgeError(
-            f"{path}: checkpoint version {version!r}: its query, key and value rows are in an old order; load and "
-            "save it once with Megatron-LM"
+        raise CheckpointError(
+            path,
+            f"checkpoint version {version!r} has an old order of query, key and value rows: load and save it once "
+            "with Megatron-LM",
         )
-    models = sorted(
-        (int(match[1] or 0), key) for key in content if isinstance(key, str) and (match := _MODEL.fullmatch(key))
-    )
-    if not models or [number for number, _ in models] != list(range(len(models))):
-        raise DlmBridgeError(f"{path}: has no model (or not every one of model0, model1, ...)")
     chunks = tuple(_parameters(path, content[key]) for _, key in models)
     rest = {key: value for key, value in content.items() if not _MODEL.fullmatch(str(key))}
     tp, pp, ep = (*numbers, 0, 0)[:3]
@@ -209,19 +214,16 @@ def _parameters(path: Path, model: Any) -> dict[str, FileTensor]:
     for name, tensor in tensors_in(model):
         while name.startswith("module."):
             name = name.removeprefix("module.")
-        if name.startswith("language_model."):
-            raise DlmBridgeError(
-                f"{path}: {name}: a model of Megatron-LM before megatron-core, which is not supported"
-            )
-        if re.search(r"mlp\.experts\.weight[12]$", name):
-            raise DlmBridgeError(f"{path}: {name}: experts of the removed grouped-GEMM layer are not supported")
+        for pattern, what in _UNSUPPORTED:
+            if pattern.match(name):
+                raise CheckpointError(path, f"{name}: {what}, not supported")
         if not name.endswith("_extra_state"):
             found[name] = tensor
     return found
 
 
 def _is_whole_stage(ranks: list[RankFile]) -> bool:
-    """Whether every rank has both ends of the model, so that the second number of its folder is no stage."""
+    """True if every rank has both ends of the model, so that the second number of its folder is not a stage."""
     return all(
         any("embedding.word_embeddings.weight" in chunk for chunk in rank.chunks)
         and any("decoder.final_layernorm.weight" in chunk for chunk in rank.chunks)
@@ -230,7 +232,7 @@ def _is_whole_stage(ranks: list[RankFile]) -> bool:
 
 
 def _check_whole(files: LegacyFiles, suffixes: int) -> None:
-    """Every tensor parallel rank of every stage is there, and every expert parallel one."""
+    """Raise CheckpointError if a stage lacks a tensor or expert parallel rank."""
     for pp in range(files.pp):
         present = [(tp, ep) for tp, p, ep in files.ranks if p == pp]
         for axis, size in ((0, files.tp), (1, files.ep)):
@@ -240,9 +242,10 @@ def _check_whole(files: LegacyFiles, suffixes: int) -> None:
                     parts = [f"{pp:03d}"] if suffixes == 2 or (suffixes == 1 and files.ep == 1) else []
                     parts += [f"{ep:03d}"] if suffixes == 2 or (suffixes == 1 and files.ep > 1) else []
                     name = "_".join([f"mp_rank_{tp:02d}", *parts])
-                    raise DlmBridgeError(
-                        f"{files.folder / name} is missing: the checkpoint has tensor parallel size {files.tp}, "
-                        f"pipeline size {files.pp}, expert parallel size {files.ep}"
+                    raise CheckpointError(
+                        files.folder / name,
+                        f"is missing: the checkpoint has tensor parallel size {files.tp}, pipeline size {files.pp}, "
+                        f"expert parallel size {files.ep}",
                     )
 
 
@@ -251,14 +254,15 @@ def _size(value: Any) -> int:
 
 
 class LegacyReader(ChunkedReader):
-    """The tensors of `params`, global and unsharded, under their `ParamMapping.megatron_name`.
+    """Reader of the unsharded tensors of `params` by `ParamMapping.megatron_name`.
 
-    Raises DlmBridgeError for a tensor whose ranks do not agree in shape or dtype, and for tensors of no parameter.
+    Raises:
+        CheckpointError: ranks disagree in shape or dtype, or a tensor belongs to none of `params`.
     """
 
     def __init__(self, files: LegacyFiles, params: Iterable[ParamMapping], tied: bool) -> None:
         self._files, self._tied = files, tied
-        self._holders: dict[tuple[int, int | None], list[RankFile]] = {}  # by stage, and by expert rank or all of them
+        self._holders: dict[tuple[int, int | None], list[RankFile]] = {}  # by stage and expert rank (None: all)
         for (_, pp, ep), rank in sorted(files.ranks.items()):
             self._holders.setdefault((pp, None), []).append(rank)
             self._holders.setdefault((pp, ep), []).append(rank)
@@ -282,13 +286,13 @@ class LegacyReader(ChunkedReader):
         return super().regions(key, stack, shape)
 
     def check_copies(self) -> list[tuple[str, str]]:
-        """(tensor, what is wrong) of every parameter that several ranks hold and that is not the same in all."""
+        """(parameter, difference) for every parameter whose copies on several ranks differ."""
         found = []
         for key, pairs in self.copies.items():
             for first, other in pairs:
                 try:
                     self._compare(key, first, other)
-                except DlmBridgeError as error:
+                except CheckpointError as error:
                     found.append((key, str(error)))
         return found
 
@@ -300,19 +304,19 @@ class LegacyReader(ChunkedReader):
     def _compare(self, key: str, first: FileTensor, other: FileTensor) -> None:
         a, b = (read_tensor(t.path, t.offset, t.dtype, t.shape) for t in (first, other))
         if not same_bits(a, b):
-            raise DlmBridgeError(f"{other.path}: {key} differs from that of {first.path.parent.name}, its copy")
+            raise CheckpointError(other.path, f"{key} differs from its copy in {first.path.parent.name}")
 
     def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> FileTensor:
         assert tensor.dtype is not None
         return FileTensor(self.folder / chunk.place.file, tensor.dtype, chunk.sizes, chunk.place.offset)
 
     def _store(self, param: ParamMapping) -> StoredTensor | None:
-        """A param's tensor in the chunks that the ranks hold, None where no rank has it."""
+        """A parameter's tensor from the chunks of its ranks; None if it is missing."""
         where = self._find(param)
         if where is None:
             return None
         pp, vp, name, ep = where
-        pieces: list[tuple[int, int, FileTensor, str]] = []  # rank, of how many, tensor, file
+        pieces: list[tuple[int, int, FileTensor, str]] = []  # rank, number of ranks, tensor, file
         holders = self._holders[pp, ep]
         split = param.rule.tp_axis is not None
         size = self._expert_tp(param, holders, vp, name) if ep is not None else self._files.tp
@@ -321,14 +325,15 @@ class LegacyReader(ChunkedReader):
             number = rank.tp % size if split else 0
             tensor = rank.chunks[vp].get(name)
             if tensor is None:
-                raise DlmBridgeError(
-                    f"{self._files.folder / rank.file}: {name} is missing, which {holders[0].name} has"
+                raise CheckpointError(
+                    self._files.folder / rank.file, f"{name} is missing, which {holders[0].name} has"
                 )
             if number in seen:
                 if seen[number].shape != tensor.shape or seen[number].dtype != tensor.dtype:
-                    raise DlmBridgeError(
-                        f"{self._files.folder / rank.file}: {name} is {list(tensor.shape)}, "
-                        f"{seen[number].path.parent.name} has {list(seen[number].shape)}"
+                    raise CheckpointError(
+                        self._files.folder / rank.file,
+                        f"{name} is {tensor.dtype} {list(tensor.shape)}; its copy in "
+                        f"{seen[number].path.parent.name} is {seen[number].dtype} {list(seen[number].shape)}",
                     )
                 self.copies.setdefault(param.megatron_name, []).append((seen[number], tensor))
                 continue
@@ -337,14 +342,15 @@ class LegacyReader(ChunkedReader):
         missing = set(range(size if split else 1)) - seen.keys()
         if missing:
             of_expert = "" if ep is None else f"expert parallel rank {ep}, "
-            raise DlmBridgeError(
-                f"{self._files.folder}: {param.megatron_name}: the folder of {of_expert}stage {pp}, tensor parallel "
-                f"rank {min(missing)} of {size} is missing"
+            raise CheckpointError(
+                self._files.folder,
+                f"{param.megatron_name}: the folder of {of_expert}stage {pp}, tensor parallel rank {min(missing)} of "
+                f"{size} is missing",
             )
         return _put_together(param, pieces)
 
     def _find(self, param: ParamMapping) -> tuple[int, int, str, int | None] | None:
-        """(stage, chunk, name in the rank, expert parallel rank) of a parameter."""
+        """(stage, chunk, name in the rank, expert parallel rank) of a parameter; None if it is missing."""
         ep, expert = None, param.expert
         if expert is not None:
             share = max(1, param.dims.experts // self._files.ep)
@@ -364,7 +370,7 @@ class LegacyReader(ChunkedReader):
         return None
 
     def _expert_tp(self, param: ParamMapping, holders: list[RankFile], vp: int, name: str) -> int:
-        """How many ranks one expert is split over, by the rows or columns that one of them has."""
+        """Expert tensor parallel size, by the rows or columns of one rank."""
         axis = param.rule.tp_axis
         if axis is None:
             return 1
@@ -372,15 +378,16 @@ class LegacyReader(ChunkedReader):
         whole = param.megatron_shape[axis]
         part = tensor.shape[axis] if tensor is not None and len(tensor.shape) > axis else 0
         if not part or whole % part or self._files.tp % (whole // part):
-            raise DlmBridgeError(
-                f"{self._files.folder / holders[0].file}: {name} has {part} of {whole} along axis {axis}, which no "
-                f"expert tensor parallel size that divides the tensor parallel size {self._files.tp} gives"
+            raise CheckpointError(
+                self._files.folder / holders[0].file,
+                f"{name} has size {part} of {whole} along axis {axis}, which does not fit any expert tensor parallel "
+                f"size that divides the tensor parallel size {self._files.tp}",
             )
         return whole // part
 
     def _check_all_used(self) -> None:
         last = self._files.pp - 1
-        copies = {"output_layer.weight"} if self._tied else set()  # the last stage has the embedding once more
+        copies = {"output_layer.weight"} if self._tied else set()  # the last stage's copy of the embedding
         copies |= {"embedding.word_embeddings.weight"} if last else set()
         for rank in self._files.ranks.values():
             for vp, chunk in enumerate(rank.chunks):
@@ -388,8 +395,8 @@ class LegacyReader(ChunkedReader):
                     if (rank.pp, vp, name) in self._used or "_extra_state" in name:
                         continue
                     if rank.pp != last or name not in copies:
-                        raise DlmBridgeError(
-                            f"{self._files.folder / rank.file}: {name} is not part of a model of this config"
+                        raise CheckpointError(
+                            self._files.folder / rank.file, f"{name} is not part of a model of this config"
                         )
                     self._copy_of_embedding(rank, chunk[name])
 
@@ -401,16 +408,13 @@ class LegacyReader(ChunkedReader):
 
 
 def _put_together(param: ParamMapping, pieces: list[tuple[int, int, FileTensor, str]]) -> StoredTensor:
-    """The chunks of a parameter's tensor, one or (gate and up) two for each piece."""
+    """A parameter's tensor from its pieces, each of one chunk, or of two (gate and up)."""
     whole = list(param.megatron_shape)
     axis = param.rule.tp_axis
     padded = isinstance(param.rule, Vocabulary)
     if padded:
         whole[0] = sum(tensor.shape[0] for _, _, tensor, _ in pieces)
-    dtypes = {tensor.dtype for _, _, tensor, _ in pieces}
-    if len(dtypes) > 1:
-        names = " and ".join(sorted(map(dtype_name, dtypes)))
-        raise DlmBridgeError(f"{pieces[0][2].path}: {param.megatron_name} has dtype {names} on different ranks")
+    dtype = pieces[0][2].dtype
     chunks = []
     for number, size, tensor, file in pieces:
         if axis is None:
@@ -423,10 +427,11 @@ def _put_together(param: ParamMapping, pieces: list[tuple[int, int, FileTensor, 
         expected = list(whole)
         if axis is not None:
             expected[axis] = sum(length for _, length in runs)
-        if list(tensor.shape) != expected:
-            raise DlmBridgeError(
-                f"{tensor.path}: {param.megatron_name} has shape {list(tensor.shape)}, tensor parallel rank {number} "
-                f"of {size} asks for {expected}"
+        if (list(tensor.shape), tensor.dtype) != (expected, dtype):
+            raise CheckpointError(
+                tensor.path,
+                f"{param.megatron_name} is {tensor.dtype} {list(tensor.shape)}; tensor parallel rank {number} of "
+                f"{size} needs {dtype} {expected}",
             )
         offset = tensor.offset
         for start, length in runs:
@@ -436,19 +441,19 @@ def _put_together(param: ParamMapping, pieces: list[tuple[int, int, FileTensor, 
             nbytes = torch.Size(sizes).numel() * tensor.dtype.itemsize
             chunks.append(Chunk(tuple(offsets), tuple(sizes), StorageLocation(file, offset, nbytes)))
             offset += nbytes
-    name = dtype_name(pieces[0][2].dtype)
+    name = dtype_name(dtype)
     return StoredTensor(WEIGHT_DTYPES.get(name), name, tuple(whole), tuple(chunks))
 
 
 def _layer_starts(files: LegacyFiles) -> dict[int, tuple[int, int, int]]:
-    """Global layer -> (stage, chunk, number within the chunk). Chunk v of every stage comes before chunk v + 1."""
+    """(stage, chunk, number within the chunk) by global layer. Chunk v of all stages comes before chunk v + 1."""
     places: dict[int, tuple[int, int, int]] = {}
     for vp in range(files.vp):
         for pp in range(files.pp):
             rank = files.ranks[min(place for place in files.ranks if place[1] == pp)]
             numbers = sorted({int(match[1]) for name in rank.chunks[vp] if (match := LAYER_OF.match(name))})
             if numbers != list(range(len(numbers))):
-                raise DlmBridgeError(f"{files.folder / rank.file}: its layers are numbered {numbers}, not from 0 on")
+                raise CheckpointError(files.folder / rank.file, f"its layers are numbered {numbers}, not from 0")
             for number in numbers:
                 places[len(places)] = (pp, vp, number)
     return places

@@ -1,4 +1,4 @@
-"""Base of Megatron's formats: iterations, the Hub side, and stored tensors by the names of a family's mapping."""
+"""Base classes of Megatron's formats: iterations, Hub metadata, and tensors by a family's parameter mapping."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint, HubMetadata, RawTensor, TensorSpec
 from dlm_bridge.convert.checkpoints.huggingface import CARRIED_FILE, HUB_FOLDER, list_side_files
-from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents, StoredTensor
+from dlm_bridge.convert.formats.dcp import DCP_METADATA, ChunkedReader, Contents
 from dlm_bridge.convert.formats.hub_weights import read_header
 from dlm_bridge.convert.manifest import MANIFEST, Manifest
 from dlm_bridge.convert.optimizer_state import is_training_state, stored_keys
 from dlm_bridge.convert.run_settings import RUN_CONFIG, derive_config, read_settings
 from dlm_bridge.convert.streaming import FileRegion, read_tensor
 from dlm_bridge.convert.workers import new_tensor
-from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, first_of, one_line
 from dlm_bridge.files.reading import check_plain_file
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, read_config
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, narrow_exactly, promote
@@ -42,9 +42,10 @@ _PARALLEL_SIZES = (
 
 
 def iteration_folder(root: Path) -> Path:
-    """The folder of the newest iteration, by the tracker file; an iteration's own folder is itself.
+    """Folder of the newest iteration, by the tracker file; an iteration's folder is returned unchanged.
 
-    Raises DlmBridgeError.
+    Raises:
+        CheckpointError: the tracker file is missing, damaged, or names a missing folder.
     """
     if (root / DCP_METADATA).is_file():
         return root
@@ -52,26 +53,29 @@ def iteration_folder(root: Path) -> Path:
     try:
         check_plain_file(tracker)
         text = tracker.read_text("utf-8").strip()
+        folder = root / (text if text == "release" else f"iter_{int(text):07d}")
+        if len(text) > 15 or not folder.is_dir():
+            raise CheckpointError(tracker, f"names iteration {text[:40]}, but {folder} does not exist")
+        return folder
     except FileNotFoundError:
-        raise DlmBridgeError(f"{root} is not a Megatron checkpoint: it has no {TRACKER}") from None
+        raise CheckpointError(root, f"is not a Megatron checkpoint: it has no {TRACKER}") from None
     except DlmBridgeError:
         raise
     except (OSError, ValueError) as error:
-        raise DlmBridgeError(f"{tracker}: cannot be read: {one_line(error)}") from None
-    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise DlmBridgeError(f"{tracker}: says {text[:40]!r}, neither an iteration's number nor 'release'")
-    folder = root / (text if text == "release" else f"iter_{int(text):07d}")
-    if not folder.is_dir():
-        raise DlmBridgeError(f"{tracker} names iteration {text}, but {folder} does not exist")
-    return folder
+        raise CheckpointError(tracker, f"neither an iteration's number nor 'release': {one_line(error)}") from None
 
 
 class MegatronCheckpoint(Checkpoint):
-    """One iteration under a root, by the Hub names of its manifest's model; without a manifest, of a model derived
-    from the run's own settings (`family` says which).
+    """One iteration below a root. Its model is the manifest's, or else derived from the run's own settings.
 
-    `common` is what is not a tensor, with `args` as a plain dict. Raises DlmBridgeError for what is not a whole
-    checkpoint.
+    Args:
+        path: the checkpoint.
+        folder: the iteration.
+        common: the state that is not a tensor, with `args` as a plain dict.
+        family: model family, if the settings do not identify it.
+
+    Raises:
+        CheckpointError: damaged or incomplete.
     """
 
     folder: Path
@@ -95,23 +99,23 @@ class MegatronCheckpoint(Checkpoint):
     @classmethod
     @abstractmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> MegatronCheckpoint:
-        """The iteration in `folder` of the checkpoint `path`. Raises DlmBridgeError."""
+        """Open the iteration in `folder` of the checkpoint `path`. Raises CheckpointError."""
 
     @abstractmethod
     def _reader(self, params: Iterable[ParamMapping], tied: bool) -> ChunkedReader:
-        """The tensors by the keys of `params`. Raises DlmBridgeError where they cannot be theirs."""
+        """Reader of the tensors of `params`. Raises CheckpointError if a tensor does not fit its parameter."""
 
     @abstractmethod
     def objects(self) -> Iterable[str]:
-        """The names of what is stored beside the tensors."""
+        """Names of the stored objects that are not tensors."""
 
     def scaling_histories(self) -> list[str]:
-        """The modules with an extra state that has content, such as an FP8 scaling history."""
+        """Modules whose extra state is not empty, such as an FP8 scaling history."""
         return []
 
     @cached_property
     def reader(self) -> ChunkedReader:
-        """Its tensors, global and unsharded."""
+        """Reader of the global, unsharded tensors."""
         dims = self.config_dims
         pieces = (piece for param in self.mapping.params(dims) for piece in param.pieces)
         return self._reader(pieces, dims.tied)
@@ -126,10 +130,8 @@ class MegatronCheckpoint(Checkpoint):
             return self._derived_metadata()
         folder = self.root / HUB_FOLDER
         if not (folder / CONFIG_FILE).is_file():
-            raise DlmBridgeError(
-                f"{self.root}: {HUB_FOLDER}/{CONFIG_FILE} is missing: name the Hub model with --like HF"
-            )
-        read_config(folder / CONFIG_FILE)  # which is written again byte for byte: a damaged one would be, too
+            raise CheckpointError(self.root, f"{HUB_FOLDER}/{CONFIG_FILE} is missing: name the Hub model with `like`")
+        read_config(folder / CONFIG_FILE)  # it is exported byte for byte, so a damaged one must be refused
         files = list_side_files(folder, {CARRIED_FILE})
         return HubMetadata(
             family=family_by_name(manifest.family),
@@ -145,12 +147,13 @@ class MegatronCheckpoint(Checkpoint):
         )
 
     def _derived_metadata(self) -> HubMetadata:
-        """The Hub side of a run that no dlm-bridge wrote, from its own settings."""
+        """Hub metadata derived from a run's own settings."""
         settings = read_settings(self.root, self.folder, self.common)
         if settings is None:
-            raise DlmBridgeError(
-                f"{self.root} has no {MANIFEST}, no {RUN_CONFIG} and no saved args, so its Hub model is not known: "
-                "name it with --like HF or --hf-config FILE"
+            raise CheckpointError(
+                self.root,
+                f"has no {MANIFEST}, no {RUN_CONFIG} and no saved args, so its Hub model is not known: name it with "
+                "`like` or `hf_config`",
             )
         rows, dtype = self._embedding()
         spec, config, derived = derive_config(settings, self._family, rows, dtype, str(self.root))
@@ -158,7 +161,7 @@ class MegatronCheckpoint(Checkpoint):
         return HubMetadata(spec, config, {"name": str(self.root), "revision": None}, texts=texts, derived=derived)
 
     def _embedding(self) -> tuple[int | None, str]:
-        """Rows of the stored embedding over all ranks (None where there is none), and its dtype's name."""
+        """Rows of the stored embedding over all ranks (None if it is missing), and its dtype's name."""
         found = [t for name, t in self.stored_tensors().items() if _EMBEDDING.search(name) and len(t.shape) == 2]
         return (found[0].shape[0], found[0].dtype) if found else (None, "float32")
 
@@ -209,11 +212,9 @@ class MegatronCheckpoint(Checkpoint):
         return found
 
     def _slice(self, param: ParamMapping) -> torch.Tensor:
-        """A parameter's slice, from its pieces. Raises DlmBridgeError."""
+        """A parameter's slice, assembled from its pieces. Raises CheckpointError."""
         places = [self._place(piece) for piece in param.pieces]
-        dtype = self.reader.tensor(places[0][0]).dtype
-        assert dtype is not None
-        slice_, first = new_tensor(param.megatron_shape, dtype), 0
+        slice_, first = new_tensor(param.megatron_shape, self.reader.dtype(places[0][0])), 0
         for piece, place in zip(param.pieces, places, strict=True):
             if piece is param:
                 self.reader.read_into(*place, slice_)
@@ -232,21 +233,21 @@ class MegatronCheckpoint(Checkpoint):
         for entry in read_header(path).entries:
             if entry.name == name:
                 return read_tensor(path, entry.offset, entry.dtype, entry.shape)
-        raise DlmBridgeError(f"{path}: tensor {name} is missing")
+        raise CheckpointError(path, f"tensor {name} is missing")
 
     def check(self) -> list[str]:
         used = {self._check_param(piece) for param in self.mapping.params(self.dims) for piece in param.pieces}
         extra = self._unmapped(used) + [key for key in self.reader.contents.objects if not _is_state(key)]
         if extra:
-            raise DlmBridgeError(
-                f"{self.where}: {first_of(extra)} is not part of a {self.family.name} model of this config"
+            raise CheckpointError(
+                self.where, f"{first_of(extra)} is not part of a {self.family.name} model of this config"
             )
         full = self.scaling_histories()
         resets = [f"extra states with content (an FP8 scaling history) are reset: {first_of(full)}"] if full else []
         return [*self.notes, *resets]
 
     def stored_key(self, param: ParamMapping) -> str | None:
-        """The key that the parameter's slice is stored under, None where it is missing."""
+        """Stored key of the parameter's slice; None if it is missing."""
         tensors = self.reader.contents.tensors
         return next((key for key, _ in stored_keys(param) if key in tensors), None)
 
@@ -284,7 +285,7 @@ class MegatronCheckpoint(Checkpoint):
         return self.reader.file_digests()
 
     def _check_param(self, param: ParamMapping) -> str:
-        """The stored key of a parameter. Raises DlmBridgeError unless it has its shape and its chunks cover it."""
+        """Stored key of a parameter. Raises CheckpointError unless it has its shape and its chunks cover it."""
         key, _ = self._place(param)
         stack = dict(stored_keys(param))[key]
         found, wanted = self.reader.tensor(key).shape, (*(size for _, size in stack), *param.megatron_shape)
@@ -292,17 +293,17 @@ class MegatronCheckpoint(Checkpoint):
         rest = slice(1, None) if padded else slice(0, None)
         if found[rest] != wanted[rest] or (found and found[0] < wanted[0]):
             more = " or more rows" if padded else ""
-            raise DlmBridgeError(
-                f"{self.where}: tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{more}"
+            raise CheckpointError(
+                self.where, f"tensor {key} has shape {list(found)}, the config asks for {list(wanted)}{more}"
             )
         self.reader.check_tiled(key)
         return key
 
     def _place(self, param: ParamMapping) -> tuple[str, tuple[int, ...]]:
-        """The stored key of a parameter's slice, and its index on the axes that are stacked before it."""
+        """Stored key of a parameter's slice, and its index on the stacked axes."""
         key = self.stored_key(param)
         if key is None:
-            raise DlmBridgeError(f"{self.where}: tensor {self._expected_name(param)} is missing")
+            raise CheckpointError(self.where, f"tensor {self._expected_name(param)} is missing")
         return key, tuple(index for index, _ in dict(stored_keys(param))[key])
 
     def _expected_name(self, param: ParamMapping) -> str:
@@ -310,7 +311,7 @@ class MegatronCheckpoint(Checkpoint):
 
     @cached_property
     def _key_dtypes(self) -> dict[str, torch.dtype]:
-        """Stored key -> what the dtypes recorded at import become when they share one tensor."""
+        """Common dtype, by stored key, of the Hub tensors that share a Megatron tensor."""
         groups: dict[str, list[torch.dtype]] = {}
         for param in self.params:
             for name in param.hub_names:
@@ -319,17 +320,15 @@ class MegatronCheckpoint(Checkpoint):
         return {key: promote(dtypes) for key, dtypes in groups.items()}
 
     def _hub_dtypes(self, param: ParamMapping) -> tuple[torch.dtype, ...]:
-        """The stored dtype, but for tensors that were widened at import so as to share one Megatron tensor."""
-        stored: StoredTensor = self.reader.tensor(self._place(param.pieces[0])[0])
-        if stored.dtype is None:
-            raise DlmBridgeError(f"{self.where}: tensor {param.megatron_key} has dtype {stored.dtype_name}")
-        if self._key_dtypes.get(param.megatron_key) != stored.dtype:
-            return (stored.dtype,) * len(param.hub_names)
-        return tuple(self.hub.dtypes.get(name, stored.dtype) for name in param.hub_names)
+        """Dtypes of the Hub tensors: as stored, except for tensors that were widened at import to share one."""
+        stored = self.reader.dtype(self._place(param.pieces[0])[0])
+        if self._key_dtypes.get(param.megatron_key) != stored:
+            return (stored,) * len(param.hub_names)
+        return tuple(self.hub.dtypes.get(name, stored) for name in param.hub_names)
 
 
 class DistributedCheckpoint(MegatronCheckpoint):
-    """A Megatron checkpoint that torch.distributed.checkpoint's `.metadata` lists."""
+    """Megatron checkpoint saved by torch.distributed.checkpoint, with a `.metadata`."""
 
     contents: Contents
 
@@ -347,7 +346,7 @@ class DistributedCheckpoint(MegatronCheckpoint):
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a stored key is Transformer Engine's `_extra_state` of a module."""
+    """True for the key of a module's Transformer Engine `_extra_state`."""
     return _EXTRA_STATE.search(key) is not None
 
 

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint (`torch_dist`), read and written as megatron-core 0.16 does."""
+"""Megatron's distributed checkpoint (`torch_dist`), read and written like megatron-core 0.16's."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from dlm_bridge.convert.streaming import (
     in_rows,
     slice_range,
 )
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.files.pickles import Inert, read_torch_file, read_torch_item
 from dlm_bridge.files.reading import combined_digests, file_digest, read_json
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
-# Modules whose state has a Transformer Engine `_extra_state`; a missing one fails megatron-core's load.
+# Modules with a Transformer Engine `_extra_state`, without which megatron-core's load fails.
 _WITH_EXTRA_STATE = {
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
     "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm",
@@ -72,10 +72,9 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 
 class TorchDistCheckpoint(DistributedCheckpoint):
-    """megatron-core's distributed checkpoint, read and written as version 0.16 does."""
+    """Checkpoint in megatron-core's distributed format."""
 
     format = "torch_dist"
-    writable = True
     _as_stored: TorchDistReader
 
     @classmethod
@@ -127,10 +126,13 @@ class TorchDistCheckpoint(DistributedCheckpoint):
 
 
 class TorchDistReader(ChunkedReader):
-    """One iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
+    """Reader of one iteration's tensors. Opening reads `.metadata`, `metadata.json` and `common.pt`, no tensor.
 
-    `common` is what is not sharded, with `args` as a plain dict. Raises DlmBridgeError for what is unreadable, hostile
-    or not whole.
+    Attributes:
+        common: the state that is not sharded, with `args` as a plain dict.
+
+    Raises:
+        CheckpointError: damaged, hostile or incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -144,35 +146,34 @@ def _check_backend(folder: Path) -> None:
     try:
         backend = read_json(path)
     except FileNotFoundError:
-        raise DlmBridgeError(
-            f"{folder} is not a torch_dist checkpoint: it has no {BACKEND_FILE}, nor are its tensors named as "
-            "Megatron FSDP does (model.module.decoder...)"
+        raise CheckpointError(
+            folder,
+            f"is neither a torch_dist checkpoint, since it has no {BACKEND_FILE}, nor Megatron FSDP's, whose tensors "
+            "are named model.module.decoder...",
         ) from None
     name = backend.get("sharded_backend")
     if name != "torch_dist" or backend.get("sharded_backend_version") != 1:
-        raise DlmBridgeError(f"{path}: sharded backend {name!r} is not supported, only torch_dist version 1")
+        raise CheckpointError(path, f"sharded backend {name!r} is not supported, only torch_dist version 1")
 
 
 def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
-    path = folder / "common.pt"
+    path, common = folder / "common.pt", None
     if path.is_file():
         common = read_torch_file(path)
     elif place := contents.objects.get(COMMON_STATE):
         path = folder / place.file
         common = read_torch_item(path, place.offset, place.length)
-    else:
-        raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no common.pt")
     if isinstance(common, list) and len(common) == 1:  # a sharded object is saved in a list
         common = common[0]
     if not isinstance(common, dict):
-        raise DlmBridgeError(f"{path}: is not a dict")
+        raise CheckpointError(path, "is not a dict" if path.exists() else "is missing")
     args = common.get("args")
     return {**common, "args": args.fields} if isinstance(args, Inert) else common
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """What one rank holds of a parameter's slice in one run, as one item."""
+    """One rank's contiguous part of a parameter's slice, saved as one item."""
 
     chunk: Chunk
     part: SliceRange
@@ -180,7 +181,7 @@ class RankSlice:
 
 @dataclass
 class TorchDistItems:
-    """Every item of a checkpoint and where it goes, before any tensor is read."""
+    """Planned items of a checkpoint and their locations, before any tensor is read."""
 
     contents: Contents
     pieces: dict[str, list[RankSlice]]  # by ParamMapping.megatron_name
@@ -188,9 +189,9 @@ class TorchDistItems:
 
 
 def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict[str, torch.dtype]) -> TorchDistItems:
-    """Lay out the items of `params` over the files of the layout's ranks. `dtypes` goes by `megatron_key`.
+    """Plan the items of `params` in the files of the layout's ranks. `dtypes` is by `megatron_key`.
 
-    A rank's file holds what that rank holds; what is replicated over tensor parallel ranks is in rank 0's.
+    Each rank has a file; tensors replicated over tensor parallel ranks are in rank 0's.
     """
     pieces: dict[str, list[RankSlice]] = {}
     chunks: dict[str, list[Chunk]] = {}
@@ -214,7 +215,7 @@ def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict
         ep_rank = None if param.expert is None else param.expert // (param.dims.experts // layout.ep)
         shapes[key] = (*(size for _, size in param.stack), *param.megatron_shape)
         module, _, last = key.rpartition(".")
-        of_model = key.startswith(("decoder.", "mtp."))  # and not an optimizer's
+        of_model = key.startswith(("decoder.", "mtp."))  # not optimizer state
         if of_model and last == "weight" and module.rpartition(".")[2] in _WITH_EXTRA_STATE:
             state = f"{module}._extra_state/shard_{_shard(param)}"
             objects[state] = place(layout.rank(pp_rank, 0, ep_rank), empty)
@@ -234,10 +235,13 @@ def plan_torch_dist(params: Iterable[ParamMapping], layout: Layout, dtypes: dict
 
 
 class TorchDistWriter:
-    """Writes the planned items in any order and from any thread; `finish` makes the folder a checkpoint."""
+    """Writer of planned items, in any order and from any thread; `finish` makes the folder a checkpoint.
+
+    Args:
+        state: optimizer state whose slices are in `items`; its unsharded part becomes the checkpoint's.
+    """
 
     def __init__(self, folder: Path, items: TorchDistItems, state: OptimizerState | None = None) -> None:
-        """With an optimizer's `state`, whose slices are in `items`, what it has unsharded is the checkpoint's."""
         self._folder, self._items, self._state = folder, items, state
         self._missing = set(items.pieces)
         self._digests: dict[StorageLocation, bytes] = {}
@@ -245,7 +249,7 @@ class TorchDistWriter:
         allocate(folder, items.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        """Write a parameter's slice into the files of its ranks. Returns the items' digests."""
         key = param.megatron_key
         dtype = self._items.contents.tensors[key].dtype
         assert dtype is not None
@@ -260,7 +264,7 @@ class TorchDistWriter:
             return [sink.finish().hex() for sink in sinks]
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
-        """Whether the parameter's items lie there already, from a run before this one."""
+        """True if an interrupted run has written the parameter's items already."""
         places = self._places(param)
         return len(places) == len(digests) and all(
             file_digest(self._folder / place.file, place.offset, place.length) == digest
@@ -268,14 +272,14 @@ class TorchDistWriter:
         )
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
-        """The parameter's items are there: what `write` returned, or what `has` found."""
+        """Mark a parameter as written, with the digests that `write` returned or `has` confirmed."""
         self._missing.remove(param.megatron_name)
         self._digests.update(zip(self._places(param), map(bytes.fromhex, digests), strict=True))
 
     def finish(self, iteration: int) -> dict[str, str]:
-        """Write the objects, `common.pt`, `metadata.json` and `.metadata`; every planned slice must be there.
+        """Write the objects, `common.pt`, `metadata.json` and `.metadata`, after all planned slices.
 
-        Returns a digest of every file of items, as `ChunkedReader.file_digests` finds it again.
+        Returns the digests by file that `ChunkedReader.file_digests` computes.
         """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         data = object_item(_NO_STATE)
@@ -294,7 +298,7 @@ class TorchDistWriter:
         return combined_digests((place.file, place.offset, found) for place, found in self._digests.items())
 
     def _write_common(self, iteration: int) -> dict[str, StorageLocation]:
-        """Write what is not sharded: `common.pt`, or an object as newer Megatron-LM has it, which is returned."""
+        """Write the unsharded state as `common.pt`, or as an object (newer Megatron-LM), which is returned."""
         if self._state is None:
             common = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": dict(CONTENT_METADATA)}
             torch.save(common, self._folder / "common.pt")
@@ -313,15 +317,15 @@ class TorchDistWriter:
 
 
 def _stage(param: ParamMapping, layout: Layout, stage_of: dict[int, int]) -> int:
-    """The pipeline rank that holds a parameter: the embedding is on the first; the final norm, the output layer and
-    multi-token prediction are on the last."""
+    """Pipeline rank of a parameter. The embedding is on the first; the final norm, the output layer and multi-token
+    prediction are on the last."""
     if param.layer is not None and not param.is_mtp:
         return stage_of[param.layer]
     return 0 if param.on_first_stage else layout.pp - 1
 
 
 def _runs(param: ParamMapping, tp: int) -> list[tuple[int, int | None, int, int]]:
-    """(tensor parallel rank, axis, start, length) of every run that a rank writes."""
+    """(tensor parallel rank, axis, start, length) of every contiguous part that a rank writes."""
     axis = param.rule.tp_axis
     if axis is None:
         return [(0, None, 0, 0)]
@@ -334,7 +338,7 @@ def _runs(param: ParamMapping, tp: int) -> list[tuple[int, int | None, int, int]
 
 
 def _box(param: ParamMapping, axis: int | None, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of a run in the global tensor."""
+    """Offsets and sizes of a part in the global tensor."""
     offsets, sizes = [0] * len(param.megatron_shape), list(param.megatron_shape)
     if axis is not None:
         offsets[axis], sizes[axis] = start, length
@@ -342,14 +346,14 @@ def _box(param: ParamMapping, axis: int | None, start: int, length: int) -> tupl
 
 
 def _shard(param: ParamMapping) -> str:
-    """How megatron-core numbers an object of a stacked module: "3_32", "3.17_32.256", or "0_1" where nothing is."""
+    """megatron-core's number of a stacked module's object: "3_32", "3.17_32.256", or "0_1" if nothing is stacked."""
     stack = param.stack or ((0, 1),)
     return ".".join(str(index) for index, _ in stack) + "_" + ".".join(str(size) for _, size in stack)
 
 
 @dataclass(frozen=True)
 class _Template:
-    """What `torch.save` writes before and after the values, and where in `tail` their checksum stands."""
+    """Bytes that `torch.save` writes before and after the values, and offsets of their checksum in `tail`."""
 
     head: bytes
     tail: bytes
@@ -357,7 +361,7 @@ class _Template:
 
 
 def tensor_item_length(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes that `torch.save` makes of a tensor of this dtype and shape. No value is touched or written."""
+    """Number of bytes of `torch.save`'s file for a tensor, without allocating it."""
     template = _template(dtype, shape)
     return len(template.head) + prod(shape) * dtype.itemsize + len(template.tail)
 
@@ -370,9 +374,9 @@ def object_item(value: object) -> bytes:
 
 
 class ItemSink(Sink):
-    """Writes at `offset` of an existing file what `torch.save` makes of a tensor, of the tensor's bytes in order.
+    """Sink that writes a tensor at `offset` of an existing file like `torch.save`, from the tensor's bytes in order.
 
-    Only the archive's serialization id, which tells archives apart in logs, is that of an empty one.
+    Only the archive's serialization id, which identifies archives in logs, is that of an empty one.
     """
 
     def __init__(self, path: Path, offset: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -382,7 +386,7 @@ class ItemSink(Sink):
         self._unchecked(self._template.head)
 
     def finish(self) -> bytes:
-        """All bytes of the tensor were taken: complete the item. Returns the xxh3_128 digest of the whole of it."""
+        """Complete the item after the tensor's last byte. Returns the item's xxh3_128 digest."""
         tail = bytearray(self._template.tail)
         for place in self._template.checksums:
             tail[place : place + 4] = self.checksum.to_bytes(4, "little")
@@ -402,17 +406,16 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), stream)  # type: ignore[arg-type]
     head = stream.segments[0][1]
-    if len(stream.segments) == 1:  # no values: the checksum of nothing is there already
+    if len(stream.segments) == 1:  # an empty tensor: its checksum is complete
         return _Template(head, b"", ())
     tail = stream.segments[1][1]
-    # Once in the data descriptor, right after the values, and once in the directory, 30 bytes before the name.
+    # The checksum is in the data descriptor, right after the values, and in the directory, 30 bytes before the name.
     assert tail.startswith(b"PK\x07\x08"), "torch.save writes archives without data descriptors"
     return _Template(head, tail, (4, tail.rindex(b"/data/0") - len("archive") - 30))
 
 
 def write_metadata(folder: Path, contents: Contents) -> None:
-    """Write `folder`/.metadata with torch's own classes, as torch and megatron-core do."""
-    # To import them takes a second, and they come last.
+    """Write `folder`/.metadata with torch's own classes, whose import takes a second."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     from dlm_bridge.convert.formats.dcp_reader import torch_metadata

@@ -1,8 +1,7 @@
-"""Files of torch.distributed.checkpoint: `.metadata`, and global tensors in chunks, read box by box from any chunking.
+"""Reader of torch.distributed.checkpoint files: `.metadata`, and global tensors stored in chunks.
 
-`.metadata` is read without running its pickle's code. A chunk is one tensor as `torch.save` writes it, at some offset
-of a larger file. Its pickle goes through the restricted unpickler; the values are then read straight from where they
-lie, each byte once.
+A chunk is a box of a global tensor, saved by `torch.save` at some offset of a larger file. All pickles are read by the
+restricted unpickler, without running code. Values are read directly from their offsets, each byte once.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ import torch
 
 from dlm_bridge.convert.streaming import FileRegion, SliceRange, raw_bytes, read_into
 from dlm_bridge.convert.workers import new_tensor
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.pickles import FileTensor, RestrictedUnpickler, read_torch_item
 from dlm_bridge.files.reading import check_plain_file, combined_digests, file_digest
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 
 DCP_METADATA = ".metadata"
-_METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each have 40 MB
-BACKEND_FILE = "metadata.json"  # which torch_dist has and torch's own writer leaves out
+_METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each need 40 MB
+BACKEND_FILE = "metadata.json"  # written by megatron-core, not by torch
 
-# Classes whose objects a real `.metadata` holds, by full name.
+# Full names of the classes in a genuine `.metadata`.
 _METADATA_CLASSES = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|TensorStorageMetadata|BytesStorageMetadata|TensorProperties"
     r"|ChunkStorageMetadata|MetadataIndex|StorageMeta|_MEM_FORMAT_ENCODING)"
@@ -45,7 +44,7 @@ _METADATA_CLASSES = re.compile(
 
 @dataclass(frozen=True)
 class StorageLocation:
-    """Bytes of one saved item."""
+    """Byte range of a saved item in a file."""
 
     file: str
     offset: int
@@ -54,7 +53,7 @@ class StorageLocation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a global tensor, and the item that holds it."""
+    """Box of a global tensor, and the item that stores it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,9 +66,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor in its chunks."""
+    """Global tensor and its chunks."""
 
-    dtype: torch.dtype | None  # None for a dtype that no weight has; an optimizer's step may be anything
+    dtype: torch.dtype | None  # None for dtypes that weights do not have, such as an optimizer's step
     dtype_name: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -77,22 +76,23 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a `.metadata` lists: tensors, and objects (opaque bytes) by key."""
+    """Tensors and objects (opaque bytes) that a `.metadata` lists, by key."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StorageLocation]
 
     def files(self, folder: Path, keys: Iterable[str] | None = None) -> dict[str, int]:
-        """The files of `folder` that hold tensors (those of `keys`), and their bytes."""
+        """Sizes in bytes of the files that store the tensors (or only those of `keys`)."""
         tensors = self.tensors.values() if keys is None else [self.tensors[key] for key in keys]
         names = {chunk.place.file for tensor in tensors for chunk in tensor.chunks}
         return {name: (folder / name).stat().st_size for name in sorted(names)}
 
 
 def read_metadata(folder: Path) -> Contents:
-    """Read and check `folder`/.metadata. Raises DlmBridgeError: unreadable, hostile, or not consistent with the files.
+    """Read `folder`/.metadata. Checks that every item is in a plain file of the folder, and every chunk in its tensor.
 
-    Checked: every place lies in a plain file of the folder, no chunk leaves its tensor.
+    Raises:
+        CheckpointError: unreadable, hostile, or inconsistent with the files.
     """
     path = folder / DCP_METADATA
     try:
@@ -101,15 +101,15 @@ def read_metadata(folder: Path) -> Contents:
             raise ValueError("it is too large")
         contents = _contents(RestrictedUnpickler(path.read_bytes(), path, _METADATA_CLASSES).load())
     except FileNotFoundError:
-        raise DlmBridgeError(f"{folder} is not a torch_dist checkpoint: it has no {DCP_METADATA}") from None
+        raise CheckpointError(folder, f"is not a distributed checkpoint: it has no {DCP_METADATA}") from None
     except DlmBridgeError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise DlmBridgeError(f"{path}: is not a checkpoint's metadata: {one_line(error)[:300]}") from None
+        raise CheckpointError(path, f"is not a checkpoint's metadata: {one_line(error)[:300]}") from None
     sizes: dict[str, int] = {}
     for name, tensor in contents.tensors.items():
         for chunk in tensor.chunks:
-            _check_chunk(path, name, tensor, chunk)
+            _check_inside(path, name, tensor, chunk)
             _check_place(folder, name, chunk.place, sizes)
     for name, place in contents.objects.items():
         _check_place(folder, name, place, sizes)
@@ -121,7 +121,7 @@ def _contents(metadata: Any) -> Contents:
     places: dict[tuple[str, tuple[int, ...] | None], StorageLocation] = {}
     for index, info in fields["storage_data"].items():
         if info.fields.get("transform_descriptors"):
-            raise ValueError("it is stored with transforms (compressed), which is not supported")
+            raise ValueError("stored transforms (compression) are not supported")
         place = StorageLocation(
             str(info.fields["relative_path"]), _whole(info.fields["offset"]), _whole(info.fields["length"])
         )
@@ -137,11 +137,11 @@ def _contents(metadata: Any) -> Contents:
         for chunk in stored.fields["chunks"]:
             offsets, sizes = (tuple(map(_whole, chunk.fields[key])) for key in ("offsets", "sizes"))
             if (name, offsets) not in places:
-                raise ValueError(f"{name}: the chunk at {offsets} has no place in any file")
+                raise ValueError(f"{name}: the chunk at {offsets} is not in any file")
             chunks.append(Chunk(offsets, sizes, places[name, offsets]))
         dtype = stored.fields["properties"].state[0]
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name}: its dtype is not one of torch's")
+            raise ValueError(f"{name}: its dtype is not a torch.dtype")
         shape = tuple(map(_whole, stored.fields["size"]))
         word = dtype_name(dtype)
         tensors[name] = StoredTensor(WEIGHT_DTYPES.get(word), word, shape, tuple(chunks))
@@ -150,65 +150,73 @@ def _contents(metadata: Any) -> Contents:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        # Not repr: a few bytes of pickle make an object whose text fills the memory.
+        # Without repr: a few bytes of pickle can create an object whose text fills the memory.
         raise ValueError(f"{value if type(value) is int else type(value).__name__} is not a size")
     return value
 
 
-def _check_chunk(path: Path, name: str, tensor: StoredTensor, chunk: Chunk) -> None:
-    rank = len(tensor.shape)
-    if len(chunk.offsets) != rank or len(chunk.sizes) != rank:
-        raise DlmBridgeError(f"{path}: tensor {name}: a chunk has another number of axes than the tensor")
-    for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True):
-        if offset + size > whole:
-            raise DlmBridgeError(
-                f"{path}: tensor {name}: the chunk at {chunk.offsets} of {chunk.sizes} leaves the shape {tensor.shape}"
-            )
+def _check_inside(path: Path, name: str, tensor: StoredTensor, chunk: Chunk) -> None:
+    same_axes = len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
+    boxes = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=False)
+    if not same_axes or any(offset + size > whole for offset, size, whole in boxes):
+        raise CheckpointError(
+            path,
+            f"tensor {name}: the chunk at {chunk.offsets} of sizes {chunk.sizes} is not inside shape {tensor.shape}",
+        )
 
 
 def _check_place(folder: Path, name: str, place: StorageLocation, sizes: dict[str, int]) -> None:
     if place.file not in sizes:
         path = folder / place.file
         if os.path.basename(place.file) != place.file or os.path.islink(path):
-            raise DlmBridgeError(f"{folder / DCP_METADATA}: {name} is in '{place.file[:300]}', outside the folder")
-        if not os.path.isfile(path):  # also for a name that no file can have
+            raise CheckpointError(folder / DCP_METADATA, f"{name} is in '{place.file[:300]}', outside the folder")
+        if not os.path.isfile(path):  # also for an invalid file name
             shown = folder / ascii(place.file[:300])[1:-1]
-            raise DlmBridgeError(f"{shown} does not exist, but {DCP_METADATA} has {name} in it")
+            raise CheckpointError(shown, f"does not exist, but {DCP_METADATA} lists {name} in it")
         sizes[place.file] = path.stat().st_size
     if place.offset + place.length > sizes[place.file]:
-        raise DlmBridgeError(
-            f"{folder / place.file}: truncated: has {sizes[place.file]} bytes, {name} ends at byte "
-            f"{place.offset + place.length}"
+        raise CheckpointError(
+            folder / place.file,
+            f"truncated: has {sizes[place.file]} bytes, {name} ends at byte {place.offset + place.length}",
         )
 
 
 @dataclass(frozen=True)
 class _Box:
-    """What a chunk and a slice have in common: its first index in either, and its sizes along the slice's axes."""
+    """Intersection of a chunk and a slice: first index in either, and sizes along the slice's axes."""
 
     chunk: Chunk
     in_chunk: list[int]
     in_slice: list[int]
     sizes: list[int]
-    is_region: bool  # whether it is one run of the chunk's values, and of the slice whole rows or columns
+    is_region: bool  # contiguous in the chunk, and whole rows or columns of the slice
 
 
 class ChunkedReader:
-    """Global tensors in chunks that lie anywhere in a folder's files, read box by box."""
+    """Reader of global tensors whose chunks are anywhere in a folder's files."""
 
     def __init__(self, folder: Path, contents: Contents) -> None:
         self.folder = folder
         self.contents = contents
         self._by_place: dict[str, dict[tuple[int, ...], list[Chunk]]] = {}
         self._lock = threading.Lock()
-        self._tiled: set[str] = set()  # keys that were checked
+        self._tiled: set[str] = set()  # keys that passed `check_tiled`
 
     def tensor(self, key: str) -> StoredTensor:
-        """A stored tensor's dtype, shape and chunks; KeyError where there is none."""
+        """Dtype, shape and chunks of a stored tensor. Raises KeyError if it is missing."""
         return self.contents.tensors[key]
 
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of a stored tensor. Raises CheckpointError for one that weights do not have."""
+        tensor = self.tensor(key)
+        if tensor.dtype is None:
+            raise CheckpointError(
+                self.folder, f"tensor {key} has dtype {tensor.dtype_name}, which weights do not have"
+            )
+        return tensor.dtype
+
     def file_digests(self) -> dict[str, str]:
-        """`combined_digests` of the files as they are now, every byte of every item read."""
+        """`combined_digests` of the files, from all bytes of all items."""
         places = {chunk.place for tensor in self.contents.tensors.values() for chunk in tensor.chunks}
         places.update(self.contents.objects.values())
         return combined_digests(
@@ -217,47 +225,43 @@ class ChunkedReader:
         )
 
     def check_tiled(self, key: str) -> None:
-        """Raise DlmBridgeError unless the tensor's chunks cover it exactly: no gap, no overlap, a weight's dtype."""
+        """Raise CheckpointError unless the tensor has a weight's dtype and its chunks cover it without overlap."""
         if key in self._tiled:
             return
+        self.dtype(key)
         tensor = self.tensor(key)
-        if tensor.dtype is None:
-            raise DlmBridgeError(f"{self.folder}: tensor {key} has dtype {tensor.dtype_name}, which no weight has")
-        covered = sum(chunk.numel for chunk in tensor.chunks)
-        if covered < prod(tensor.shape):
-            missing = prod(tensor.shape) - covered
-            raise DlmBridgeError(f"{self.folder}: tensor {key}: {missing} of its elements are in no chunk")
-        if not _disjoint(tensor.chunks, 0):
-            raise DlmBridgeError(f"{self.folder}: tensor {key}: chunks overlap")
+        missing = prod(tensor.shape) - sum(chunk.numel for chunk in tensor.chunks)
+        if missing > 0 or not _disjoint(tensor.chunks, 0):
+            problem = f"chunks lack {missing} of its elements" if missing > 0 else "chunks overlap"
+            raise CheckpointError(self.folder, f"tensor {key}: {problem}")
         self._tiled.add(key)
 
     def read(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> torch.Tensor:
-        """`read_into` a new tensor. [*shape]."""
-        dtype = self.tensor(key).dtype
-        assert dtype is not None
-        result = new_tensor(shape, dtype)
+        """Read a slice into a new tensor [*shape], as `read_into`."""
+        result = new_tensor(shape, self.dtype(key))
         self.read_into(key, stack, result)
         return result
 
     def read_into(self, key: str, stack: tuple[int, ...], out: torch.Tensor) -> None:
-        """Fill the contiguous `out` with one slice of a tensor: the index `stack` on its first axes (layer, expert),
-        and the first elements along the others, as many as `out` has.
+        """Read a slice of a tensor.
 
-        Raises DlmBridgeError for an item that is not the tensor's.
+        Args:
+            stack: index on the tensor's first axes (layer, expert).
+            out: contiguous tensor for the slice, which begins at index 0 on the other axes.
+
+        Raises:
+            CheckpointError: a stored item does not match `.metadata`.
         """
         tensor = self.tensor(key)
         for box in self._boxes(key, stack, out.shape):
             _copy(self._item(key, tensor, box.chunk), box, out)
 
     def in_regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> bool:
-        """Whether `regions` can tell where this slice lies."""
+        """True if `regions` can locate the slice."""
         return all(box.is_region for box in self._boxes(key, stack, shape))
 
     def regions(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[FileRegion]:
-        """Where the slice that `read_into` reads lies, in parts of rows or columns.
-
-        Raises DlmBridgeError for an item that is not the tensor's.
-        """
+        """File regions, each of rows or columns, of the slice that `read_into` reads. Raises CheckpointError."""
         tensor = self.tensor(key)
         found = []
         for box in self._boxes(key, stack, shape):
@@ -272,7 +276,7 @@ class ChunkedReader:
         return found
 
     def _boxes(self, key: str, stack: tuple[int, ...], shape: Sequence[int]) -> list[_Box]:
-        """What each chunk has of a slice."""
+        """Intersections of the stored chunks with a slice."""
         found = []
         offsets, whole = (*stack, *(0,) * len(shape)), (*(1 for _ in stack), *shape)
         for chunk in self._chunks(key, self.tensor(key), len(stack)).get(stack, []):
@@ -285,7 +289,7 @@ class ChunkedReader:
         return found
 
     def _chunks(self, key: str, tensor: StoredTensor, axes: int) -> dict[tuple[int, ...], list[Chunk]]:
-        """A tensor's chunks by their place on the stacked axes, so that reading it all is linear in its chunks."""
+        """Chunks of a tensor by index on the stacked axes, so that reading all slices is linear in the chunks."""
         with self._lock:
             if key not in self._by_place:
                 found: dict[tuple[int, ...], list[Chunk]] = {}
@@ -297,19 +301,20 @@ class ChunkedReader:
             return self._by_place[key]
 
     def _item(self, key: str, tensor: StoredTensor, chunk: Chunk) -> FileTensor:
-        """Where the chunk's values lie, as one row-major array."""
+        """Location of a chunk's values, which are one row-major array."""
         place = chunk.place
         item = open_tensor_item(self.folder / place.file, place.offset, place.length, key)
         if (item.dtype, item.shape) != (tensor.dtype, chunk.sizes):
-            raise DlmBridgeError(
-                f"{item.path}: tensor {key}: the item is {item.dtype} {list(item.shape)}, "
-                f"{DCP_METADATA} says {tensor.dtype} {list(chunk.sizes)}"
+            raise CheckpointError(
+                item.path,
+                f"tensor {key} is stored as {item.dtype} {list(item.shape)}, {DCP_METADATA} says {tensor.dtype} "
+                f"{list(chunk.sizes)}",
             )
         return item
 
 
 def _copy(item: FileTensor, box: _Box, out: torch.Tensor) -> None:
-    """Copy what a chunk, whose values are the `item`, and the slice `out` have in common."""
+    """Copy the intersection `box` from a chunk's values, the `item`, to the slice `out`."""
     stack = (1,) * (len(box.in_chunk) - out.dim())
     window, sizes = _part(out, box.in_slice, box.sizes), (*stack, *box.sizes)
     if not _is_one_run(sizes, item.shape):
@@ -325,25 +330,25 @@ def _copy(item: FileTensor, box: _Box, out: torch.Tensor) -> None:
 
 
 def _part(tensor: torch.Tensor, first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A view of `sizes` from the element `first` on."""
+    """View of shape `sizes` that begins at index `first`."""
     return tensor[tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))]
 
 
 def _common(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """First index and sizes of what a chunk and the box of `shape` at `offsets` have in common."""
+    """First index and sizes of the intersection of a chunk and the box of `shape` at `offsets`."""
     low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(offsets, shape, chunk.offsets, chunk.sizes, strict=True)]
     return low, [b - a for a, b in zip(low, high, strict=True)]
 
 
 def _is_one_run(sizes: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a box of `sizes` in a row-major array of shape `whole` is one run of elements."""
+    """True if a box of `sizes` is contiguous in a row-major array of shape `whole`."""
     axis = next((axis for axis, size in enumerate(sizes) if size != 1), len(sizes))
     return all(size == full for size, full in zip(sizes[axis + 1 :], whole[axis + 1 :], strict=True))
 
 
 def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
-    """No two chunks share an element. Chunks that agree on all axes but one are compared along that one."""
+    """True if no two chunks share an element. Chunks equal on all axes but one are compared along that axis."""
     if len(chunks) < 2:
         return True
     if axis == len(chunks[0].sizes):
@@ -354,7 +359,7 @@ def _disjoint(chunks: Sequence[Chunk], axis: int) -> bool:
     spans = sorted(groups)
     if any(a + n > b for (a, n), (b, _) in pairwise(spans)):
         if len(chunks) > 4096:
-            return False  # no tool cuts like this; comparing every pair would take too long
+            return False  # no tool writes such chunks, and comparing all pairs would take too long
         return not any(_overlap(a, b) for place, a in enumerate(chunks) for b in chunks[:place])
     return all(_disjoint(group, axis + 1) for group in groups.values())
 
@@ -364,22 +369,21 @@ def _overlap(a: Chunk, b: Chunk) -> bool:
 
 
 def open_tensor_item(path: Path, offset: int, length: int, name: str) -> FileTensor:
-    """The place of the one plain tensor that was saved there. `name` is the tensor's, for errors. Raises
-    DlmBridgeError."""
+    """Location of the tensor saved as one item. `name` is the tensor's, for errors. Raises CheckpointError."""
     tensor = read_torch_item(path, offset, length, f"{path}: tensor {name}")
     if not isinstance(tensor, FileTensor):
-        raise DlmBridgeError(f"{path}: tensor {name}: the item is not a plain tensor")
+        raise CheckpointError(path, f"tensor {name} is not stored as a plain tensor")
     return tensor
 
 
 def read_item_rows(item: FileTensor, first: Sequence[int], count: int, view: memoryview) -> None:
-    """Fill `view` with `count` elements of the item, from the element at index `first` on in row-major order."""
+    """Fill `view` with `count` elements of the item in row-major order, from the element at index `first`."""
     assert len(view) == count * item.dtype.itemsize
     read_into(item.path, item.offset + item_offset(item, first), view)
 
 
 def item_offset(item: FileTensor, index: Sequence[int]) -> int:
-    """Bytes of the item before the element at `index`."""
+    """Offset in bytes of the element at `index`."""
     start = 0
     for place, size in zip(index, item.shape, strict=True):
         start = start * size + place

@@ -1,4 +1,4 @@
-"""torch's own loading of a distributed checkpoint, without its pickles."""
+"""torch.distributed.checkpoint's reader with restricted unpickling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlm_bridge.files.reading import FileWindow
 
 
 def torch_metadata(contents: Contents, storage: StorageMeta) -> Metadata:
-    """The contents of a `.metadata` in torch's own classes."""
+    """Contents of a `.metadata` as torch's own classes."""
     state: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for name, tensor in contents.tensors.items():
@@ -41,20 +41,22 @@ def torch_metadata(contents: Contents, storage: StorageMeta) -> Metadata:
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of a distributed checkpoint, without its pickles: `.metadata` is read by the restricted reader,
-    and the items go through `restricted_loading`. Raises DlmBridgeError where `.metadata` is damaged, hostile or not
-    consistent with the files."""
+    """FileSystemReader that unpickles neither `.metadata` (`read_metadata`) nor items (`restricted_loading`) freely.
+
+    Raises:
+        CheckpointError: `.metadata` is damaged, hostile or inconsistent with the files.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        contents = read_metadata(Path(self.path))  # at once, since torch logs what is raised when it asks
+        contents = read_metadata(Path(self.path))  # here, because torch logs errors that are raised during a load
         self._metadata = torch_metadata(contents, StorageMeta(load_id=self.load_id))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._metadata
 
     def _slice_file(self, file: Any, place: Any) -> Any:
-        window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot be searched from its end
+        window: Any = FileWindow(file, place.offset, place.length)  # torch's own cannot seek from its end
         window.name = file.name
         return window
 

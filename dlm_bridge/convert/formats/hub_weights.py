@@ -1,6 +1,6 @@
-"""Weight files of a Hub folder: read tensor by tensor, planned as shards, written in any order.
+"""Weight files of a Hub folder: reader, shard planning, and a writer that accepts tensors in any order.
 
-They are safetensors, whose headers are checked, or torch's pickled files (`pytorch_model*.bin`), which are only read.
+Formats: safetensors, and torch's pickled files (`pytorch_model*.bin`), which are read but not written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.convert.streaming import FileRegion, Sink, SliceRange, allocate, read_tensor, tensor_bands
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import check_safetensors, file_digest
 from dlm_bridge.hub import inside
 from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_name, torch_dtype
@@ -22,8 +22,8 @@ from dlm_bridge.mapping.dtypes import QUANTISED_DTYPES, STORED_DTYPES, dtype_nam
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
 
-FP8 = "F8_E4M3"  # in a header
-MXFP4_PARTS = ("_blocks", "_scales")  # of a weight's name: two values a byte, and the exponent of each 32
+FP8 = "F8_E4M3"  # dtype in a header
+MXFP4_PARTS = ("_blocks", "_scales")  # suffixes of an MXFP4 weight's tensors: values, and one exponent per 32 values
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 BIN_FILE = "pytorch_model.bin"
@@ -35,13 +35,12 @@ TensorSpecs = Mapping[str, "tuple[torch.dtype, Sequence[int]]"]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: `stored` is its dtype's name in a header, `offset` counts bytes from the start of the
-    file."""
+    """Tensor in a weight file."""
 
     name: str
-    stored: str
+    stored: str  # dtype in a safetensors header
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # bytes from the start of the file
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +57,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """A file's header: its tensors in the order of their bytes."""
+    """Header of a weight file, with the tensors in the order of their offsets."""
 
     path: Path
     metadata: dict[str, str] | None
@@ -67,10 +66,13 @@ class SafetensorsFile:
 
 
 class HubReader:
-    """The tensors of a Hub folder. Only headers are read on opening; a tensor is read when asked for.
+    """Reader of a Hub folder's tensors. Opening reads the headers only.
 
-    Raises DlmBridgeError for a file that is missing, outside the folder, truncated or corrupt, and where the index
-    and the files do not name the same tensors.
+    Args:
+        quantised: header dtype of quantised weights to accept.
+
+    Raises:
+        CheckpointError: a file is missing, outside the folder, truncated or damaged, or the index does not match.
     """
 
     def __init__(self, folder: Path, quantised: str | None = None) -> None:
@@ -89,41 +91,41 @@ class HubReader:
             for entry in content.entries:
                 if entry.name in self._where:
                     other = self._where[entry.name][0].name
-                    raise DlmBridgeError(f"{folder}: tensor {entry.name} is in two files, {other} and {file}")
+                    raise CheckpointError(folder, f"tensor {entry.name} is in two files, {other} and {file}")
                 self._where[entry.name] = (content.path, entry)
         if index is not None:
             self._check_index(index)
 
     @property
     def names(self) -> list[str]:
-        """The Hub names, in the order of files and bytes."""
+        """Hub names in the order of files and offsets."""
         return list(self._where)
 
     def entry(self, name: str) -> TensorEntry:
-        """dtype, shape and place of a tensor; KeyError where there is none."""
+        """Dtype, shape and offset of a tensor. Raises KeyError if it is missing."""
         return self._where[name][1]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor's bytes in its file."""
+        """Dtype of a tensor's bytes in its file."""
         return self._where[name][1].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in a buffer of its own. Raises DlmBridgeError for a file that has been truncated since."""
+        """Read a tensor into its own buffer. Raises CheckpointError if the file has been truncated since opening."""
         path, entry = self._where[name]
         return read_tensor(path, entry.offset, entry.dtype, entry.shape)
 
     def read_elements(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of a tensor in row-major order; only their bytes are read."""
+        """Read elements `start` to `stop` of a tensor in row-major order, and only their bytes."""
         path, entry = self._where[name]
         return read_tensor(path, entry.offset + start * entry.dtype.itemsize, entry.dtype, (stop - start,))
 
     def region(self, name: str, part: SliceRange) -> FileRegion:
-        """Where a tensor lies that is `part` of a slice, in `stored_dtype`."""
+        """File region of a tensor that is `part` of a slice, in `stored_dtype`."""
         path, entry = self._where[name]
         return FileRegion(path, entry.offset, part)
 
     def shards(self) -> list[ShardRecord]:
-        """The folder's own shard map; none for pickled files, since these are not written."""
+        """Shard map of the folder; empty for pickled files, which are not written."""
         if self.pickled:
             return []
         return [
@@ -132,72 +134,77 @@ class HubReader:
         ]
 
     def _check_index(self, index: dict[str, str]) -> None:
-        path = self.folder / self._index
-        for name, file in index.items():
-            if name not in self._where or self._where[name][0] != self.files[file].path:
-                raise DlmBridgeError(f"{path}: tensor {name} is not in {file}, where the index has it")
-        for name, (file_path, _) in self._where.items():
-            if name not in index:
-                raise DlmBridgeError(f"{path}: tensor {name} of {file_path.name} is not in the index")
+        found = {entry.name: file for file, content in self.files.items() for entry in content.entries}
+        for name in (*index, *found):
+            if index.get(name) != found.get(name):
+                raise CheckpointError(
+                    self.folder / self._index,
+                    f"tensor {name} is in {found.get(name, 'no file')}, the index has it in "
+                    f"{index.get(name, 'no file')}",
+                )
 
 
 def _read_index(folder: Path, single: str, index_file: str) -> dict[str, str] | None:
-    """Tensor name -> file, None for a folder with one file."""
+    """File by tensor name; None for a folder with one file."""
     if not os.path.lexists(folder / index_file):
         if not os.path.lexists(folder / single):
-            raise DlmBridgeError(f"{folder} is not a checkpoint: it has neither {single} nor {index_file}")
+            raise CheckpointError(folder, f"is not a checkpoint: it has neither {single} nor {index_file}")
         return None
     path = inside(folder, index_file)
     try:
-        index = json.loads(path.read_text("utf-8"))
-        weight_map = index["weight_map"]
+        weight_map = json.loads(path.read_text("utf-8"))["weight_map"]
+        files = weight_map.values() if isinstance(weight_map, dict) else ()
+        if not files or not all(isinstance(file, str) for file in files):
+            raise ValueError("'weight_map' must map tensor names to files")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise DlmBridgeError(f"{path}: is not a safetensors index: {one_line(error)}") from None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise DlmBridgeError(f"{path}: 'weight_map' must map tensor names to files")
+        raise CheckpointError(path, f"is not a weight index: {one_line(error)}") from None
     if os.path.lexists(folder / single) and single not in weight_map.values():
-        raise DlmBridgeError(
-            f"{folder}: has both {single} and {index_file}, which does not name it: remove one of them"
+        raise CheckpointError(
+            folder, f"has both {single} and {index_file}, which does not list it: remove one of them"
         )
-    first = {file: name for name, file in reversed(weight_map.items())}
-    for file, name in first.items():
-        kind = single.rpartition(".")[2]
+    kind = single.rpartition(".")[2]
+    for file in dict.fromkeys(files):
         if not file.endswith(f".{kind}"):
-            raise DlmBridgeError(f"{path}: tensor {name} is in '{file}', which is not a {kind} file")
+            raise CheckpointError(path, f"lists '{file}', which is not a {kind} file")
         try:
             inside(folder, file)
         except DlmBridgeError as error:
-            raise DlmBridgeError(f"{path} names '{file}': {error}") from None
+            raise CheckpointError(path, f"lists '{file}': {error}") from None
+    assert isinstance(weight_map, dict)
     return weight_map
 
 
 def read_bin(path: Path) -> SafetensorsFile:
-    """The file's tensors in the order of their bytes, as a safetensors header would list them.
+    """Read the pickle of a `pytorch_model*.bin`, without its tensors.
 
-    Raises DlmBridgeError for what is not a state dict of weights, and as `read_torch_file` does.
+    Raises:
+        CheckpointError: damaged, hostile, or not a state dict of weights.
     """
     from dlm_bridge.files.pickles import FileTensor, read_torch_file
     from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
 
     content = read_torch_file(path)
-    if not isinstance(content, Mapping):
-        raise DlmBridgeError(f"{path}: is not a dict of tensors")
     entries = []
-    for name, tensor in content.items():
+    for name, tensor in content.items() if isinstance(content, Mapping) else [(path.name, content)]:
         if not isinstance(name, str) or not isinstance(tensor, FileTensor):
-            raise DlmBridgeError(f"{path}: {name!r} is not a tensor: a weight file is a dict of tensors")
+            raise CheckpointError(path, f"{name!r} is not a tensor: a weight file is a dict of tensors")
         if tensor.dtype not in SAFETENSORS_NAMES:
-            raise DlmBridgeError(f"{path}: tensor {name} has dtype {dtype_name(tensor.dtype)}, no weight's dtype")
+            raise CheckpointError(
+                path, f"tensor {name} has dtype {dtype_name(tensor.dtype)}, which weights do not have"
+            )
         entries.append(TensorEntry(name, SAFETENSORS_NAMES[tensor.dtype], tensor.shape, tensor.offset))
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     return SafetensorsFile(path, None, tuple(entries), entries[0].offset if entries else 0)
 
 
 def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
-    """Read and check a header; safetensors' own reader judges it first. `quantised` is a dtype of no weight that it
-    lets through, by its name in the header.
+    """Read a safetensors header, after a check by safetensors' own reader.
 
-    Raises DlmBridgeError naming the file.
+    Args:
+        quantised: header dtype of quantised weights to accept.
+
+    Raises:
+        CheckpointError: damaged, or a tensor's dtype is not a weight's.
     """
     check_safetensors(path)
     with path.open("rb") as stream:
@@ -213,9 +220,9 @@ def read_header(path: Path, quantised: str | None = None) -> SafetensorsFile:
 def build_header(
     metadata: Mapping[str, str] | None, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]
 ) -> tuple[bytes, tuple[TensorEntry, ...]]:
-    """The header bytes of a file that holds `tensors` (name, dtype, shape) in this order, and where each one goes.
+    """Header bytes of a file of `tensors` (name, dtype, shape) in this order, and the tensors' entries.
 
-    The bytes are those that safetensors' own writer makes: compact JSON, padded with spaces to 8 bytes.
+    The bytes equal those of safetensors' own writer: compact JSON, padded with spaces to 8 bytes.
     """
     from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
 
@@ -237,7 +244,7 @@ def build_header(
 def standard_order(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]],
 ) -> list[tuple[str, torch.dtype, Sequence[int]]]:
-    """The order that safetensors' own writer gives: widest dtype first, then by name."""
+    """Tensors in the order of safetensors' own writer: widest dtype first, then by name."""
     from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
 
     rank = {dtype: place for place, dtype in enumerate(SAFETENSORS_NAMES)}
@@ -246,14 +253,14 @@ def standard_order(
 
 def _entry(path: Path, name: str, item: dict[str, Any], start: int, quantised: str | None) -> TensorEntry:
     stored = item["dtype"]
-    known = stored in STORED_DTYPES or stored == quantised
-    if not known and stored == FP8:
-        raise DlmBridgeError(f"{path}: tensor {name} is FP8: dlm-bridge import takes it with --dequantize-fp8")
-    if not known and stored == "U8" and name.endswith(MXFP4_PARTS):
-        raise DlmBridgeError(f"{path}: tensor {name} is MXFP4: dlm-bridge import takes it with --dequantize-mxfp4")
-    if not known:
-        kinds = ", ".join(STORED_DTYPES)
-        raise DlmBridgeError(f"{path}: tensor {name} has dtype {stored}, a weight has one of {kinds}")
+    if stored not in STORED_DTYPES and stored != quantised:
+        if stored == FP8:
+            why = "is FP8: dlm-bridge import converts it with `dequantize_fp8`"
+        elif stored == "U8" and name.endswith(MXFP4_PARTS):
+            why = "is MXFP4: dlm-bridge import converts it with `dequantize_mxfp4`"
+        else:
+            why = f"has dtype {stored}, weights have one of {', '.join(STORED_DTYPES)}"
+        raise CheckpointError(path, f"tensor {name} {why}")
     return TensorEntry(name, stored, tuple(item["shape"]), start + item["data_offsets"][0])
 
 
@@ -262,13 +269,13 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise DlmBridgeError(f"{path}: '{twice}' stands twice in the header")
+        raise CheckpointError(path, f"the header has '{twice}' twice")
     return result
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One safetensors file of the Hub source: its name, its metadata, its tensors in the order of their bytes."""
+    """Safetensors file of the Hub source, with the tensor names in the order of their offsets."""
 
     file: str
     metadata: Mapping[str, str] | None
@@ -277,7 +284,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file that will be written: its header and the place of every tensor."""
+    """Planned safetensors file: its header and tensors."""
 
     file: str
     metadata: Mapping[str, str] | None
@@ -290,9 +297,9 @@ class ShardFile:
 
 
 class HubWriter:
-    """Writes planned safetensors files tensor by tensor, in any order and from any thread or process.
+    """Writer of planned safetensors files, in any order of tensors and from any thread or process.
 
-    A file's size and header are there from the start, and what a run before this one wrote stays. `finish` raises
+    Files are created with their full size and header; tensors that an interrupted run wrote are kept. `finish` raises
     AssertionError unless every planned tensor was noted exactly once.
     """
 
@@ -305,12 +312,12 @@ class HubWriter:
                 stream.write(plan.header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """`put` a tensor and note it."""
+        """Write a tensor and mark it as written."""
         self.put(name, tensor)
         self.note([name])
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a contiguous tensor's bytes in their place; dtype and number must be the planned ones."""
+        """Write a contiguous tensor of the planned dtype and size."""
         _, entry = self._where[name]
         assert (tensor.dtype, tensor.numel()) == (entry.dtype, prod(entry.shape)), f"{name} is not what was planned"
         with self.sink(name) as sink:
@@ -318,12 +325,12 @@ class HubWriter:
                 sink.put(band.reshape(-1).data)
 
     def sink(self, name: str) -> Sink:
-        """What writes a tensor's bytes in their place, in order."""
+        """Sink for a tensor's bytes in order."""
         path, entry = self._where[name]
         return Sink(path, entry.offset, dtype=entry.dtype)
 
     def has(self, digests: Mapping[str, str]) -> bool:
-        """Whether all these tensors (name -> digest) lie in the files already, from a run before this one."""
+        """True if an interrupted run has written all these tensors already (digests by name)."""
         for name, digest in digests.items():
             path, entry = self._where[name]
             if file_digest(path, entry.offset, entry.nbytes) != digest:
@@ -331,17 +338,17 @@ class HubWriter:
         return True
 
     def note(self, names: Iterable[str]) -> None:
-        """These tensors are in their place."""
+        """Mark tensors as written."""
         for name in names:
             self._missing.remove(name)
 
     def finish(self) -> None:
-        """Every tensor is there."""
+        """Check that every planned tensor was written."""
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
 
 
 def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[ShardFile]:
-    """The files of a known shard map, with the dtypes and shapes of `tensors`."""
+    """Plan the files of a shard map, with the dtypes and shapes of `tensors`."""
     plans = []
     for shard in shards:
         header, entries = build_header(shard.metadata, [(name, *tensors[name]) for name in shard.tensors])
@@ -350,7 +357,7 @@ def plan_like(shards: Iterable[ShardRecord], tensors: TensorSpecs) -> list[Shard
 
 
 def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardFile]:
-    """Files of at most `shard_size` bytes of tensors (a larger tensor has a file of its own), named as on the Hub."""
+    """Plan files of at most `shard_size` bytes of tensors, named as on the Hub. A larger tensor gets its own file."""
     groups: list[list[tuple[str, torch.dtype, Sequence[int]]]] = []
     room = 0
     for name, (dtype, shape) in tensors.items():
@@ -369,7 +376,7 @@ def plan_by_size(tensors: TensorSpecs, shard_size: int) -> list[ShardFile]:
 
 
 def index_text(plans: Sequence[ShardFile], like: dict[str, Any] | None = None) -> str:
-    """model.safetensors.index.json for these files; `like` is an older index whose other metadata is kept."""
+    """model.safetensors.index.json of these files, with other metadata of the older index `like`."""
     metadata = (like or {}).get("metadata")
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     metadata["total_size"] = sum(entry.nbytes for plan in plans for entry in plan.entries)

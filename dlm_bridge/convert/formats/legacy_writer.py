@@ -1,12 +1,12 @@
-"""Writer of Megatron's legacy format, and parameter names within one rank.
+"""Writer of Megatron's legacy format, and parameter names within a rank.
 
-Every rank's `model_optim_rng.pt` is laid out first, then filled slice by slice. torch itself lays a file out, with
-`skip_data`: its pickle and headers are kept in memory and the tensors' places are filled in any order. The result is a
-plain `torch.save` file, checksums included.
+Every rank's `model_optim_rng.pt` is planned by `torch.save` with `skip_data`, which yields its pickle, its headers and
+the tensors' offsets. The tensors are then written in any order. The result is a plain `torch.save` file with valid
+checksums.
 
 Within a rank, in this format and in Megatron FSDP's, names depend on the layer spec (`KEY_STYLES`). Transformer
-Engine's keeps a norm in the linear layer that follows it (`linear_qkv.layer_norm_weight`), the local one has a module
-for it (`input_layernorm.weight`). Experts are grouped (`experts.linear_fc1.weight3`) or sequential
+Engine's has a norm in the linear layer that follows it (`linear_qkv.layer_norm_weight`), the local one in a module
+(`input_layernorm.weight`). Experts are grouped (`experts.linear_fc1.weight3`) or sequential
 (`experts.local_experts.3.linear_fc1.weight`).
 """
 
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
+from dlm_bridge.convert.settings import KEY_STYLES
 from dlm_bridge.convert.streaming import (
     Bands,
     Sink,
@@ -36,26 +37,25 @@ from dlm_bridge.convert.streaming import (
     slice_range,
     write_at,
 )
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError
 from dlm_bridge.files.pickles import ArchiveRecord, read_records
 from dlm_bridge.files.reading import file_digest
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.mapping.rules import ParamMapping
 
 RANK_FILE = "model_optim_rng.pt"
-KEY_STYLES = ("te", "te-sequential", "local")
 _EMBEDDING = "embedding.word_embeddings.weight"
-_CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # bytes from the start of either
+_CRC_IN_DESCRIPTOR, _CRC_IN_DIRECTORY = 4, 16  # offsets in bytes
 LAYER_OF = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.experts\.\{expert\}\.(linear_fc[12])\.(weight|bias)$")
-# Fused norm -> the local spec's module, both below the layer.
+# The local spec's module by the fused norm's name, both relative to the layer.
 _LOCAL_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
-_LINEAR = {  # with an `_extra_state`, as Transformer Engine's norms have one
+_LINEAR = {  # modules with an `_extra_state`, as Transformer Engine's norms
     "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer", "eh_proj",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 }  # fmt: skip
@@ -64,7 +64,7 @@ _TE_NORMS = {"q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm
 
 @dataclass(frozen=True)
 class RankTensor:
-    """Where one rank's share of a parameter's slice goes: `length` bytes from `start` of `file`."""
+    """Location of one rank's part of a parameter's slice: `length` bytes of `file` from `start`."""
 
     file: str
     start: int
@@ -74,18 +74,18 @@ class RankTensor:
 
 @dataclass
 class LegacyItems:
-    """Every file and every place in it, before any tensor is read."""
+    """Planned files and tensor locations, before any tensor is read."""
 
-    files: dict[str, int]  # path below the iteration -> bytes
+    files: dict[str, int]  # bytes by path below the iteration
     targets: dict[str, list[RankTensor]]  # by ParamMapping.megatron_name
-    segments: dict[str, list[tuple[int, bytes]]]  # what stands around the tensors
-    directories: dict[str, dict[int, int]]  # file -> start of a tensor's bytes -> its entry in the archive's directory
+    segments: dict[str, list[tuple[int, bytes]]]  # bytes around the tensors, by file: (offset, bytes)
+    directories: dict[str, dict[int, int]]  # offsets of the archive's directory entries, by file and tensor start
 
 
 @dataclass
 class _RankState:
     chunks: list[dict[str, torch.Tensor | None]]
-    places: list[tuple[int, str, str, SliceRange]] = field(default_factory=list)  # chunk, key, param's name, its part
+    places: list[tuple[int, str, str, SliceRange]] = field(default_factory=list)  # chunk, key, parameter, part
 
 
 def plan_legacy(
@@ -96,9 +96,15 @@ def plan_legacy(
     style: str,
     iteration: int,
 ) -> LegacyItems:
-    """Lay out the files of the layout's ranks. `dtypes` goes by `megatron_key`; the vocabulary's rows are padded.
+    """Plan the files of the layout's ranks.
 
-    Raises DlmBridgeError for expert tensor parallelism that the folders' names cannot tell."""
+    Args:
+        params: parameters with the padded vocabulary.
+        dtypes: by `megatron_key`.
+
+    Raises:
+        LayoutError: the folder names do not distinguish the expert tensor parallel ranks.
+    """
     ranks = _ranks(layout)
     states = {(pp, tp, ep): _RankState([{} for _ in range(layout.vp)]) for pp in range(layout.pp) for tp, ep in ranks}
     local: dict[int, tuple[int, int, int]] = {}
@@ -121,7 +127,7 @@ def plan_legacy(
                     rank_state.chunks[vp][extra] = None
     result = LegacyItems({}, {}, {}, {})
     for (pp, tp, ep), rank_state in states.items():
-        if pp == layout.pp - 1:  # the output layer has a state also where it shares the embedding's weight
+        if pp == layout.pp - 1:  # an output layer tied to the embedding has an extra state, too
             rank_state.chunks[-1].setdefault("output_layer._extra_state", None)
         rest = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
         _lay_out(f"{_folder(layout, pp, tp, ep)}/{RANK_FILE}", rank_state, rest, result)
@@ -129,7 +135,7 @@ def plan_legacy(
 
 
 class LegacyWriter:
-    """Writes the planned tensors in any order and from any thread; `finish` completes the files' checksums."""
+    """Writer of planned tensors, in any order and from any thread; `finish` completes the files' checksums."""
 
     def __init__(self, folder: Path, items: LegacyItems) -> None:
         self._folder, self._items = folder, items
@@ -138,7 +144,7 @@ class LegacyWriter:
         allocate(folder, items.files)
 
     def write(self, param: ParamMapping, bands: Bands) -> list[str]:
-        """Put a parameter's whole slice into the files of the ranks that hold it. Returns its items' digests."""
+        """Write a parameter's slice into the files of its ranks. Returns the items' digests."""
         parts, sinks = [], []
         with ExitStack() as stack:
             for target in self._items.targets[param.megatron_name]:
@@ -152,7 +158,7 @@ class LegacyWriter:
         return [f"{sink.digest.hexdigest()}:{sink.checksum:08x}" for sink in sinks]
 
     def has(self, param: ParamMapping, digests: Sequence[str]) -> bool:
-        """Whether the parameter's items lie there already, from a run before this one."""
+        """True if an interrupted run has written the parameter's items already."""
         targets = self._items.targets[param.megatron_name]
         return len(targets) == len(digests) and all(
             file_digest(self._folder / target.file, target.start, target.length) == text.partition(":")[0]
@@ -160,16 +166,16 @@ class LegacyWriter:
         )
 
     def note(self, param: ParamMapping, digests: Sequence[str]) -> None:
-        """The parameter's items are there: what `write` returned, or what `has` found."""
+        """Mark a parameter as written, with the digests that `write` returned or `has` confirmed."""
         for target, text in zip(self._items.targets[param.megatron_name], digests, strict=True):
             digest, _, checksum = text.partition(":")
             self._written[target.file, target.start] = bytes.fromhex(digest), int(checksum, 16)
         self._missing.remove(param.megatron_name)
 
     def finish(self, iteration: int) -> dict[str, str]:
-        """Write what stands around the tensors; every planned slice must be there. `iteration` is in the plan already.
+        """Write the bytes around the tensors, after all planned slices. The plan contains `iteration` already.
 
-        Returns a digest of every file, as `legacy_file_digest` finds it again.
+        Returns the digests by file that `legacy_file_digest` computes.
         """
         assert not self._missing, f"planned but not written: {sorted(self._missing)[:3]}"
         targets: dict[str, dict[int, RankTensor]] = {}
@@ -193,7 +199,7 @@ class LegacyWriter:
 
 
 def legacy_file_digest(path: Path, known: dict[int, bytes] | None = None) -> str:
-    """One digest of a rank's file: of its tensors' digests (`known` by their starts, else read), and of all else."""
+    """Digest of a rank's file, of its tensors' digests (`known` by start, else read) and all other bytes."""
     state, position = xxhash.xxh3_128(), 0
     with path.open("rb") as stream:
         records = [record for record in read_records(stream) if record.name.startswith("data/")]
@@ -211,14 +217,15 @@ def legacy_file_digest(path: Path, known: dict[int, bytes] | None = None) -> str
 
 
 def _ranks(layout: Layout) -> dict[tuple[int, int], int]:
-    """(tp rank, ep rank) of every folder of a stage -> the expert tensor parallel rank there."""
+    """Expert tensor parallel rank in each folder of a stage, by (tp rank, ep rank)."""
     found: dict[tuple[int, int], int] = {}
     for rank in range(layout.world_size // layout.pp):
         place = rank % layout.tp, rank // layout.expert_tp % layout.ep
         if found.setdefault(place, rank % layout.expert_tp) != rank % layout.expert_tp:
-            raise DlmBridgeError(
-                f"--format torch --etp {layout.expert_tp}: its folders are named by tensor and expert parallel rank, "
-                f"which cannot tell {layout.expert_tp} parts of an expert at --tp {layout.tp}: use --format torch_dist"
+            raise LayoutError(
+                "etp",
+                f"{layout.expert_tp} with `format=torch` and `tp={layout.tp}`: folders named by tensor and expert "
+                "parallel rank do not distinguish the parts of an expert: use `format=torch_dist`",
             )
     return found
 
@@ -240,8 +247,8 @@ def _local_layers(layout: Layout, layers: int) -> dict[int, tuple[int, int, int]
 def _names(
     param: ParamMapping, layout: Layout, local: dict[int, tuple[int, int, int]], style: str
 ) -> list[tuple[int, int, str]]:
-    """(stage, chunk, name there) of every place that has a parameter: the embedding is on the last stage too where the
-    output layer shares it or multi-token prediction needs it."""
+    """(stage, chunk, name) of every copy of a parameter. The embedding has one on the last stage if the output layer
+    is tied to it or multi-token prediction needs it."""
     template, last = param.rule.megatron, (layout.pp - 1, layout.vp - 1)
     expert = None if param.expert is None else param.expert % (param.dims.experts // layout.ep)
     if param.layer is not None and not param.is_mtp:
@@ -266,18 +273,18 @@ def _local_shape(param: ParamMapping, rank: int, size: int) -> tuple[int, ...]:
 
 
 def _part(param: ParamMapping, rank: int, size: int, itemsize: int, first: int) -> SliceRange:
-    """What a tensor parallel rank has of a slice in which the parameter's rows begin at `first`."""
+    """Part of a slice on a tensor parallel rank; the parameter's rows begin at row `first` of the slice."""
     return slice_range(param.megatron_shape, itemsize, param.rule.tp_axis, param.tp_slices(rank, size), first)
 
 
 def _lay_out(file: str, state: _RankState, rest: dict[str, Any], result: LegacyItems) -> None:
-    """Have torch lay the file out, and note where each tensor goes."""
+    """Plan a file with `torch.save`, and add its tensors' locations to `result`."""
     keys = ["model"] if len(state.chunks) == 1 else [f"model{number}" for number in range(len(state.chunks))]
     sparse = SparseFile()
     with torch.serialization.skip_data():
         torch.save(rest | dict(zip(keys, state.chunks, strict=True)), sparse)  # type: ignore[arg-type]
     result.files[file], result.segments[file] = sparse.size, sparse.segments
-    # torch numbers the storages in the order in which it meets them, which is that of the dicts.
+    # torch numbers the storages in the order of the dicts.
     order = [id(tensor) for chunk in state.chunks for tensor in chunk.values() if tensor is not None]
     number = {found: place for place, found in enumerate(order)}
     records: dict[str, ArchiveRecord] = {record.name: record for record in read_records(cast(BinaryIO, sparse))}
@@ -285,13 +292,13 @@ def _lay_out(file: str, state: _RankState, rest: dict[str, Any], result: LegacyI
         tensor = state.chunks[vp][key]
         record = records[f"data/{number[id(tensor)]}"]
         assert tensor is not None
-        assert record.length == tensor.nbytes, f"{file}: {key} is not where torch was expected to put it"
+        assert record.length == tensor.nbytes, f"{file}: {key} is not at the expected offset"
         result.targets.setdefault(name, []).append(RankTensor(file, record.start, record.length, part))
     result.directories[file] = _directory(sparse, records)
 
 
 def _directory(sparse: SparseFile, records: dict[str, ArchiveRecord]) -> dict[int, int]:
-    """Start of a tensor's bytes -> offset of its entry in the archive's central directory."""
+    """Offset of each tensor's entry in the archive's central directory, by the start of the tensor's bytes."""
     with zipfile.ZipFile(cast(BinaryIO, sparse)) as archive:
         position, infos = archive.start_dir, archive.infolist()
     found = {}
@@ -304,12 +311,13 @@ def _directory(sparse: SparseFile, records: dict[str, ArchiveRecord]) -> dict[in
 
 
 def rank_names(template: str, layer: int | None, expert: int | None, mtp: int | None = None) -> tuple[str, ...]:
-    """Every name that a rank may have for a mapping's Megatron tensor, with the layer and expert numbers given."""
+    """Names of a mapping's Megatron tensor in all styles, as in `rank_name`."""
     return tuple(dict.fromkeys(rank_name(template, layer, expert, style, mtp) for style in KEY_STYLES))
 
 
 def rank_name(template: str, layer: int | None, expert: int | None, style: str, mtp: int | None = None) -> str:
-    """The name in one style. `template` is `Rule.megatron`; `layer` and `expert` count within the rank."""
+    """Name of a Megatron tensor within a rank in one style. `template` is `Rule.megatron`; `layer` and `expert` count
+    within the rank."""
     if _EXPERT.search(template):
         grouped = r"experts.\1.\2{expert}" if style == "te" else r"experts.local_experts.{expert}.\1.\2"
         template = _EXPERT.sub(grouped, template)
@@ -320,8 +328,8 @@ def rank_name(template: str, layer: int | None, expert: int | None, style: str, 
 
 
 def extra_state_of(name: str, style: str) -> str | None:
-    """The module's `_extra_state` that goes with a weight's name, None where the module has none. A None under it is
-    what a module without FP8 history saves."""
+    """Key of the `_extra_state` beside a weight; None if its module has none. Its value is None without FP8
+    history."""
     module, _, last = name.rpartition(".")
     if not last.startswith("weight"):
         return None

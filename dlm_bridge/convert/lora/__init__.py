@@ -1,4 +1,4 @@
-"""LoRA adapters: opened from a PEFT folder or Megatron-layout weights, written as a PEFT folder, merged."""
+"""LoRA adapters: open a PEFT folder or Megatron adapter weights, export a PEFT folder, merge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dlm_bridge.convert.lora.peft import (
     write_peft_folder,
 )
 from dlm_bridge.convert.manifest import ChangedFile, Manifest, TensorRecord, record_of
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.atomic import atomic_output
 from dlm_bridge.hub import ADAPTER_CONFIG, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
@@ -31,34 +31,41 @@ from dlm_bridge.mapping.rules import ParamMapping
 
 
 def open_adapter(path: Path, base: Checkpoint) -> LoraAdapter:
-    """A PEFT folder, or a Megatron adapter checkpoint of `base`. Raises DlmBridgeError."""
+    """Open a PEFT folder or a Megatron adapter checkpoint of `base`. Raises CheckpointError."""
     if is_peft_folder(path):
         return PeftAdapter(path, base)
     if is_megatron_adapter(path):
         return MegatronAdapter(path, base)
-    raise DlmBridgeError(
-        f"{path} is not an adapter: it has neither an adapter_config.json nor Megatron adapter weights"
-    )
+    raise CheckpointError(path, f"is not an adapter: it has neither {ADAPTER_CONFIG} nor Megatron adapter weights")
 
 
 def named_base(path: Path) -> str:
-    """The base that a PEFT folder names, or a run of the Megatron engine in its config.yaml; of an adapter that was
-    imported, in its manifest. Raises DlmBridgeError where nothing names it."""
+    """Base model by a PEFT folder's adapter_config.json, a training run's config.yaml, or an adapter's manifest.
+
+    Raises:
+        SettingError: they do not name it.
+    """
     if is_peft_folder(path):
         file, named = ADAPTER_CONFIG, read_config(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     else:
         file, manifest, run = ADAPTER_MANIFEST, read_adapter_manifest(path), training_run(path)
         named = (run or {}).get("config", {}).get("model") or ((manifest or {}).get("base") or {}).get("name")
     if not isinstance(named, str) or not named:
-        raise DlmBridgeError(f"{path}: its {file} names no base: dlm-bridge adapter export --base MODEL --merge")
+        raise SettingError(
+            "base", f"{path / file} does not name the base model: name it here (dlm-bridge adapter export)"
+        )
     return named
 
 
 def export_adapter(
     adapter: LoraAdapter, base: Checkpoint, output: Path, overwrite: bool = False, accept_changed_tensors: bool = False
 ) -> AdapterReport:
-    """Write an adapter as a PEFT folder. Raises DlmBridgeError for a refused output, and ChangedTensorsError for an
-    adapter that is not as recorded when it was written, unless that is accepted."""
+    """Write an adapter as a PEFT folder.
+
+    Raises:
+        SettingError: the output exists, or lies inside a source.
+        ChangedTensorsError: the adapter differs from its recorded digests and `accept_changed_tensors` is not set.
+    """
     facts = adapter.facts
     adapter.check_unchanged(accept_changed_tensors)
     sources = [*base.folders(), *([facts.folder] if facts.folder else [])]
@@ -82,7 +89,7 @@ def export_adapter(
 
 
 class MergedCheckpoint(Checkpoint):
-    """Reads as the base does, but for the weights that the adapter changes."""
+    """The base model with the adapter merged into the weights that it changes."""
 
     format = "merged"
 

@@ -1,9 +1,9 @@
-"""LoRA over routed experts as PEFT keeps it: one pair of factors for a stack of all experts of a layer.
+"""PEFT's LoRA of routed experts: one pair of factors per stack of a layer's experts.
 
-transformers' classes hold a layer's experts in two stacks, gate and up projections [E, 2 * inner, hidden] and down
+transformers' classes stack a layer's experts in two tensors, gate and up projections [E, 2 * inner, hidden] and down
 projections [E, hidden, inner]. PEFT wraps one in the other, the gate and up projections innermost: their factors are
 `experts.base_layer.lora_*`, those of the down projections `experts.lora_*`. A is [E * rank, columns], expert by
-expert; B is [rows, rank * E], with the expert's number as its last axis.
+expert; B is [rows, rank * E], with the expert as the fastest-varying index of its columns.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from dlm_bridge.convert.checkpoint import Checkpoint
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import GatedMLP
 
 _MODULE = re.compile(r"(.+\.experts)(\.base_layer)?")
-_STACKS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
-Renamed = Callable[[Iterable[str]], Mapping[str, str]]  # Hub names to those of transformers' class
+_STACKS = ("gate_up_proj", "down_proj")  # in PEFT's order of wrapping
+Renamed = Callable[[Iterable[str]], Mapping[str, str]]  # names in transformers' class by Hub name
 
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """What of a stack's change belongs to a Hub weight: one expert's, or all (None); one of `parts` runs of rows."""
+    """Slice of a stack's factors that belongs to a Hub weight: one expert or all (None), one of `parts` row blocks."""
 
     module: str
     expert: int | None
@@ -34,7 +34,7 @@ class ExpertSlice:
     parts: int = 1
 
     def product(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
-        """B @ A of this slice in fp32, in the Hub weight's shape."""
+        """B @ A of this slice in fp32, with the Hub weight's shape."""
         own = b.chunk(self.parts)[self.part]
         if self.expert is None:
             return stacked_product(a, own, experts)
@@ -44,14 +44,14 @@ class ExpertSlice:
         )
 
     def factors(self, a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [rank, columns], which the expert's gate and up projections share, and B [rows, rank] of one expert."""
+        """A [rank, columns] and B [rows, rank] of one expert. Its gate and up projections share A."""
         assert self.expert is not None
         b_ORE = b.unflatten(1, (-1, experts)).chunk(self.parts)[self.part]
         return a.unflatten(0, (experts, -1))[self.expert].contiguous(), b_ORE[..., self.expert].contiguous()
 
 
 def stacked_product(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Tensor:
-    """[E, rows, columns], B @ A of every expert of a stack in fp32."""
+    """B @ A of every expert of a stack in fp32 [E, rows, columns]."""
     a_ERC, b_ORE = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts))
     return torch.einsum("ore,erc->eoc", b_ORE.float(), a_ERC.float())
 
@@ -59,8 +59,12 @@ def stacked_product(a: torch.Tensor, b: torch.Tensor, experts: int) -> torch.Ten
 def stacked_factors(
     base: Checkpoint, weights: Iterable[str], factor: Callable[[str, str], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of a stack, whose experts have these Hub `weights`, of `factor(weight, "A")` and `factor(weight, "B")`
-    of each."""
+    """A and B of a stack, from those of its experts.
+
+    Args:
+        weights: Hub weights of the stack's experts.
+        factor: returns a weight's "A" or "B".
+    """
     params = sorted({base.param_of[weight] for weight in weights}, key=lambda param: param.expert or 0)
     a = [factor(param.hub_names[0], "A") for param in params]
     b = [torch.cat([factor(weight, "B") for weight in param.hub_names]) for param in params]
@@ -68,7 +72,7 @@ def stacked_factors(
 
 
 def expert_modules(base: Checkpoint, renamed: Renamed) -> dict[str, str]:
-    """Hub weight -> its stack's module in PEFT's names, of all routed experts whose weights the Hub has apart."""
+    """PEFT's module of the stack, by Hub weight, for all routed experts that are separate tensors on the Hub."""
     weights = [name for name, param in base.param_of.items() if param.expert is not None and not param.is_mtp]
     return {
         weight: body.partition(".experts.")[0]
@@ -79,13 +83,13 @@ def expert_modules(base: Checkpoint, renamed: Renamed) -> dict[str, str]:
 
 
 def target_parameters(modules: Iterable[str]) -> list[str]:
-    """What PEFT's configuration says of an adapter with these modules: the stacks that they change."""
+    """PEFT's `target_parameters` for an adapter with these modules."""
     inner = {module.endswith(".base_layer") for module in modules if is_expert_module(module)}
     return sorted(f"experts.{_STACKS[0] if gated else _STACKS[1]}" for gated in inner)
 
 
 def is_expert_module(module: str) -> bool:
-    """Whether PEFT's module may be a stack of experts, by its name."""
+    """True if the name of PEFT's module can be a stack's."""
     return _MODULE.fullmatch(module) is not None
 
 
@@ -97,14 +101,25 @@ def expert_slices(
     modules: set[str],
     where: str,
 ) -> tuple[dict[str, ExpertSlice], dict[str, str]]:
-    """Hub weight -> its part of an adapter's stacks, and module of a copy -> the module of what it is a copy of.
+    """Locate an adapter's changes of routed experts.
 
-    `copies` maps Hub weights that a checkpoint need not hold to the ones that they are copies of. Raises
-    DlmBridgeError for targets other than these stacks, and for modules that the base does not have.
+    Args:
+        renamed: translates Hub names to those of transformers' class.
+        copies: Hub weights that a checkpoint may omit, mapped to the weights that they copy.
+        config: adapter_config.json.
+        modules: PEFT's modules of stacks.
+
+    Returns:
+        The slice by Hub weight; and the module of the original by module of a copy.
+
+    Raises:
+        CheckpointError: other targets than experts' stacks, or modules that the base lacks.
     """
     targets = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
     if not targets or not targets.issubset(_STACKS):
-        raise DlmBridgeError(f"{where}: target_parameters {sorted(targets)} are not the stacks {', '.join(_STACKS)}")
+        raise CheckpointError(
+            where, f"target_parameters {sorted(targets)} are not the experts' stacks {', '.join(_STACKS)}"
+        )
     outer = [name for name in _STACKS if name in targets][-1]
     module_of = {
         (module.removesuffix(".base_layer"), _STACKS[0] if module.endswith(".base_layer") else outer): module
@@ -130,18 +145,19 @@ def expert_slices(
                 slices[weight] = ExpertSlice(own, param.expert, part, len(param.hub_names))
                 twins |= {other: own for other in others if other is not None}
     if missing := modules - {one.module for one in slices.values()} - twins.keys():
-        raise DlmBridgeError(f"{where}: {base.where} has no experts {min(missing)}: is it its base model?")
+        raise CheckpointError(where, f"{base.where} has no experts {min(missing)}: is it the adapter's base model?")
     return slices, twins
 
 
 def check_stack(
     base: Checkpoint, weight: str, one: ExpertSlice, a: tuple[int, ...], b: tuple[int, ...], rank: int, where: str
 ) -> None:
-    """Raise DlmBridgeError unless a stack's factors of these shapes change the base's weight."""
+    """Raise CheckpointError unless a stack's factors of shapes `a` and `b` fit the base's weight."""
     *_, rows, columns = base.spec(weight)[1]
     wanted = (rank * base.dims.experts, columns), (rows * one.parts, rank * base.dims.experts)
     if (a, b) != wanted:
-        raise DlmBridgeError(
-            f"{where}: its factors of {one.module} have shapes {list(a)} and {list(b)}, {weight} needs "
-            f"{list(wanted[0])} and {list(wanted[1])}: it is another model's adapter"
+        raise CheckpointError(
+            where,
+            f"factors of {one.module} have shapes {list(a)} and {list(b)}, {weight} needs {list(wanted[0])} and "
+            f"{list(wanted[1])}: it is another model's adapter",
         )

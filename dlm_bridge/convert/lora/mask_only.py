@@ -1,8 +1,8 @@
-"""Adapters that act at mask tokens alone: I-DLM's gated LoRA (arXiv 2604.11035), for lossless decoding.
+"""Adapters that act at mask tokens only: I-DLM's gated LoRA (arXiv 2604.11035), for lossless decoding.
 
-Every other token has the base's own hidden states, keys and values, so that what checks a draft is the base itself. As
-in the authors' server (thuEcstasy/I-DLM 3342a17, `conditional_lora` of SGLang's `IDLMBlockN`), what factor A gives is
-zero at all other tokens.
+All other tokens have the base model's hidden states, keys and values, so that the base model itself verifies a draft.
+As in the authors' server (thuEcstasy/I-DLM 3342a17, `conditional_lora` of SGLang's `IDLMBlockN`), the output of factor
+A is zeroed at all other tokens.
 """
 
 from __future__ import annotations
@@ -17,41 +17,47 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.hub import ADAPTER_CONFIG, read_config
 
-KEY = "mask_only_token_id"  # in adapter_config.json: the mask token's id; without it an adapter acts at every token
+KEY = "mask_only_token_id"  # key in adapter_config.json, whose value is the mask token's id
 
 
 def mask_only_token(folder: Path) -> int | None:
-    """The mask token of an adapter that acts there alone, by its adapter_config.json; None of any other adapter.
-    Raises DlmBridgeError for what is not a token."""
+    """Mask token id of an adapter that acts at mask tokens only, by its adapter_config.json; None for other adapters.
+
+    Raises:
+        CheckpointError: the value is not a token id.
+    """
     token = read_config(folder / ADAPTER_CONFIG).get(KEY)
     if token is not None and (type(token) is not int or token < 0):
-        raise DlmBridgeError(f"{folder / ADAPTER_CONFIG}: {KEY} {token!r} is not a token: give the mask token's id")
+        raise CheckpointError(folder / ADAPTER_CONFIG, f"{KEY} must be the mask token's id, not {token!r}")
     return token
 
 
 def record_mask_only(folder: Path, token: int) -> None:
-    """Add the key to the adapter_config.json that PEFT has written."""
+    """Add the mask token's id to PEFT's adapter_config.json."""
     path = folder / ADAPTER_CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), KEY: token}, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def key_is_known() -> Iterator[None]:
-    """PEFT warns of keys that it does not know; not of this one here."""
+    """Context manager that suppresses PEFT's warning of the unknown key."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{KEY}'\]")
         yield
 
 
 def restrict_to_masks(model: Any, token: int) -> None:
-    """Let the LoRA factors of a PEFT model act at the mask token alone, from now on. Raises DlmBridgeError for a token
-    beyond the vocabulary."""
+    """Register hooks that restrict a PEFT model's LoRA to the mask token.
+
+    Raises:
+        CheckpointError: the token is not in the vocabulary.
+    """
     embedding = model.get_input_embeddings()
     if token >= embedding.num_embeddings:
-        raise DlmBridgeError(f"{KEY} {token} is outside the vocabulary of {embedding.num_embeddings}")
+        raise CheckpointError(KEY, f"{token} is outside the vocabulary of {embedding.num_embeddings}")
     gate = _Gate(token)
     embedding.register_forward_hook(gate.read_tokens)
     for module in model.modules():
@@ -60,7 +66,7 @@ def restrict_to_masks(model: Any, token: int) -> None:
 
 
 class _Gate:
-    """Where the masks of a forward pass are."""
+    """Hooks that share the positions of masks in a forward pass."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -71,5 +77,5 @@ class _Gate:
 
     def zero_other_tokens(self, factor: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         if self.masks is None:
-            raise DlmBridgeError(f"an adapter with {KEY} needs tokens: pass input_ids, not inputs_embeds")
+            raise SettingError("inputs_embeds", f"an adapter with {KEY} needs token ids: pass `input_ids`")
         return output * self.masks[..., None]

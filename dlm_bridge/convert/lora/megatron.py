@@ -1,21 +1,22 @@
-"""LoRA adapters as a torch_dist checkpoint, in the keys of Megatron Bridge's PEFT: written, and read.
+"""LoRA adapters as torch_dist checkpoints with the keys of Megatron Bridge's PEFT: writer and reader.
 
 Megatron Bridge names the tensors after the linear layer: `...linear_proj.adapter.linear_in.weight` is A [rank,
-columns], `linear_out.weight` is B [rows, rank]. Query, key and value, and gate and up, are one linear layer in
-Megatron: its canonical LoRA keeps an adapter for each (`adapter.adapter_q.linear_in.weight`), its fused LoRA one for
-all, which is only the same where they share A. A fused B has the rows of the fused weight, so the mapping's own rule
-moves them. Tensor parallel ranks cut B by rows; A by its rank, but by columns behind a layer whose input is cut.
+columns], `linear_out.weight` is B [rows, rank]. Query, key and value are one linear layer in Megatron, gate and up
+another. Canonical LoRA has an adapter for each part (`adapter.adapter_q.linear_in.weight`). Fused LoRA has one per
+layer, which is equivalent only if the parts share A. The rows of a fused B are those of the fused weight, so the
+mapping's own rule permutes them. Tensor parallelism shards B by rows. It shards A by its rank, or by columns if the
+layer's input is sharded.
 
-Each routed expert has an adapter of its own, as in PEFT's stacks, and its gate and up projections share A: fused, in
-either style. The keys are `...experts.experts.linear_fc1.adapter.linear_in.weight`, with the expert as an axis.
-Megatron Bridge has one adapter for all experts of a layer, which is another model.
+Each routed expert has its own adapter, as in PEFT's stacks, and its gate and up projections share A in both styles.
+The keys are `...experts.experts.linear_fc1.adapter.linear_in.weight`, with the expert as an axis. Megatron Bridge has
+one adapter for all experts of a layer, which is a different model.
 
-DoRA has a magnitude of each Hub weight beside them, in either style, cut as the layer's rows are. Its key is that of
-Megatron Bridge, `adapter.weight_magnitude`, or `adapter.adapter_q.weight_magnitude` where a layer holds several.
+DoRA adds a magnitude per Hub weight in both styles, sharded like the layer's rows. Its key is Megatron Bridge's,
+`adapter.weight_magnitude`, or `adapter.adapter_q.weight_magnitude` if a layer has several.
 
-Rows are in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter in two
-halves a rank, as if it held both, so that above tensor parallel size 1 it means other rows by the same tensor: those
-two are exchanged with it at size 1, all others at any size.
+Rows are in the order of the unsharded weight. Megatron Bridge splits the B of a canonical gate or up adapter into two
+halves per rank, as if it contained both, so that the same tensor means other rows with tensor parallelism. These two
+adapters can be exchanged with Megatron Bridge at tensor parallel size 1, all others at any size.
 """
 
 from __future__ import annotations
@@ -46,23 +47,28 @@ from dlm_bridge.convert.lora.peft import (
 from dlm_bridge.convert.lora.tensors import STYLES, AdapterTensor, Style, adapter_tensors, possible_tensors
 from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
+from dlm_bridge.convert.run_settings import RUN_CONFIG, read_run_config
 from dlm_bridge.convert.streaming import digest, tensor_bands
-from dlm_bridge.errors import DlmBridgeError, first_of, one_line
+from dlm_bridge.errors import CheckpointError, SettingError, first_of
 from dlm_bridge.files.atomic import atomic_output
-from dlm_bridge.files.reading import parse_yaml, read_json
+from dlm_bridge.files.reading import read_json
 from dlm_bridge.hub import ADAPTER_CONFIG, TRACKER
 from dlm_bridge.mapping.dtypes import WEIGHT_DTYPES, dtype_name
 from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.settings import check_choice
 
 ADAPTER_MANIFEST = "dlm_bridge_adapter.json"
-RUN_CONFIG = "run_config.yaml"  # Megatron Bridge's
 _ITERATION = "iter_0000000"
 _VERSION = 1
+_MANIFEST_TYPES = {
+    "rank": int, "alpha": float, "megatron_alpha": float, "modules": dict, "adapter_config": dict, "dtype": str,
+    "tensors": dict,
+}  # fmt: skip
 
 
 @dataclass
 class AdapterReport:
-    """What was written."""
+    """Report of an adapter's conversion."""
 
     source: str
     output: str
@@ -76,7 +82,7 @@ class AdapterReport:
     layout: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Report as a dict of JSON values."""
         return asdict(self)
 
 
@@ -89,13 +95,22 @@ def write_megatron_adapter(
     overwrite: bool = False,
     accept_changed_tensors: bool = False,
 ) -> AdapterReport:
-    """Write `adapter` of `base` cut by `layout`. `style` is canonical, fused, or auto: fused where every fused layer's
-    weights share A, else canonical. Raises DlmBridgeError, and ChangedTensorsError for an adapter that is not as
-    recorded when it was written, unless that is accepted."""
+    """Write an adapter as Megatron adapter weights.
+
+    Args:
+        layout: parallel layout of the output.
+        style: "canonical", "fused", or "auto": fused if the weights of every fused layer share A, else canonical.
+
+    Raises:
+        CheckpointError: the adapter cannot be stored in Megatron's layout.
+        LayoutError: the model does not fit `layout`.
+        SettingError: `style` does not fit the adapter, or the output exists.
+        ChangedTensorsError: the adapter differs from its recorded digests and `accept_changed_tensors` is not set.
+    """
     facts = adapter.facts
     adapter.check_unchanged(accept_changed_tensors)
     if reason := base.mapping.hub_only or base.mapping.engine_lacks:
-        raise DlmBridgeError(f"{base.where}: {reason}")
+        raise SettingError("base", f"{base.where}: {reason}")
     layout.check(base.dims)
     check_all_layers(base, facts.modules, facts.where)
     chosen = _style(adapter, base, style)
@@ -152,7 +167,7 @@ def adapter_manifest(
     style: Style = "canonical",
     fingerprint: str | None = None,
 ) -> dict[str, Any]:
-    """What ADAPTER_MANIFEST says of an adapter, without digests of its tensors. `fingerprint` is the base's."""
+    """Contents of ADAPTER_MANIFEST without digests of tensors. `fingerprint` is the base's."""
     return {
         "format_version": _VERSION,
         "family": base.family.name,
@@ -161,7 +176,7 @@ def adapter_manifest(
         "style": style,
         "rank": rank,
         "alpha": alpha,
-        # Megatron scales with alpha / dim; this is its alpha for the same product (rank-stabilised LoRA's too).
+        # Megatron's scale is alpha / rank; this alpha gives the same product, also for rank-stabilised LoRA.
         "megatron_alpha": scale * rank,
         "dtype": dtype_name(dtype),
         "modules": modules,
@@ -171,14 +186,15 @@ def adapter_manifest(
 
 
 def is_megatron_adapter(path: Path) -> bool:
-    """Whether a folder is an adapter of this toolkit's, or a Megatron checkpoint that may hold one of Bridge's."""
+    """True if a folder is this package's adapter, or a Megatron checkpoint that may be Megatron Bridge's adapter."""
     return (path / ADAPTER_MANIFEST).is_file() or (path / TRACKER).is_file() or (path / ".metadata").is_file()
 
 
 class MegatronAdapter(LoraAdapter):
-    """An adapter checkpoint, this toolkit's or Megatron Bridge's (its run_config.yaml says alpha), of `base`.
+    """Adapter checkpoint of `base`, written by this package or by Megatron Bridge (with alpha in run_config.yaml).
 
-    Raises DlmBridgeError for another model's, for one that is not whole, and for tensors that are no adapter's.
+    Raises:
+        CheckpointError: incomplete, another model's, or with tensors that are not an adapter's.
     """
 
     def __init__(self, path: Path, base: Checkpoint) -> None:
@@ -194,7 +210,7 @@ class MegatronAdapter(LoraAdapter):
             key = factor.param.megatron_key
             if key not in known:
                 continue
-            self._check(factor, where)
+            self._check(factor, where, base.where)
             used[key] = style
             for number, weight in enumerate(factor.weights):
                 self._places[weight, factor.part] = (factor, 0 if factor.shared else number)
@@ -203,8 +219,8 @@ class MegatronAdapter(LoraAdapter):
             key for key in self._reader.contents.objects if not is_extra_state(key) and not is_training_state(key)
         ]
         if extra or objects:
-            raise DlmBridgeError(
-                f"{where}: {first_of([*extra, *objects])} is not an adapter weight of a {base.family.name} model"
+            raise CheckpointError(
+                where, f"{first_of([*extra, *objects])} is not an adapter weight of a {base.family.name} model"
             )
         weights = list(dict.fromkeys(weight for weight, _ in self._places))
         self.style: Style = "fused" if "fused" in used.values() else "canonical"
@@ -212,13 +228,13 @@ class MegatronAdapter(LoraAdapter):
         dtypes = {known[key].dtype for key in used.keys() - magnitudes}
         own_dtypes = {known[key].dtype for key in magnitudes}
         if len(dtypes) != 1 or len(own_dtypes) > 1 or None in dtypes | own_dtypes:
-            raise DlmBridgeError(f"{where}: its tensors are of several dtypes")
+            raise CheckpointError(where, "its tensors have several dtypes")
         magnitude_dtype = own_dtypes.pop() if own_dtypes else None
         self.facts = _facts(path, folder, manifest, base, rank, weights, dtypes.pop(), magnitude_dtype)
         for weight in weights:
             missing = [part for part in self.facts.factors if (weight, part) not in self._places]
             if missing:
-                raise DlmBridgeError(f"{where}: {factor_suffix(missing[0])} of {weight} is missing")
+                raise CheckpointError(where, f"{factor_suffix(missing[0])} of {weight} is missing")
             (rows, columns) = base.spec(weight)[1]
             check_shapes(base, weight, (rank, columns), (rows, rank), rank, where)
         self._recorded = {} if manifest is None else manifest["tensors"]
@@ -228,7 +244,7 @@ class MegatronAdapter(LoraAdapter):
         for (weight, part), (factor, number) in self._places.items():
             found[factor.param.hub_names[number]] = digest(self.tensor(weight, part))
         return [
-            ChangedFile(name, "is not as it was written", recorded, found.get(name))
+            ChangedFile(name, "differs from its recorded digest", recorded, found.get(name))
             for name, recorded in self._recorded.items()
             if found.get(name) != recorded
         ]
@@ -239,21 +255,21 @@ class MegatronAdapter(LoraAdapter):
         stack = tuple(index for index, _ in param.stack)
         return param.to_hub(self._reader.read(param.megatron_key, stack, param.megatron_shape))[number].contiguous()
 
-    def _check(self, factor: AdapterTensor, where: str) -> None:
+    def _check(self, factor: AdapterTensor, where: str, base: str) -> None:
         param = factor.param
         wanted = (*(size for _, size in param.stack), *param.megatron_shape)
         found = self._reader.tensor(param.megatron_key).shape
         if found != wanted:
-            raise DlmBridgeError(
-                f"{where}: tensor {param.megatron_key} has shape {list(found)}, an adapter of this base has "
-                f"{list(wanted)}: it is another model's"
+            raise CheckpointError(
+                where,
+                f"tensor {param.megatron_key} has shape {list(found)}, an adapter of {base} has {list(wanted)}: it is "
+                "another model's",
             )
         self._reader.check_tiled(param.megatron_key)
 
 
 def _style(adapter: LoraAdapter, base: Checkpoint, asked: str) -> Style:
-    if asked not in STYLES:
-        raise DlmBridgeError(f"--style {asked}: choose one of {', '.join(STYLES)}")
+    check_choice("style", asked, STYLES)
     if asked == "canonical":
         return "canonical"
     for param in base.params:
@@ -263,20 +279,20 @@ def _style(adapter: LoraAdapter, base: Checkpoint, asked: str) -> Style:
         reason = None
         if len(changed) < len(param.hub_names):
             missing = next(name for name in param.hub_names if name not in changed)
-            reason = f"the adapter leaves {missing} as it is"
+            reason = f"does not change {missing}"
         else:
             first, *others = (adapter.tensor(name, "A") for name in changed)
             if not all(torch.equal(first, other) for other in others):
-                reason = f"{' and '.join(changed)} have different A, and one fused LoRA has one"
+                reason = f"has different A for {' and '.join(changed)}"
         if reason and asked == "fused":
-            raise DlmBridgeError(f"{adapter.facts.where}: {reason}: use --style canonical")
+            raise SettingError("style", f"fused, but {adapter.facts.where} {reason}: use `style=canonical`")
         if reason:
             return "canonical"
     return "fused"
 
 
 def _factor_tensors(adapter: LoraAdapter, piece: AdapterTensor) -> list[torch.Tensor]:
-    """The Hub tensors of a factor's param."""
+    """Hub tensors of a Megatron adapter tensor."""
     weights = piece.weights[:1] if piece.shared else piece.weights
     return [adapter.tensor(weight, piece.part) for weight in weights]
 
@@ -285,8 +301,8 @@ def _rank(known: dict[str, Any], where: str) -> int:
     inner = [tensor.shape for key, tensor in known.items() if key.endswith(".linear_in.weight")]
     ranks = {shape[-2] for shape in inner if len(shape) >= 2}
     if len(ranks) != 1:
-        what = "holds no adapter weight" if not inner else f"its adapters have ranks {sorted(ranks)}, one is needed"
-        raise DlmBridgeError(f"{where}: {what}")
+        what = f"adapters of ranks {sorted(ranks)}: only one rank is supported" if inner else "no adapter weight"
+        raise CheckpointError(where, f"has {what}")
     return int(ranks.pop())
 
 
@@ -308,7 +324,7 @@ def _facts(
         return AdapterInfo(str(path), rank, alpha, alpha / rank, dtype, modules, config)
     dora = bool(manifest["adapter_config"].get("use_dora"))
     if manifest["rank"] != rank or set(manifest["modules"]) != set(weights) or dora != (magnitude_dtype is not None):
-        raise DlmBridgeError(f"{path}: {ADAPTER_MANIFEST} and the weights do not agree")
+        raise CheckpointError(path / ADAPTER_MANIFEST, "does not match the weights")
     hub = path / HUB_FOLDER
     files = list_side_files(hub, set()).kept if hub.is_dir() else ()
     return AdapterInfo(
@@ -326,45 +342,27 @@ def _facts(
 
 
 def read_adapter_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of an adapter of this toolkit's; None of another's. Raises DlmBridgeError for a damaged one."""
+    """Manifest of this package's adapters; None for others. Raises CheckpointError for a damaged one."""
     path = folder / ADAPTER_MANIFEST
     try:
         value = read_json(path)
     except FileNotFoundError:
         return None
-    wanted = {
-        "rank": int,
-        "alpha": float,
-        "megatron_alpha": float,
-        "modules": dict,
-        "adapter_config": dict,
-        "dtype": str,
-        "tensors": dict,
-    }
-    if value.get("format_version") != _VERSION:
-        raise DlmBridgeError(f"{path}: is not an adapter's manifest of version {_VERSION}")
-    for key, kind in wanted.items():
-        if not isinstance(value.get(key), kind):
-            raise DlmBridgeError(f"{path}: '{key}' is missing or of the wrong kind")
+    wrong = ["format_version"] if value.get("format_version") != _VERSION else []
+    wrong += [key for key, kind in _MANIFEST_TYPES.items() if not isinstance(value.get(key), kind)]
+    if wrong:
+        raise CheckpointError(path, f"is not an adapter manifest of version {_VERSION}: '{wrong[0]}' is wrong")
     return value
 
 
 def _bridge_alpha(folder: Path, path: Path) -> float:
     """`peft.alpha` of Megatron Bridge's run_config.yaml."""
-    for file in (folder / RUN_CONFIG, path / RUN_CONFIG):
-        if not file.is_file():
-            continue
-        try:
-            settings = parse_yaml(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise DlmBridgeError(f"{file}: cannot be read: {one_line(error)[:200]}") from None
-        peft = settings.get("peft") if isinstance(settings, dict) else None
-        alpha = peft.get("alpha") if isinstance(peft, dict) else None
-        if not isinstance(peft, dict) or not isinstance(alpha, int | float):
-            raise DlmBridgeError(f"{file}: has no peft.alpha, so the adapter's scale is not known")
-        if "DoRA" in str(peft.get("_target_", "")):
-            raise DlmBridgeError(f"{file}: {peft['_target_']} cannot be converted, only its LoRA")
-        return float(alpha)
-    raise DlmBridgeError(
-        f"{path}: has neither a {ADAPTER_MANIFEST} nor a {RUN_CONFIG}, so the adapter's scale is not known"
-    )
+    file = next((file / RUN_CONFIG for file in (folder, path) if (file / RUN_CONFIG).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            path, f"has neither {ADAPTER_MANIFEST} nor {RUN_CONFIG}, so the adapter's scale is not known"
+        )
+    peft = read_run_config(file, "peft", "alpha")
+    if not isinstance(peft["alpha"], int | float) or "DoRA" in str(peft.get("_target_", "")):
+        raise CheckpointError(file, f"only LoRA is supported, not {peft.get('_target_')} of alpha {peft['alpha']!r}")
+    return float(peft["alpha"])

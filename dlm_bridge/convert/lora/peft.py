@@ -1,4 +1,4 @@
-"""LoRA adapters by Hub weight names, and PEFT's adapter folder: adapter_config.json, adapter_model.safetensors."""
+"""LoRA adapters by Hub weight, and PEFT's adapter folder (adapter_config.json, adapter_model.safetensors)."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from dlm_bridge.convert.lora.experts import (
 from dlm_bridge.convert.lora.mask_only import mask_only_token
 from dlm_bridge.convert.manifest import FILE_DIGESTS, ChangedFile, check_files
 from dlm_bridge.convert.streaming import read_tensor
-from dlm_bridge.errors import ChangedTensorsError, DlmBridgeError, first_of
+from dlm_bridge.errors import ChangedTensorsError, CheckpointError, first_of
 from dlm_bridge.hub import ADAPTER_CONFIG, check_named_base, read_config
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.models.families import FamilySpec
 
-# A [rank, columns] and B [rows, rank]: the weight gets scale * B @ A. DoRA's magnitude [rows] is then the norm of each
-# of its rows.
+# A [rank, columns] and B [rows, rank]: scale * B @ A is added to the weight. DoRA then scales each row to its
+# magnitude [rows].
 LoraFactor = Literal["A", "B", "magnitude"]
 LORA_FACTORS: tuple[LoraFactor, LoraFactor] = ("A", "B")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(
     r"base_model\.model\.(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default\.weight)?)"
 )
-# Settings under which the change of a weight is another one than scale * B @ A, or not of the weight alone.
+# Settings with which the change of a weight is not scale * B @ A, or more than weights change.
 _REFUSED = (
     "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
     "trainable_token_indices", "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "monteclora_config", "velora_config", "megatron_config",
 )  # fmt: skip
+_PLAIN = {"peft_type": "LORA", "bias": "none"}
 # Initialisations that move a part of the base's weights into the adapter.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mifa")
 
 
 @dataclass
 class AdapterInfo:
-    """What an adapter is besides its tensors. `modules` maps a changed Hub weight to the module's name in PEFT."""
+    """Description of an adapter without its tensors."""
 
     where: str
     rank: int
     alpha: float
     scale: float
     dtype: torch.dtype
-    modules: dict[str, str]
+    modules: dict[str, str]  # PEFT's module by changed Hub weight
     config: dict[str, Any]  # adapter_config.json
-    folder: Path | None = None  # where the side files lie
+    folder: Path | None = None  # of the side files
     files: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)  # further modules of PEFT with the factors of a weight
-    magnitude_dtype: torch.dtype | None = None  # of DoRA's magnitudes
+    copies: dict[str, str] = field(default_factory=dict)  # Hub weight by further PEFT module with the same factors
+    magnitude_dtype: torch.dtype | None = None  # for DoRA
 
     @property
     def dora(self) -> bool:
@@ -76,7 +76,7 @@ class AdapterInfo:
 
     @property
     def factors(self) -> tuple[LoraFactor, ...]:
-        """What each changed weight has."""
+        """Factors of each changed weight."""
         return (*LORA_FACTORS, "magnitude") if self.dora else LORA_FACTORS
 
     def dtype_of(self, part: LoraFactor) -> torch.dtype:
@@ -84,37 +84,36 @@ class AdapterInfo:
 
 
 class LoraAdapter(ABC):
-    """Tensors are read when asked for."""
+    """LoRA or DoRA adapter of a base model. Tensors are read on access."""
 
     facts: AdapterInfo
 
     @abstractmethod
     def tensor(self, weight: str, part: LoraFactor) -> torch.Tensor:
-        """One factor of the change of a Hub weight. Raises DlmBridgeError."""
+        """One factor of a Hub weight. Raises CheckpointError."""
 
     def changed(self) -> list[ChangedFile]:
-        """The factors, or the files, that are not as recorded when they were written. Reads them."""
+        """Factors or files that differ from their recorded digests. Reads them all."""
         return []
 
     def check_unchanged(self, accept: bool = False) -> None:
-        """Raise ChangedTensorsError for such factors, unless they are accepted."""
+        """Raise ChangedTensorsError for factors that differ from their recorded digests, unless accepted."""
         if not accept and (changed := self.changed()):
             raise ChangedTensorsError(self.facts.where, map(str, changed))
 
     def delta(self, weight: str) -> torch.Tensor:
-        """scale * B @ A in fp32: what the adapter adds to a Hub weight."""
+        """Change of a Hub weight, scale * B @ A, in fp32."""
         a, b = (self.tensor(weight, part).float() for part in LORA_FACTORS)
         return self.facts.scale * (b @ a)
 
     def merged(self, weight: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The base's `tensor` of a Hub weight with the adapter in it, in fp32."""
+        """The base's `tensor` of a Hub weight with the adapter merged, in fp32."""
         magnitude = self.tensor(weight, "magnitude") if self.facts.dora else None
         return merged_weight(tensor, self.delta(weight), magnitude)
 
 
 def merged_weight(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor | None = None) -> torch.Tensor:
-    """A base's weight with an adapter in it, in fp32; with a magnitude of each row DoRA's (arXiv:2402.09353, equation
-    5)."""
+    """Weight with an adapter merged, in fp32. With magnitudes [rows] of DoRA: arXiv:2402.09353, equation 5."""
     changed = weight.float() + delta
     if magnitude is None:
         return changed
@@ -123,27 +122,32 @@ def merged_weight(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Te
 
 
 def factor_suffix(part: LoraFactor) -> str:
-    """The end of a factor's name in PEFT's files, after its module."""
+    """Suffix of a factor's name in PEFT's files, after its module."""
     return "lora_magnitude_vector" if part == "magnitude" else f"lora_{part}.weight"
 
 
 def adapted_param(base: Checkpoint, weight: str, where: str, experts: bool = False) -> ParamMapping:
-    """The parameter of a weight that an adapter may change, with `experts` also one of each routed expert. Raises
-    DlmBridgeError for one that it may not."""
+    """Parameter of a weight that an adapter may change, with `experts` also a routed expert's.
+
+    Raises:
+        CheckpointError: adapters of the weight cannot be converted.
+    """
     param = base.param_of[weight]
     what = None
     if isinstance(param.rule, Vocabulary):
-        what = "the embedding and the output layer, which"
+        what = "the embedding or output layer"
     elif param.rule.each is not None or (param.expert is not None and not experts):
-        what = "routed experts, whose adapters"
+        what = "a routed expert"
     elif ".router." in param.rule.megatron:
-        what = "a router, which"
+        what = "a router"
     elif param.is_mtp:
-        what = "a multi-token prediction layer, which"
+        what = "a multi-token prediction layer"
     elif len(param.hub_shapes[0]) != 2:
-        what = "what is not a linear layer, which"
+        what = "not a linear layer"
     if what:
-        raise DlmBridgeError(f"{where}: changes {weight}, of {what} cannot be converted: train the adapter without it")
+        raise CheckpointError(
+            where, f"changes {weight} ({what}), which cannot be converted: train the adapter without it"
+        )
     return param
 
 
@@ -156,22 +160,20 @@ def check_shapes(
     where: str,
     magnitude: tuple[int, ...] | None = None,
 ) -> None:
-    """Raise DlmBridgeError unless factors of these shapes change the base's weight."""
+    """Raise CheckpointError unless factors of these shapes fit the base's weight."""
     rows, columns = base.spec(weight)[1]
-    if magnitude is not None and magnitude != (rows,):
-        raise DlmBridgeError(
-            f"{where}: its magnitudes of {weight} have shape {list(magnitude)}, its {rows} rows need {[rows]}: it is "
-            "another model's adapter"
-        )
-    if a != (rank, columns) or b != (rows, rank):
-        raise DlmBridgeError(
-            f"{where}: its factors of {weight} have shapes {list(a)} and {list(b)}, a rank {rank} change of "
-            f"{[rows, columns]} needs {[rank, columns]} and {[rows, rank]}: it is another model's adapter"
+    found = [a, b, (rows,) if magnitude is None else magnitude]
+    wanted = [(rank, columns), (rows, rank), (rows,)]
+    if found != wanted:
+        raise CheckpointError(
+            where,
+            f"factors of {weight} have shapes {', '.join(map(str, found))}; with rank {rank} the base model needs "
+            f"{', '.join(map(str, wanted))}: it is another model's adapter",
         )
 
 
 def factor_parameters(base: Checkpoint, weights: Iterable[str], rank: int, dora: bool = False) -> int:
-    """How many numbers an adapter of these weights has; an expert's gate and up projections share A."""
+    """Number of parameters of an adapter of these weights; an expert's gate and up projections share A."""
     total = 0
     for weight in weights:
         param, (*_, rows, columns) = base.param_of[weight], base.spec(weight)[1]
@@ -185,9 +187,14 @@ def is_peft_folder(path: Path) -> bool:
 
 
 class PeftAdapter(LoraAdapter):
-    """A PEFT LoRA folder of the model that `base` holds. Raises DlmBridgeError for what is neither plain LoRA nor
-    DoRA, for another model's adapter, and for a change of what Megatron's adapters cannot change. Routed experts that
-    are one tensor on the Hub have a `delta`, but no factors of their own."""
+    """PEFT folder with a LoRA or DoRA adapter of `base`.
+
+    Routed experts that are one tensor on the Hub have a `delta`, but no separate factors.
+
+    Raises:
+        CheckpointError: neither plain LoRA nor DoRA, another model's adapter, or a change of a weight whose adapter
+            cannot be converted.
+    """
 
     def __init__(self, folder: Path, base: Checkpoint) -> None:
         where = str(folder)
@@ -200,8 +207,8 @@ class PeftAdapter(LoraAdapter):
         for _, entry, weight, part in found.shared:
             twin = found.entries.get((weight, part))
             if twin is None or not torch.equal(*(self._read(one) for one in (entry, twin))):
-                raise DlmBridgeError(
-                    f"{where}: tensor {entry.name} is not that of {weight}, the same weight: train both as one"
+                raise CheckpointError(
+                    where, f"tensor {entry.name} differs from that of {weight}, the same weight: train both as one"
                 )
         self._entries = found.entries
         self._experts = self._slices(base, config, found.stacks, where) if found.stacks else {}
@@ -229,9 +236,10 @@ class PeftAdapter(LoraAdapter):
         if (one := self._experts.get(weight)) is None:
             return self._read(self._entries[weight, part])
         if one.expert is None:
-            raise DlmBridgeError(
-                f"{self.facts.where}: {weight} has all experts of a layer in one tensor, whose adapter can be merged "
-                "only: dlm-bridge adapter export --merge"
+            raise CheckpointError(
+                self.facts.where,
+                f"{weight} has all experts of a layer in one tensor, so the adapter can only be merged (dlm-bridge "
+                "adapter export with `merge`)",
             )
         a, b = one.factors(*self._stack(one.module), self._number)
         return a if part == "A" else b
@@ -248,11 +256,9 @@ class PeftAdapter(LoraAdapter):
         stacks: dict[tuple[str, str], TensorEntry],
         where: str,
     ) -> dict[str, ExpertSlice]:
-        """Those of each expert's weights, checked, and with them the factors of all stacks."""
+        """Check the stacks' factors, prepare `_stack` to read them, and locate each expert weight's slice."""
         modules = {module for module, _ in stacks}
-        for module in sorted(modules):
-            if missing := [part for part in LORA_FACTORS if (module, part) not in stacks]:
-                raise DlmBridgeError(f"{where}: lora_{missing[0]} of {module} is missing")
+        _check_complete(stacks, {module: module for module in modules}, LORA_FACTORS, where)
         slices, twins = expert_slices(base, partial(body_names, base.family), copies_of(base), config, modules, where)
         for weight, one in slices.items():
             a, b = (stacks[one.module, part].shape for part in LORA_FACTORS)
@@ -260,9 +266,9 @@ class PeftAdapter(LoraAdapter):
         for module, twin in twins.items():
             for part in LORA_FACTORS:
                 if not torch.equal(self._read(stacks[module, part]), self._read(stacks[twin, part])):
-                    raise DlmBridgeError(f"{where}: {module} is not {twin}, the same experts: train both as one")
+                    raise CheckpointError(where, f"{module} differs from {twin}, the same experts: train both as one")
 
-        @lru_cache(maxsize=4)  # a layer's weights come one after the other
+        @lru_cache(maxsize=4)  # a layer's weights are read one after another
         def stack(module: str) -> tuple[torch.Tensor, torch.Tensor]:
             a, b = (self._read(stacks[module, part]) for part in LORA_FACTORS)
             return a, b
@@ -276,44 +282,47 @@ class PeftAdapter(LoraAdapter):
 
 @dataclass
 class _Factors:
-    """The tensors of a PEFT folder by what they change."""
+    """Tensors of a PEFT folder by the weights that they change."""
 
     entries: dict[tuple[str, str], TensorEntry] = field(default_factory=dict)  # by Hub weight and part
     modules: dict[str, str] = field(default_factory=dict)  # PEFT's module of each weight
     shared: list[tuple[str, TensorEntry, str, str]] = field(default_factory=list)  # module, tensor, weight, part
-    stacks: dict[tuple[str, str], TensorEntry] = field(default_factory=dict)  # of experts, by module and part
+    stacks: dict[tuple[str, str], TensorEntry] = field(default_factory=dict)  # experts', by module and part
 
 
 def _checked_config(folder: Path, base: Checkpoint) -> dict[str, Any]:
-    """adapter_config.json of an adapter of `base` that can be converted. Raises DlmBridgeError for any other, and for
-    one without weights."""
+    """adapter_config.json of an adapter of `base`. Raises CheckpointError if it cannot be converted."""
     config = read_config(folder / ADAPTER_CONFIG)
     check_plain(config, folder / ADAPTER_CONFIG)
     if mask_only_token(folder) is not None:
-        raise DlmBridgeError(
-            f"{folder}: acts at mask tokens alone, which neither weights nor Megatron's adapters can: use its PEFT "
-            "folder as it is"
+        raise CheckpointError(
+            folder,
+            "acts at mask tokens only, which merged weights and Megatron's adapters cannot do: use the PEFT folder",
         )
     check_named_base(config.get("base_model_name_or_path"), base.hub.source.get("name"), str(folder))
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise DlmBridgeError(f"{folder}: has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
+        raise CheckpointError(folder, f"has no {ADAPTER_WEIGHTS}: save the adapter with safetensors")
     return config
 
 
 def _find_factors(entries: Iterable[TensorEntry], base: Checkpoint, where: str) -> _Factors:
-    """Raises DlmBridgeError for a tensor that is no factor, and for a weight that no adapter here may change."""
+    """Group an adapter's tensors.
+
+    Raises:
+        CheckpointError: a tensor is not a LoRA factor, or adapters of its weight cannot be converted.
+    """
     found, weights, copies = _Factors(), weights_of_modules(base), copies_of(base)
     for entry in entries:
         match = _NAME.fullmatch(entry.name)
         if match is None:
-            raise DlmBridgeError(f"{where}: tensor {entry.name} is not a LoRA factor of a linear layer")
+            raise CheckpointError(where, f"tensor {entry.name} is not a LoRA factor of a linear layer")
         module, part = match[1], match[2] or "magnitude"
         if is_expert_module(module):
             found.stacks[module, part] = entry
             continue
         if module not in weights:
-            raise DlmBridgeError(
-                f"{where}: tensor {entry.name}: {base.where} has no linear layer {module}: is it its base model?"
+            raise CheckpointError(
+                where, f"{base.where} has no linear layer {module} (tensor {entry.name}): is it the base model?"
             )
         weight = weights[module]
         adapted_param(base, copies.get(weight, weight), where)
@@ -321,47 +330,54 @@ def _find_factors(entries: Iterable[TensorEntry], base: Checkpoint, where: str) 
             found.shared.append((module, entry, copies[weight], part))
             continue
         if found.modules.setdefault(weight, module) != module or (weight, part) in found.entries:
-            raise DlmBridgeError(f"{where}: two modules change {weight}")
+            raise CheckpointError(where, f"two modules change {weight}")
         found.entries[weight, part] = entry
     if not found.modules and not found.stacks:
-        raise DlmBridgeError(f"{where}: {ADAPTER_WEIGHTS} holds no LoRA factor")
+        raise CheckpointError(where, f"{ADAPTER_WEIGHTS} has no LoRA factor")
     return found
 
 
 def _check_factors(found: _Factors, base: Checkpoint, rank: int, dora: bool, where: str) -> None:
-    """Raise DlmBridgeError for a weight that lacks a factor, or has one of another shape."""
+    """Raise CheckpointError for a weight that lacks a factor, or has one of another shape."""
     parts: tuple[LoraFactor, ...] = (*LORA_FACTORS, "magnitude") if dora else LORA_FACTORS
-    for weight, module in found.modules.items():
-        if missing := [part for part in parts if (weight, part) not in found.entries]:
-            name = factor_suffix(missing[0]).removesuffix(".weight")
-            raise DlmBridgeError(f"{where}: {name} of {module} is missing")
+    _check_complete(found.entries, found.modules, parts, where)
+    for weight in found.modules:
         a, b, *magnitude = (found.entries[weight, part].shape for part in parts)
         check_shapes(base, weight, a, b, rank, where, *magnitude)
 
 
+def _check_complete(
+    entries: dict[tuple[str, str], TensorEntry], modules: dict[str, str], parts: tuple[LoraFactor, ...], where: str
+) -> None:
+    """Raise CheckpointError unless every weight, or stack, of `modules` has all factors."""
+    missing = [(module, part) for name, module in modules.items() for part in parts if (name, part) not in entries]
+    if missing:
+        module, part = min(missing)
+        raise CheckpointError(where, f"{factor_suffix(part).removesuffix('.weight')} of {module} is missing")
+
+
 def _dtypes(entries: Iterable[TensorEntry], dora: bool, where: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtype of all A and B, and of DoRA's magnitudes. Raises DlmBridgeError where there are several."""
+    """Dtype of all A and B, and of DoRA's magnitudes. Raises CheckpointError if either has several."""
     dtypes, own_dtypes = set[torch.dtype](), set[torch.dtype]()
     for entry in entries:
         of_magnitude = "magnitude" in entry.name.rpartition("lora_")[2]
         if of_magnitude and not dora:
-            raise DlmBridgeError(f"{where}: has magnitude vectors, but {ADAPTER_CONFIG} does not say use_dora")
+            raise CheckpointError(where, f"has magnitude vectors, but {ADAPTER_CONFIG} does not set use_dora")
         (own_dtypes if of_magnitude else dtypes).add(entry.dtype)
     for several in (dtypes, own_dtypes):
         if len(several) > 1:
             names = " and ".join(sorted(map(dtype_name, several)))
-            raise DlmBridgeError(f"{where}: its tensors are of {names}: save them in one dtype")
+            raise CheckpointError(where, f"has tensors of {names}: save them in one dtype")
     return dtypes.pop(), own_dtypes.pop() if own_dtypes else None
 
 
 def changed_weights(folder: Path) -> list[ChangedFile]:
-    """A PEFT folder's weights where they are not as the digests of a training run beside them say."""
+    """A PEFT folder's weight file, if it differs from the digests that a training run recorded."""
     return check_files(folder, only=[ADAPTER_WEIGHTS]) if (folder / FILE_DIGESTS).is_file() else []
 
 
 def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> int:
-    """Write the adapter of `base` into an existing folder, with the side files that it came with. Returns how many
-    tensors."""
+    """Write the adapter of `base` and its side files into an existing folder. Returns the number of tensors."""
     facts = adapter.facts
     if facts.folder is not None:
         copy_files(facts.folder, [name for name in facts.files if name != ADAPTER_CONFIG], folder)
@@ -389,7 +405,7 @@ def write_peft_folder(adapter: LoraAdapter, base: Checkpoint, folder: Path) -> i
 def plain_config(
     rank: int, alpha: float, modules: Iterable[str], base: str | None, dora: bool = False
 ) -> dict[str, Any]:
-    """adapter_config.json of a plain LoRA or DoRA adapter of these modules."""
+    """adapter_config.json for a plain LoRA or DoRA adapter of these modules."""
     modules = list(modules)
     stacks = target_parameters(modules)
     return {
@@ -411,7 +427,7 @@ def plain_config(
 
 
 def weights_of_modules(base: Checkpoint) -> dict[str, str]:
-    """Module name -> Hub weight, by the Hub's own names and by those of the family's transformers class."""
+    """Hub weight by module name, for the Hub's names and those of the family's transformers class."""
     names = [name for name in (*base.param_of, *copies_of(base)) if name.endswith(".weight")]
     found = {name.removesuffix(".weight"): name for name in names}
     for name, module in body_names(base.family, names).items():
@@ -420,13 +436,13 @@ def weights_of_modules(base: Checkpoint) -> dict[str, str]:
 
 
 def copies_of(base: Checkpoint) -> dict[str, str]:
-    """Hub weight that a checkpoint need not hold -> the one that it is a copy of."""
+    """Original by copy, for Hub weights that a checkpoint may omit."""
     known = base.mapping.passthrough_names(base.dims)
     return {name: entry.copy_of for name, entry in known.items() if entry.copy_of and name not in base.param_of}
 
 
 def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
-    """Hub name -> the parameter's name in the family's transformers class, whose modules PEFT sees."""
+    """Parameter names in the family's transformers class, which are PEFT's, by Hub name."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -439,33 +455,32 @@ def body_names(family: FamilySpec, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_plain(config: dict[str, Any], path: Path) -> None:
-    """Raise DlmBridgeError unless adapter_config.json says plain LoRA, of linear layers or stacked experts, or DoRA of
-    linear layers."""
-    if config.get("peft_type") != "LORA":
-        raise DlmBridgeError(f"{path}: peft_type {config.get('peft_type')!r}: only LORA adapters are converted")
-    for key in _REFUSED:
-        if config.get(key):
-            raise DlmBridgeError(
-                f"{path}: {key} = {json.dumps(config[key])[:80]} cannot be converted, only plain LoRA and DoRA"
-            )
-    if config.get("use_dora") and config.get("target_parameters"):
-        raise DlmBridgeError(f"{path}: use_dora with target_parameters: there is no DoRA of stacked experts")
-    if config.get("bias", "none") != "none":
-        raise DlmBridgeError(f"{path}: bias = {config['bias']!r} cannot be converted: train with bias 'none'")
+    """Raise CheckpointError unless adapter_config.json is of plain LoRA (linear layers or stacked experts) or of DoRA
+    (linear layers)."""
+    refused = [key for key, plain in _PLAIN.items() if config.get(key, "none") != plain]
+    refused += [key for key in _REFUSED if config.get(key)]
+    if config.get("use_dora") and config.get("target_parameters"):  # PEFT has no DoRA of stacked experts
+        refused.append("use_dora")
+    if refused:
+        value = json.dumps(config.get(refused[0]))[:80]
+        raise CheckpointError(
+            path, f"{refused[0]} = {value} cannot be converted: only plain LoRA, or DoRA of linear layers, can be"
+        )
     how = config.get("init_lora_weights")
     if isinstance(how, str) and how.lower().startswith(_CHANGES_THE_BASE):
-        raise DlmBridgeError(
-            f"{path}: init_lora_weights = {how!r} changes the base's weights too: convert it to plain LoRA with "
-            "PEFT's path_initial_model_for_weight_conversion"
+        raise CheckpointError(
+            path,
+            f"init_lora_weights = {how!r} changes the base's weights too: convert it to plain LoRA with PEFT's "
+            "path_initial_model_for_weight_conversion",
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise DlmBridgeError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are no rank and no scale")
+        raise CheckpointError(path, f"r = {rank!r} and lora_alpha = {alpha!r} must be a rank and a finite number")
 
 
 def check_all_layers(base: Checkpoint, weights: Iterable[str], where: str) -> None:
-    """Raise DlmBridgeError where an adapter changes a kind of weight in some layers only: Megatron stacks the layers
-    of a model whose layers are all alike in one tensor."""
+    """Raise CheckpointError if an adapter changes a weight in some layers only. Megatron stacks the layers of a
+    homogeneous model in one tensor."""
     if not base.dims.homogeneous:
         return
     given = set(weights)
@@ -477,6 +492,6 @@ def check_all_layers(base: Checkpoint, weights: Iterable[str], where: str) -> No
         if param.rule is rule and param.hub_names[number] not in given
     ]
     if missing:
-        raise DlmBridgeError(
-            f"{where}: changes some layers only, not {first_of(missing)}: Megatron's stacked layers have it in all"
+        raise CheckpointError(
+            where, f"does not change {first_of(missing)}, but other layers' weights: Megatron stacks all layers"
         )

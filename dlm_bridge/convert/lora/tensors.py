@@ -1,4 +1,4 @@
-"""The tensors of a Megatron adapter: which Hub weights' factors each holds, under which key, and how it is cut."""
+"""Tensors of a Megatron adapter: keys, Hub weights whose factors they contain, and sharding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.lora.peft import LoraFactor, adapted_param, factor_suffix
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, ParamMapping, Rule
 
@@ -18,8 +18,12 @@ STYLES = ("auto", "canonical", "fused")
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """One tensor of a Megatron adapter. `param`'s Hub tensors are the factor `part` of `weights`, in their order; with
-    `shared` there is one tensor, the same for all of `weights`."""
+    """Tensor of a Megatron adapter.
+
+    Attributes:
+        param: mapping whose Hub tensors are the factor `part` of `weights`, in their order.
+        shared: all of `weights` share one Hub tensor.
+    """
 
     param: ParamMapping
     part: LoraFactor
@@ -30,8 +34,17 @@ class AdapterTensor:
 def adapter_tensors(
     base: Checkpoint, weights: Iterable[str], rank: int, style: Style, where: str, dora: bool = False
 ) -> list[AdapterTensor]:
-    """The Megatron tensors that hold an adapter of these Hub weights, of `dora` with a magnitude of each weight in
-    either style. Raises DlmBridgeError where `style` cannot."""
+    """Megatron tensors of an adapter of these Hub weights.
+
+    Args:
+        style: "canonical" (one adapter per Hub weight) or "fused" (one per linear layer).
+        where: the adapter, for errors.
+        dora: add a magnitude per Hub weight.
+
+    Raises:
+        CheckpointError: an adapter cannot change one of the weights.
+        SettingError: `style` does not fit the weights.
+    """
     params: dict[str, tuple[ParamMapping, set[str]]] = {}
     for weight in weights:
         param = adapted_param(base, weight, where, experts=True)
@@ -40,10 +53,10 @@ def adapter_tensors(
     for param, changed in params.values():
         joined = len(param.hub_names) > 1
         if style == "canonical" and isinstance(param.rule, FusedQKV):
-            raise DlmBridgeError(f"{where}: {param.hub_names[0]} is one fused tensor on the Hub: use --style fused")
+            raise SettingError("style", f"canonical, but {param.hub_names[0]} is fused on the Hub: use `style=fused`")
         if joined and (style == "fused" or param.expert is not None):
             if missing := sorted(set(param.hub_names) - changed):
-                raise DlmBridgeError(f"{where}: --style fused changes {missing[0]} too, which the adapter leaves out")
+                raise SettingError("style", f"fused changes {missing[0]} too, which {where} does not change")
             result += _fused(param, rank)
         elif joined:
             names = [name for name in param.hub_names if name in changed]
@@ -57,7 +70,7 @@ def adapter_tensors(
 
 
 def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, AdapterTensor]]:
-    """Every tensor that an adapter of this base may have, in either style."""
+    """Yield all tensors that an adapter of this base can have, in both styles."""
     for param in base.params:
         if param.is_mtp or param.layer is None:
             continue
@@ -79,7 +92,7 @@ def possible_tensors(base: Checkpoint, rank: int) -> Iterator[tuple[Style, Adapt
 
 
 def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[AdapterTensor]:
-    """A and B of one Hub weight; `key` tells it from others of the same linear layer."""
+    """A and B of one Hub weight; `key` distinguishes weights of the same linear layer."""
     name, template = param.hub_names[number], param.rule.hub[number]
     rows, columns = param.hub_shapes[number]
     dims = _with_sizes(param.dims, rank, rows, columns)
@@ -104,7 +117,7 @@ def _single(param: ParamMapping, number: int, rank: int, key: str) -> list[Adapt
 
 
 def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
-    """One A for all Hub weights of a linear layer, and their Bs in the rows of the fused weight."""
+    """One A for all Hub weights of a linear layer, and their Bs in the row order of the fused weight."""
     columns = param.dims.hidden
     module = _module(param.rule)
     dims = _with_sizes(param.dims, rank, columns)
@@ -117,7 +130,7 @@ def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
     b = _renamed(param.rule, f"{module}.adapter.linear_out.weight")
     return [
         AdapterTensor(ParamMapping(a, dims, param.layer, param.expert), "A", param.hub_names, shared=True),
-        # The rule moves rows and takes the columns from `hidden`, of which B has `rank`.
+        # The rule permutes rows and expects `hidden` columns; B has `rank` columns.
         AdapterTensor(
             ParamMapping(b, replace(param.dims, hidden=rank), param.layer, param.expert), "B", param.hub_names
         ),
@@ -125,7 +138,7 @@ def _fused(param: ParamMapping, rank: int) -> list[AdapterTensor]:
 
 
 def _magnitudes(param: ParamMapping) -> Iterator[AdapterTensor]:
-    """DoRA's magnitude of each Hub weight of a linear layer, in the order of the weight's rows."""
+    """Yield DoRA's magnitude of each Hub weight of a linear layer, in the weight's row order."""
     module = _module(param.rule)
     if isinstance(param.rule, FusedQKV):
         fused = _renamed(replace(param.rule, bias=True), f"{module}.adapter.weight_magnitude", "magnitude")
@@ -156,7 +169,7 @@ def _canonical_key(rule: Rule, name: str, param: ParamMapping) -> str:
         return ("adapter_q.", "adapter_k.", "adapter_v.")[param.hub_names.index(name)]
     if isinstance(rule, GatedMLP):
         return ("adapter_gate.", "adapter_up.")[param.hub_names.index(name)]
-    raise DlmBridgeError(f"{name}: Megatron Bridge has no LoRA for one part of {rule.megatron}")
+    raise CheckpointError(name, f"Megatron Bridge has no canonical LoRA for a part of {rule.megatron}")
 
 
 def _module(rule: Rule) -> str:
@@ -168,5 +181,5 @@ def _factor_name(template: str, part: LoraFactor) -> str:
 
 
 def _with_sizes(dims: Dims, *numbers: int) -> Dims:
-    """`dims` in whose words a number means itself."""
+    """`dims` with sizes that are named by their own digits."""
     return replace(dims, sizes=(*dims.sizes, *((str(number), number) for number in sorted(set(numbers)))))

@@ -14,14 +14,14 @@ from torch.nn.attention import sdpa_kernel
 from dlm_bridge.attention import flash_attention
 from dlm_bridge.attention.flash_attention import SDPA_KERNELS
 from dlm_bridge.attention.masks import mask_for_implementation
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import SettingError, one_line
 
-FLASH = "flash"  # what `--attention-backend` calls FlashAttention 4, next to transformers' names
+FLASH = "flash"  # FlashAttention 4 in `attention_backend`, beside transformers' names
 
 
 def uses_flash_attention(model: Any, backend: str | None, device: torch.device, precision: str) -> bool:
-    """Whether FlashAttention 4 computes the attention of whole sequences: where `backend` is None if it can, where it
-    is FLASH always. Raises DlmBridgeError for FLASH where it cannot."""
+    """True if FlashAttention 4 computes the attention of whole sequences: with `backend` None if it is supported, with
+    FLASH always. Raises SettingError for FLASH if it is not supported."""
     if backend not in (None, FLASH):
         return False
     reason = (
@@ -30,14 +30,14 @@ def uses_flash_attention(model: Any, backend: str | None, device: torch.device, 
         or _flash_unsupported(model, torch.float32 if precision == "fp32" else torch.bfloat16)
     )
     if reason is not None and backend == FLASH:
-        raise DlmBridgeError(f"--attention-backend {FLASH}: {reason}; or leave the option out")
+        raise SettingError("attention_backend", f"{FLASH}: {reason}")
     return reason is None
 
 
 def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
-    """Why this model's layers cannot use FlashAttention 4; None where they can."""
+    """Reason why the layers of a model cannot use FlashAttention 4, or None."""
     if (implementation := model.config._attn_implementation) != "sdpa":
-        return f"FlashAttention 4 takes the place of sdpa, and this model has {implementation}"
+        return f"FlashAttention 4 replaces sdpa, and this model uses {implementation}"
     if torch.are_deterministic_algorithms_enabled():
         return "FlashAttention 4's gradients are not deterministic"
     layers = [module for module in model.modules() if hasattr(module, "is_causal") and hasattr(module, "head_dim")]
@@ -52,8 +52,14 @@ def _flash_unsupported(model: Any, dtype: torch.dtype) -> str | None:
 
 
 def layer_masks(mask: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-    """A 4-D bool mask [B, 1, S, S] for a class of transformers' own, whose sliding layers take such a mask as it is:
-    within their window; by layer type where only some slide."""
+    """Attention mask for model classes of transformers, whose sliding layers do not apply their window to a 4-D mask.
+
+    Args:
+        mask: [B, 1, S, S] bool.
+
+    Returns:
+        The mask within the sliding window, or masks by layer type if only some layers have a window.
+    """
     window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
     given = partial(mask_for_implementation, implementation=config._attn_implementation, dtype=dtype)
     if window is None or (kinds and SLIDING not in kinds):
@@ -68,12 +74,11 @@ SLIDING = "sliding_attention"  # in a config's `layer_types`
 
 @contextlib.contextmanager
 def attention_kernels(device: torch.device, masked: bool, compiled: bool, flash: bool = False) -> Iterator[None]:
-    """The attention kernels of a forward pass and its backward pass, which may recompute it.
+    """Context manager that selects the attention kernels of a forward pass and its backward pass, which may recompute.
 
-    With a mask, and on other devices than CUDA ones, torch's own order of kernels stands. `flash` uses FlashAttention
-    4. In `compiled` layers keys and values are repeated for the heads of their query group, which costs less there
-    than torch's grouped-query kernels.
-    """
+    With a mask, and on devices without CUDA, torch's own order of kernels applies. `flash` selects FlashAttention 4.
+    In `compiled` layers keys and values are repeated for the heads of their query group, which is faster there than
+    torch's grouped-query kernels."""
     if device.type != "cuda" or masked:
         yield
         return
@@ -85,7 +90,7 @@ def attention_kernels(device: torch.device, masked: bool, compiled: bool, flash:
 
 @contextlib.contextmanager
 def replace_sdpa(function: Callable[..., Any]) -> Iterator[None]:
-    """Let transformers' models with "sdpa" attention call `function`."""
+    """Context manager in which transformers' models with "sdpa" attention call `function`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -107,14 +112,22 @@ def flash_attention_forward(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function by FlashAttention 4: [B, H, S, D] queries, keys and values of as many heads or
-    fewer; returns [B, S, H, D]. A call that it does not support, such as one with a mask, goes to SDPA."""
+    """Attention function for transformers by FlashAttention 4, or by SDPA for calls that it does not support, such as
+    those with a mask.
+
+    Args:
+        query: [B, H, S, D].
+        key, value: [B, G, S, D], where the number of query groups G divides H.
+
+    Returns:
+        [B, S, H, D], and None.
+    """
     whole = attention_mask is None and query.shape[2:] == key.shape[2:] and key.shape == value.shape
     if not whole or dropout or value.dtype not in flash_attention.HALF:
         return sdpa_repeated_kv_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal)
     causal = bool(module.is_causal if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # Under autocast values come from a product in half precision, and what was rotated is in fp32.
+    # Under autocast, values are in half precision, and rotated queries and keys in fp32.
     q, k, v = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
     return flash_attention.flash_attention(q, k, v, scale, causal), None
 
@@ -130,8 +143,8 @@ def sdpa_repeated_kv_forward(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function by SDPA of whole sequences: [B, H, S, D] queries, keys and values of as many
-    heads or fewer; returns [B, S, H, D]."""
+    """Attention function for transformers by SDPA, with keys and values repeated per query group. Shapes as in
+    `flash_attention_forward`."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -143,8 +156,8 @@ def sdpa_repeated_kv_forward(
 
 
 def set_attention(model: Any, backend: str) -> None:
-    """Use one of transformers' attention implementations. Raises DlmBridgeError for one that is not there."""
+    """Select one of transformers' attention implementations. Raises SettingError if it is not available."""
     try:
         model.set_attn_implementation(backend)
     except (ValueError, ImportError) as error:
-        raise DlmBridgeError(f"--attention-backend {backend}: {one_line(error)}") from error
+        raise SettingError("attention_backend", f"{backend}: {one_line(error)}") from error

@@ -1,7 +1,7 @@
 """DiffusionGemma under Accelerate: its encoder and decoder in one forward pass, and the loss of both.
 
-Encoder and decoder share their weights. The decoder's loss reaches them along both ways, since the keys and values
-that it reads of the encoder have gradients.
+Encoder and decoder share their weights, which get gradients of the decoder's loss from both: the encoder's keys and
+values, which the decoder reads, have gradients.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from dlm_bridge.attention.masks import mask_for_implementation
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation.gemma import cache_of, is_gemma
 from dlm_bridge.objectives.losses import log_sum_exps
 from dlm_bridge.train.accelerate.transforms import LossHead
-from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config import TrainConfig, refuse
 
-CHUNK = 512  # positions whose logits are held at a time
+CHUNK = 512  # number of positions whose logits are in memory at a time
 
 
 def prepare_canvas_model(model: Any, config: TrainConfig) -> None:
-    """Freeze what DiffusionGemma's recipes freeze: the routers; and the vision tower, which text never reaches. Any
-    other model is left alone. Raises DlmBridgeError for settings under which it cannot be trained."""
+    """Freeze the routers of DiffusionGemma, as its recipes do, and its vision tower, which is unused. Other models are
+    not changed. Raises SettingError for settings with which it cannot be trained."""
     if not is_gemma(model):
         return
-    if config.parallel.shards:
-        raise DlmBridgeError(
-            "FSDP: DiffusionGemma's encoder and decoder share their weights, which FSDP2 would shard twice: use data "
-            "parallelism"
-        )
-    backend = config.engine.attention_backend
-    if backend not in (None, "sdpa", "eager"):
-        raise DlmBridgeError(f"--attention-backend {backend}: DiffusionGemma's masks need sdpa or eager")
-    if config.precision.name == "fp8":
-        raise DlmBridgeError("--precision fp8: DiffusionGemma's shared weights would be cast twice: use bf16")
+    backend, shared = config.engine.attention_backend, "DiffusionGemma's encoder and decoder share their weights"
+    refuse(
+        (config.parallel.shards, "sharding", f"fsdp: {shared}, which FSDP2 would shard twice: use data parallelism"),
+        (
+            backend not in (None, "sdpa", "eager"),
+            "attention_backend",
+            f"{backend}: DiffusionGemma's masks need sdpa or eager",
+        ),
+        (config.precision.precision == "fp8", "precision", f"fp8: {shared}, which would be cast twice: use bf16"),
+    )
     encoder = model.model.encoder
     frozen = [encoder.vision_tower, encoder.embed_vision]
     frozen += [layer.router for tower in (encoder.language_model, model.model.decoder) for layer in tower.layers]
@@ -46,8 +45,8 @@ def prepare_canvas_model(model: Any, config: TrainConfig) -> None:
 
 
 def encoder_masks(real_BL: torch.Tensor | None, positions_BL: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-    """[B, 1, L, L] bool masks of the encoder by layer type: causal, and within the sliding window. Padding, which
-    stands behind a row, is seen by itself only."""
+    """[B, 1, L, L] bool masks of the encoder by layer type: causal, and causal within the sliding window. Padding, at
+    the end of a row, attends to itself only."""
     behind = positions_BL[:, :, None] - positions_BL[:, None, :]
     full = behind >= 0
     if real_BL is not None:
@@ -58,8 +57,8 @@ def encoder_masks(real_BL: torch.Tensor | None, positions_BL: torch.Tensor, wind
 def decoder_masks(
     real_BL: torch.Tensor | None, positions_BL: torch.Tensor, positions_BC: torch.Tensor, window: int
 ) -> dict[str, torch.Tensor]:
-    """[B, 1, C, L + C] bool masks of the decoder: a canvas attends to itself and to what the encoder has read before
-    its first token, in sliding layers to the last `window` - 1 of that, as in sampling."""
+    """[B, 1, C, L + C] bool masks of the decoder: a canvas attends to itself and to the encoder's positions before its
+    first token, in sliding layers to the last `window` - 1 of them, as in sampling."""
     batch, size = positions_BC.shape
     length, first_B11 = positions_BL.shape[1], positions_BC[:, :1, None]
     before = (positions_BL[:, None, :] < first_B11).expand(batch, size, length)
@@ -72,12 +71,12 @@ def decoder_masks(
 
 
 class CanvasHead(LossHead):
-    """The loss of DiffusionGemma, whose forward pass it replaces: of an input [clean | canvas] (`CanvasDiffusion`),
-    with its logits' soft cap. Without positions with a loss, the model's own forward runs."""
+    """Loss of DiffusionGemma for an input [clean | canvas] (`CanvasDiffusion`), with the soft cap of its logits.
+    Replaces the forward pass of the model; calls outside of `loss` run the model's own."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.is_fused = True  # the soft cap included
+        self.is_fused = True  # with the soft cap
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.own_forward = model.forward
         model.forward = self._model_forward
@@ -106,7 +105,7 @@ class CanvasHead(LossHead):
         def given(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {name: mask_for_implementation(mask, kind, self.base.dtype) for name, mask in masks.items()}
 
-        cache = DynamicCache()  # of whole sequences: each canvas has its own window
+        cache = DynamicCache()  # complete sequences, because each canvas has its own window
         encoded_BLH = towers.encoder(
             input_ids=clean_BL,
             attention_mask=given(encoder_masks(attention_mask, positions_BL, window)),
@@ -151,12 +150,12 @@ class CanvasHead(LossHead):
         return torch.stack([F.cross_entropy(logits_MV, targets_M, reduction="none"), log_sum_exps(logits_MV, None)])
 
     def _capped(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits under the soft cap."""
+        """fp32 logits with the soft cap."""
         cap = self.base.config.get_text_config().final_logit_softcapping
         logits = self.logits(hidden).float()
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def loss_head(model: Any) -> LossHead:
-    """The loss head of a Hub model."""
+    """Construct the loss head of a Hub model."""
     return CanvasHead(model) if is_gemma(model) else LossHead(model)

@@ -1,5 +1,5 @@
-"""Checkpoints of runs under Accelerate: the main process writes a model that each process holds; of a sharded one all
-processes write the optimizer, and rank 0 the weights, gathered one at a time."""
+"""Checkpoints of the Accelerate engine. The main process writes a replicated model. Of a sharded one all processes
+write the optimizer state, and rank 0 the weights, gathered one at a time."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ema import AveragedModel
 from dlm_bridge.train.lora import Adapter
 
-OPTIMIZER = "optimizer"  # folder of a checkpoint: torch's distributed checkpoint
-SHARD_SIZE = 5 * 10**9  # bytes of a safetensors file
+OPTIMIZER = "optimizer"  # subfolder with the optimizer state, a torch distributed checkpoint
+SHARD_SIZE = 5 * 10**9  # maximum bytes of a safetensors file
 
 
 def save_run(
@@ -63,12 +63,16 @@ def save_run(
     averages: AveragedModel | None = None,
     save_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` and remove old ones; every process calls this together, and gets its folder.
+    """Write the checkpoint of `step`, and remove old ones. Collective. Returns the folder.
 
-    `model` is the plain one, without Accelerate around it, and of an `adapter` the one in which it is; `optimizer` may
-    have Accelerate around it. `state` is the trainer's own, to which the gradient scaler's is added. `save_more` adds
-    to the folder, on every process of a run that is sharded and else on the main one. Raises DlmBridgeError on every
-    process where the disk refuses.
+    Args:
+        model: the model without Accelerate's wrapper; with an `adapter`, the model that contains it.
+        optimizer: the optimizer, with or without Accelerate's wrapper.
+        state: state of the trainer; the state of the gradient scaler is added.
+        save_more: writes more files to the folder, on every process of a sharded run, otherwise on the main one.
+
+    Raises:
+        ResourceError: the disk is full. Raised on every process.
     """
     output, scaler, main = Path(config.checkpoint.output), accelerator.scaler, accelerator.is_main_process
     sharded = config.parallel.shards
@@ -97,8 +101,8 @@ def save_run(
 def restore_run(
     config: TrainConfig, accelerator: Accelerator, folder: Path, model: Any, optimizer: Any
 ) -> dict[str, Any]:
-    """Set the optimizer's state and the gradient scaler's to those of a checkpoint, and return the trainer's state;
-    `starting_model` has loaded the weights. Every process calls this together."""
+    """Load the states of optimizer and gradient scaler from a checkpoint. Collective. Returns the trainer's state. The
+    weights are loaded by `starting_model`."""
     state = load_state(folder)
     load_optimizer(config, folder, model, optimizer, state)
     if accelerator.scaler is not None and state["scaler"] is not None:
@@ -107,15 +111,15 @@ def restore_run(
 
 
 def load_optimizer(config: TrainConfig, folder: Path, model: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    """Set the optimizer to the one under "optimizer" in a `state`, or where that has none to the sharded one in
-    `folder`. Every process calls this together. Raises DlmBridgeError where it is damaged."""
+    """Load the optimizer state from `state`, or if that has none from the distributed checkpoint in `folder`.
+    Collective. Raises CheckpointError if it is damaged."""
     whole = state.get(OPTIMIZER) is not None
-    checkpoint = folder if (folder / STATE).is_file() else folder.parent  # of a value model's folder
+    checkpoint = folder if (folder / STATE).is_file() else folder.parent  # a value model has a subfolder
     with damaged_state(checkpoint / STATE if whole else folder / OPTIMIZER, checkpoint):
         if whole and not config.parallel.shards:
             optimizer.load_state_dict(state[OPTIMIZER])
         else:
-            plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate around it
+            plain = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
             _load_sharded(folder, model, plain, state)
 
 
@@ -131,15 +135,14 @@ def _save_sharded(
     averages: AveragedModel | None = None,
     save_more: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the checkpoint of `step`; every process calls this together, rank 0 writes the weights, `averages` of them
-    and `state`, and `save_more` adds to the folder on all of them.
+    """Write the checkpoint of `step` of a sharded model. Collective: rank 0 writes the weights, their `averages` and
+    `state`; `save_more` runs on all ranks.
 
-    Weights are gathered one at a time on `device`, and written before the next one. Raises DlmBridgeError where the
-    disk refuses.
-    """
+    Weights are gathered one at a time on `device`, and written before the next one. Raises ResourceError if the disk
+    is full."""
     main, folder = dist.get_rank() == 0, temporary_folder(output, step)
     with contextlib.ExitStack() as checkpoint:
-        # The block of one rank ends with an error of any rank, at the same point.
+        # `raised_everywhere` raises an error of any rank on all ranks, at the same point.
         with raised_everywhere():
             if main:
                 checkpoint.enter_context(atomic_checkpoint(output, step))
@@ -160,33 +163,32 @@ def _save_sharded(
         with raised_everywhere(), checkpoint_errors(output, step):
             if main:
                 write_state(folder, step, tokenizer, state)
-                checkpoint.close()  # which gives the folder its name
+                checkpoint.close()  # renames the folder
 
 
 def save_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write the optimizer's state of a sharded model; every process calls this together."""
+    """Write the optimizer state of a sharded model. Collective."""
     try:
         dcp.save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
-    except CheckpointException as error:  # of any rank, raised in all
+    except CheckpointException as error:  # of any rank, raised on all
         failure = next((failure[0] for failure in error.failures.values()), None)
         raise failure if isinstance(failure, OSError) else RuntimeError(one_line(failure or error)) from error
 
 
 def _save_weights(folder: Path, model: Any, device: torch.device) -> None:
-    """Write the Hub's files of a model as its `save_pretrained` does: config.json, generation_config.json, weights
-    under the Hub's names. Every process calls this together, rank 0 writes."""
+    """Write a sharded model as `save_pretrained` does: config.json, generation_config.json, weights with their Hub
+    names. Collective; rank 0 writes."""
     weights = ((name, full_tensor(tensor, device)) for name, tensor in stored_tensors(model))
     try:
         if dist.get_rank() == 0:
             _write_hub_files(folder, model, weights)
     finally:
-        for _ in weights:  # every rank takes part in gathering them all, also where the disk has refused the first
+        for _ in weights:  # after a write error too, every rank must take part in gathering all weights
             pass
 
 
 def save_parameters(folder: Path, model: nn.Module, device: torch.device) -> None:
-    """Write a sharded model's parameters by its own names to one safetensors file. Every process calls this together,
-    rank 0 writes."""
+    """Write a sharded model's parameters with its own names to one safetensors file. Collective; rank 0 writes."""
     specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in model.named_parameters()}
     writer = None
     if dist.get_rank() == 0:
@@ -202,8 +204,7 @@ def save_parameters(folder: Path, model: nn.Module, device: torch.device) -> Non
 
 @torch.no_grad()
 def load_parameters(file: Path, model: nn.Module) -> None:
-    """Set a sharded model's parameters to those of a file of `save_parameters`, of which each process reads its shards
-    alone."""
+    """Load a sharded model's parameters from a file of `save_parameters`. Each process reads its shards only."""
     with safe_open(file, framework="pt") as tensors:
         for name, weight in model.named_parameters():
             assert isinstance(weight, DTensor)
@@ -224,8 +225,8 @@ def _write_hub_files(folder: Path, model: Any, weights: Iterator[tuple[str, torc
 
 
 def _load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the optimizer's state of a checkpoint of any number of processes, sharded or not; `state` is its trainer
-    state. Every process calls this together, within `damaged_state`."""
+    """Load the optimizer state of a checkpoint, sharded or not, from any number of processes. Collective. Called
+    within `damaged_state`. `state` is the trainer's state."""
     if not (folder / OPTIMIZER).is_dir():
         whole = _by_name(state[OPTIMIZER], model, optimizer)
         set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
@@ -238,7 +239,7 @@ def _load_sharded(folder: Path, model: Any, optimizer: torch.optim.Optimizer, st
 
 
 def _by_name(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict by the names of parameters in place of their numbers."""
+    """Optimizer state dict with names of parameters instead of their indices."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     order = [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
@@ -256,7 +257,7 @@ def _shard_plans(model: Any) -> list[ShardFile]:
 def _write_configs(folder: Path, model: Any) -> None:
     config = model.config
     config.dtype = str(model.dtype).removeprefix("torch.")
-    # FSDP replaces a module's class by one whose name starts so.
+    # FSDP prefixes the class name of a module.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
     publish_config(folder)

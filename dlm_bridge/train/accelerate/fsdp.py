@@ -1,4 +1,4 @@
-"""FSDP2: sharding a Hub model, gradient clipping, and gathering whole weights."""
+"""FSDP2: sharding a Hub model, gradient clipping, and gathering full weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.distributed import process_group_ends, start_process_group
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.loading.lazy import LazyWeights, ShardSource, replace_parameters, shard_source
 from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.train.config import TrainConfig
@@ -24,18 +24,19 @@ from dlm_bridge.train.config.files import Config
 
 
 def with_launcher_settings(config: Config) -> Config:
-    """The configuration with the settings of `accelerate launch` for FSDP. Decoder layers are the units, whatever its
-    wrapping policy. Raises DlmBridgeError for another precision and for FSDP1."""
+    """Apply the FSDP settings of `accelerate launch`, except for the wrapping policy: the units are decoder layers.
+    Raises SettingError for another precision and for FSDP1."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", config.precision.name):
-        raise DlmBridgeError(
-            f"accelerate is configured for {precision}, the run for --precision {config.precision.name}: give "
-            f"--precision {precision}, or launch with --mixed_precision no"
+    if precision not in ("no", config.precision.precision):
+        raise SettingError(
+            "precision",
+            f"{config.precision.precision} contradicts accelerate's configuration, {precision}: use {precision}, or "
+            "launch with mixed_precision no",
         )
     if not _env_flag("ACCELERATE_USE_FSDP"):
         return config
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise DlmBridgeError("accelerate is configured for FSDP's first version: launch with --fsdp_version 2")
+        raise SettingError("sharding", "accelerate is configured for FSDP version 1: launch with fsdp_version 2")
     return config.replace(
         sharding="fsdp",
         cpu_offload=config.parallel.cpu_offload or _env_flag("FSDP_OFFLOAD_PARAMS"),
@@ -45,8 +46,7 @@ def with_launcher_settings(config: Config) -> Config:
 
 @contextlib.contextmanager
 def process_group(config: TrainConfig) -> Iterator[None]:
-    """A process group of one process for FSDP (which can offload to the CPU), unless a launcher has made a larger
-    one."""
+    """Context manager with the process group that FSDP needs: a launcher's, or a new one of one process."""
     with process_group_ends():
         if config.parallel.shards:
             start_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -54,34 +54,36 @@ def process_group(config: TrainConfig) -> Iterator[None]:
 
 
 def device_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
-    """All processes: [shards], or [replicas, shards], where the shards of a group are neighbouring ranks. Raises
-    DlmBridgeError where the processes do not divide."""
+    """Device mesh of all processes: [shards], or [replicas, shards] with the shards of a replica on adjacent ranks.
+    Raises LayoutError if `fsdp_replicas` does not divide the number of processes."""
     replicas, processes = config.parallel.fsdp_replicas, dist.get_world_size()
     if processes % replicas:
-        raise DlmBridgeError(f"--fsdp-replicas {replicas} does not divide {processes} processes: take a divisor")
+        raise LayoutError("fsdp_replicas", f"{replicas} does not divide {processes} processes")
     if replicas == 1:
         return init_device_mesh(device.type, (processes,))
     return init_device_mesh(device.type, (replicas, processes // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def shard_model(model: nn.Module, weights: LazyWeights | None, config: TrainConfig, device: torch.device) -> None:
-    """Shard `model` in place over all processes, or over those of each of `--fsdp-replicas` groups; all call this
-    together.
+    """Shard `model` in place over all processes, or over each of `fsdp_replicas` groups of processes. Collective.
 
-    Each process reads its shards of `weights`, whose model is on the meta device; where there are none rank 0 has the
-    weights, and on other ranks the model may be on the meta device. Params keep their dtype (fp32 main
-    params) and are gathered in that of the run; gradients are averaged in fp32. What transformers keeps in fp32
-    (routers) computes in it: such modules are units of their own. Tied weights stay tied, in the unit of the whole
-    model. With `--cpu-offload` params, gradients and optimizer state stay in the CPU's memory.
+    Params keep their dtype (fp32 main params) and are gathered in the run's precision; gradients are averaged in fp32.
+    Modules that transformers keeps in fp32 (routers) are units of their own, and compute in fp32. Tied weights stay
+    tied, in the unit of the whole model. With `cpu_offload`, params, gradients and optimizer state stay in CPU memory.
+
+    Args:
+        model: on the meta device with `weights`; otherwise rank 0 has the weights, and the model of other ranks may be
+            on the meta device.
+        weights: source from which each process reads its shards.
     """
-    dtype = None if config.precision.name == "fp32" else torch.bfloat16
+    dtype = None if config.precision.precision == "fp32" else torch.bfloat16
     offload = config.parallel.cpu_offload
     mesh = device_mesh(config, device)
     source = shard_source(model, weights, device)
     _to_meta(model, source.dtypes)
     settings: dict[str, Any] = {
         "mesh": mesh,
-        # A layer's gathered weights are freed after its forward pass, and gathered again.
+        # Gathered weights of a layer are freed after its forward pass, and gathered again for its backward pass.
         "reshard_after_forward": _env_flag("FSDP_RESHARD_AFTER_FORWARD", "true"),
         "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
@@ -102,15 +104,15 @@ def shard_model(model: nn.Module, weights: LazyWeights | None, config: TrainConf
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Free the weights that a forward pass without a backward pass has gathered: `parameters()` are shards again."""
+    """Free weights gathered by a forward pass without a backward pass, so that `parameters()` are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torch.device) -> torch.Tensor:
-    """Clip sharded gradients and return their norm over all processes, in float64 on `device`, without waiting for the
-    device."""
+    """Clip sharded gradients without waiting for the device. Returns their norm over all processes, float64 on
+    `device`."""
     gradients = [weight.grad.to_local() for weight in parameters if isinstance(weight.grad, DTensor)]
     norms = torch._foreach_norm(gradients) if gradients else []
     squares = torch.stack([norm.double().square() for norm in norms]).sum() if norms else torch.zeros(())
@@ -125,7 +127,7 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, device: torc
 
 
 def full_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A sharded weight as a whole; every process calls this together."""
+    """Gather a sharded weight. Collective."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -141,7 +143,7 @@ def _env_flag(name: str, default: str = "false") -> bool:
 
 
 def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a decoder layer whose own weights transformers would not load in half precision."""
+    """Modules of a decoder layer whose own weights transformers keeps in fp32."""
     kept = tuple(model._get_dtype_plan(torch.bfloat16))
     for name, module in layer.named_modules():
         own = [f"layer.{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)]
@@ -150,7 +152,7 @@ def _kept_in_fp32(model: Any, layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Move a model's params to the meta device, tied as before."""
+    """Move a model's params to the meta device. Tied weights stay tied."""
     moved = {
         id(weight): nn.Parameter(
             torch.empty_like(weight, device="meta", dtype=dtypes[name]), requires_grad=weight.requires_grad
@@ -162,7 +164,7 @@ def _to_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, source: ShardSource) -> None:
-    """Give this process its shards of the weights, one weight at a time, and all of the buffers."""
+    """Load this process's shards of the weights, one weight at a time, and all buffers."""
     for weight, shard in zip(model.parameters(), source.shards(model), strict=True):
         assert isinstance(weight, DTensor)
         weight.to_local().copy_(shard)

@@ -1,4 +1,4 @@
-"""The optimizers of the Accelerate engine: AdamW, and Muon for the matrices of the decoder layers."""
+"""Optimizers of the Accelerate engine: AdamW, and Muon for the matrices of the decoder layers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from dlm_bridge.train.muon import muon_parameters, trained_parameters
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    """The optimizer of a Hub-side model's trained parameters; without `fused` torch chooses how AdamW is computed."""
-    return MuonAndAdamW(config, model, fused) if config.optimizer.name == "muon" else adamw(config, model, fused=fused)
+    """Construct the optimizer of a Hub model's trained parameters. `fused` None: torch selects AdamW's kernels."""
+    return (
+        MuonAndAdamW(config, model, fused)
+        if config.optimizer.optimizer == "muon"
+        else adamw(config, model, fused=fused)
+    )
 
 
 def adamw(config: TrainConfig, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
-    """AdamW over a model's trained parameters."""
+    """AdamW for a model's trained parameters."""
     groups = parameter_groups(trained_parameters(model), config.optimizer.weight_decay)
     return torch.optim.AdamW(groups, **_adamw_settings(config), fused=fused)
 
 
 def clip_gradients(config: TrainConfig, accelerator: Any, model: nn.Module) -> float:
-    """Clip the gradients of a model, sharded or in Accelerate's wrapper, and return their norm over all processes."""
+    """Clip the gradients of a model, sharded or in Accelerate's wrapper. Returns their norm over all processes."""
     max_norm = config.optimizer.clip_grad or math.inf  # infinity only measures
     if config.parallel.shards:
         return float(fsdp.clip_grad_norm(list(model.parameters()), max_norm, accelerator.device))
@@ -43,13 +47,12 @@ def parameter_groups(trained: dict[str, nn.Parameter], weight_decay: float) -> l
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: not to biases, those of all experts in one parameter among them, and 1-D
-    parameters (norms)."""
+    """True if weight decay applies: not to biases, including stacked ones of experts, and 1-D parameters (norms)."""
     return parameter.dim() > 1 and not name.endswith("bias")
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the matrices of the layers, AdamW for everything else, as one optimizer with one state."""
+    """Muon for the matrices of the layers and AdamW for the other parameters, as one optimizer with one state."""
 
     def __init__(self, config: TrainConfig, model: nn.Module, fused: bool | None = None) -> None:
         options = config.optimizer
@@ -70,7 +73,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both parts work on this optimizer's groups and state."""
+        """Share this optimizer's groups and state with both parts."""
         self._parts[0].param_groups, self._parts[1].param_groups = self.param_groups[:1], self.param_groups[1:]
         for part in self._parts:
             part.state = self.state

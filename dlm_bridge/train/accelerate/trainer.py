@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.data.blocks import Samples
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.loading.lazy import shard_source
 from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.base import Objective
@@ -39,6 +39,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.norms import HubLayerNorms
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     Config,
     RunStart,
@@ -54,7 +55,7 @@ from dlm_bridge.train.setup import (
 )
 from dlm_bridge.train.trainer import Processes, Trainer, TrainingLoop
 
-HALF = ("bf16", "fp8")  # precisions with fp32 weights and a model that computes in bf16
+HALF = ("bf16", "fp8")  # precisions with fp32 main params and a model that computes in bf16
 
 MicroBatch = tuple[NoisyBatch, LossPositions]
 Assembled = Callable[[Config, Accelerator, RunStart, Console], AbstractContextManager[TrainingLoop]]
@@ -62,20 +63,24 @@ Assembled = Callable[[Config, Accelerator, RunStart, Console], AbstractContextMa
 
 @training_errors
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
+    """Train until `config.schedule.steps`, SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
 
-    With `resume` the run continues from its newest checkpoint (from the start where it has none); without it, an
-    output folder that holds a run is refused. Raises DlmBridgeError for bad input and where the loss is not finite.
+    Args:
+        resume: continue from the newest checkpoint, or start if there is none. Otherwise an output folder with a run
+            is refused.
+
+    Raises:
+        DlmBridgeError: the input is invalid, or the loss is not finite (NonFiniteError).
     """
     return run(fsdp.with_launcher_settings(config), resume, console, assembled)
 
 
 def run(config: Config, resume: bool, console: Console | None, assembled: Assembled[Config]) -> Path:
-    """A run under Accelerate from its output folder to its last checkpoint, which it returns. `assembled` gives the
-    trainer of a configuration, before its state is set to that of the checkpoint where the run starts."""
+    """Run from the output folder to the last checkpoint, whose folder is returned. `assembled` constructs the trainer
+    of a configuration, before the state of a checkpoint is loaded."""
     console = console or Console(stderr=True, markup=False)
     accelerator = build_accelerator(config)
-    config.check_batch(accelerator.num_processes)  # sizes that do not divide are refused first
+    config.check_batch(accelerator.num_processes)
     start = start_run(config, resume, accelerator.is_main_process, console, resume_point)
     if start.finished is not None:
         return start.finished
@@ -94,7 +99,7 @@ def run(config: Config, resume: bool, console: Console | None, assembled: Assemb
 def assembled(
     config: TrainConfig, accelerator: Accelerator, start: RunStart, console: Console
 ) -> Iterator[AccelerateTrainer]:
-    """Model, optimizer, objective and data of a run."""
+    """Context manager with the trainer of a run: model, optimizer, objective and data."""
     check_data(config)
     starting = starting_model(config, start.checkpoint, accelerator.is_main_process)
     model = starting.model
@@ -103,20 +108,21 @@ def assembled(
     config = with_lora(config, model)
     with accelerator.main_process_first():
         data = load_data(config, model, objective.mask_token)
+    config = with_steps(config, len(data[0]))
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
         yield AccelerateTrainer(config, accelerator, starting, adapter, objective, data, console)
 
 
 class AccelerateTrainer(Trainer):
-    """Trains a Hub model that every process holds, or under FSDP2 a shard of."""
+    """Trainer of a Hub model, replicated or sharded by FSDP2."""
 
     def __init__(
         self,
         config: TrainConfig,
         accelerator: Accelerator,
         starting: StartingModel,
-        adapter: Adapter | None,  # of its model
+        adapter: Adapter | None,
         objective: Objective,
         data: tuple[Samples, Samples, Any],
         console: Console,
@@ -129,19 +135,19 @@ class AccelerateTrainer(Trainer):
         backend = config.engine.attention_backend
         if backend not in (None, FLASH):
             set_attention(model, backend)
-        self.uses_flash = uses_flash_attention(model, backend, self.device, config.precision.name)
-        model.train()  # transformers loads models for inference: no dropout, no gradient checkpointing
+        self.uses_flash = uses_flash_attention(model, backend, self.device, config.precision.precision)
+        model.train()  # transformers loads models in eval mode
         if config.engine.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         self.fsdp = config.parallel.shards
-        # A model under FSDP reaches the device shard by shard; a quantized one is there.
+        # FSDP moves shards to the device; a quantized model is there already.
         stays = self.fsdp or config.model.lora_quantize is not None
         self.plain_model = model if stays else model.to(self.device)
-        # In half precision one process computes with copies of the weights, several under autocast, or FSDP's.
-        half = config.precision.name in HALF and accelerator.mixed_precision == "no" and not self.fsdp
+        # In half precision a single process computes with copies of the weights, several use autocast or FSDP.
+        half = config.precision.precision in HALF and accelerator.mixed_precision == "no" and not self.fsdp
         self.half = transforms.HalfPrecisionParams(self.plain_model) if half else None
         self.computing = self.plain_model if self.half is None else self.half.model
-        if config.precision.name == "fp8":
+        if config.precision.precision == "fp8":
             transforms.convert_to_float8(self.computing)
         self.compiled = self.device.type == "cuda" if config.engine.compile is None else config.engine.compile
         if self.compiled:
@@ -170,13 +176,13 @@ class AccelerateTrainer(Trainer):
     def forward_backward(self, batches: list[MicroBatch], divisors_K: torch.Tensor) -> torch.Tensor:
         sums_K = torch.zeros(len(divisors_K), dtype=torch.float64, device=self.device)
         for number, (batch, positions) in enumerate(batches, 1):
-            # DDP sums gradients over the processes once, with the last micro-batch; FSDP each time, since a process
-            # has no room for unsharded ones.
+            # DDP reduces gradients with the last micro-batch. FSDP reduces them with each one, because unsharded
+            # gradients would not fit in memory.
             reduces = number == len(batches) or self.fsdp
             sync = contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.model)
             with sync, self._attention(batch):
                 loss, terms_K = self._loss(self.model, batch, positions, divisors_K)
-                # Data parallelism averages over processes; the global normaliser wants the sum.
+                # Data parallelism averages over processes; the global normaliser needs the sum.
                 self.accelerator.backward(loss * self.processes.world_size)
             sums_K += terms_K
         return self._sum(sums_K)
@@ -209,7 +215,7 @@ class AccelerateTrainer(Trainer):
         rank, world_size = self.processes.rank, self.processes.world_size
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
         self.model.eval()
-        # All processes run as many forward passes: FSDP gathers its weights in each of them.
+        # All processes run the same number of forward passes, because FSDP gathers weights in each of them.
         own = range(rank, -(-count // world_size) * world_size, world_size)
         for start in range(0, len(own), self.micro_batch_size):
             batch = self.evaluation_batch(objective, own[start : start + self.micro_batch_size], count)
@@ -228,8 +234,7 @@ class AccelerateTrainer(Trainer):
         )  # fmt: skip
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Set the state of the optimizer, of the averages and of the gradient scaler; `starting_model` has loaded the
-        weights."""
+        """Load the states of optimizer, averages and gradient scaler. The weights are loaded by `starting_model`."""
         state = restore_run(self.config, self.accelerator, folder, self.plain_model, self.optimizer)
         self.check_same_data(state["train_blocks"])
         if self.averages is not None:
@@ -246,12 +251,12 @@ class AccelerateTrainer(Trainer):
     def _loss(
         self, model: Any, batch: NoisyBatch, positions: LossPositions, divisors_K: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
+        """Loss of a micro-batch, a scalar, and its terms [K], divided by `divisors_K` of the global batch."""
         coeff = self.z_loss_coeff if len(divisors_K) > self.objective.terms else 0.0
         positions = transforms.normalised_positions(positions, divisors_K, self.device, coeff)
         batch = batch.to(self.device)
         mask: Any = batch.model_mask()
-        if not self.diffuses and mask is not None and mask.dim() == 4:  # of transformers' own classes
+        if not self.diffuses and mask is not None and mask.dim() == 4:  # model classes of transformers
             mask = layer_masks(mask, self.computing.config, self.computing.dtype)
         more = {} if batch.self_conditioned is None else {"self_conditioned": batch.self_conditioned}
         return self.head.loss(
@@ -265,24 +270,24 @@ class AccelerateTrainer(Trainer):
         )
 
     def _attention(self, batch: NoisyBatch) -> AbstractContextManager[None]:
-        """The kernels of a micro-batch's attention, for its forward and its backward pass."""
+        """Context manager with the attention kernels of a micro-batch, for forward and backward pass."""
         own = batch.attention_mask is not None or batch.mask_descriptor is not None or batch.pairs is not None
         masked = own or "block_causal" in self.objective.attention_patterns
         return attention_kernels(self.device, masked, self.compiled, self.uses_flash)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Each value summed over the processes, in float64, on the device."""
+        """Sum of each value over the processes, float64 on the device."""
         reduced: Any = self.accelerator.reduce(values.double().to(self.device), reduction="sum")
         return reduced
 
 
 def largest_peak_memory(processes: Processes) -> int | None:
-    """Bytes that the GPU with the largest peak has allocated at once so far; None on CPU. Collective."""
+    """Peak of allocated bytes so far, of the GPU where it is largest; None on CPU. Collective."""
     return processes.largest(torch.cuda.max_memory_allocated()) if processes.device.type == "cuda" else None
 
 
 def processes_of(accelerator: Accelerator) -> Processes:
-    """This process among those that Accelerate knows."""
+    """Rank, device and groups of this process in an Accelerate run."""
     device, world_size = accelerator.device, accelerator.num_processes
     on_gpu = device.type == "cuda"
     return Processes(
@@ -297,19 +302,20 @@ def processes_of(accelerator: Accelerator) -> Processes:
 
 
 def build_accelerator(config: TrainConfig) -> Accelerator:
-    """Accelerate in the run's precision. Raises DlmBridgeError for what this machine, or the launcher, excludes."""
+    """Construct the Accelerator in the run's precision. Raises SettingError or MissingExtraError if the machine or the
+    launcher does not support it."""
     cpu = trains_on_cpu(config)
-    precision, is_rl = config.precision.name, config.task == "rl"
+    precision, is_rl = config.precision.precision, config.task == "rl"
     if precision == "fp8":
         transforms.check_float8()
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[precision]
-    # Without autocast: FSDP, and one process whose trainer computes with copies of the weights.
+    # FSDP, and a single process that computes with copies of the weights, do not use autocast.
     copies = precision in HALF and not is_rl and PartialState(cpu=cpu).num_processes == 1
     accelerator = Accelerator(cpu=cpu, mixed_precision="no" if config.parallel.shards or copies else mixed)
     found = accelerator.distributed_type
     if found in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise DlmBridgeError(
-            f"accelerate is configured for {found.value}: data parallelism and FSDP2 are supported, launch with "
-            "torchrun or accelerate launch --multi_gpu"
+        raise SettingError(
+            "sharding",
+            f"accelerate is configured for {found.value}: launch with torchrun, which runs data parallelism and FSDP2",
         )
     return accelerator

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import MissingExtraError
 from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.linear_cross_entropy import (
@@ -25,25 +25,23 @@ from dlm_bridge.objectives.linear_cross_entropy import (
 )
 from dlm_bridge.objectives.losses import log_sum_exps, position_losses
 
-FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 products
+FP8_CAPABILITY = (8, 9)  # lowest compute capability with FP8 matrix products
 
 
 def check_float8() -> None:
-    """Raise DlmBridgeError where `--precision fp8` cannot run."""
+    """Raise MissingExtraError if the GPU or the package for `precision=fp8` is missing."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        raise DlmBridgeError("--precision fp8 needs an NVIDIA GPU of compute capability 8.9 or later: use bf16")
+        raise MissingExtraError("precision", "fp8 needs an NVIDIA GPU of compute capability 8.9 or later: use bf16")
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        raise DlmBridgeError(
-            "--precision fp8 of --engine accelerate needs torchao: pip install 'dlm-bridge[fp8]'"
-        ) from error
+        raise MissingExtraError("precision", "fp8 needs torchao: pip install 'dlm-bridge[fp8]'") from error
 
 
 def convert_to_float8(model: nn.Module) -> int:
-    """Convert the linear layers of every decoder layer to FP8 matrix products, and return how many were converted: all
-    but routers whose sizes are multiples of 16, which the kernels need. The weights are unchanged. Call it before
-    `compile_layers`."""
+    """Convert linear layers of the decoder layers to FP8 matrix products: all except routers whose sizes are multiples
+    of 16, which the kernels need. The weights are unchanged. Call it before `compile_layers`. Returns the number of
+    converted layers."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
@@ -56,13 +54,12 @@ def convert_to_float8(model: nn.Module) -> int:
 
 
 class HalfPrecisionParams:
-    """fp32 main params of a model, and `model`, a copy with params in `dtype`, which computes.
+    """fp32 main params, and `model`, a copy with params in `dtype`, which computes.
 
-    Under autocast, activations between the layers stay in fp32; a model in half precision moves half of the bytes, as
-    Megatron and FSDP do. Each gradient is added to its main param's as soon as it is complete, so micro-batches
-    accumulate in fp32; `refresh` updates the copies after the optimizer step. Buffers are copied, the configuration is
-    shared, and so are params that are not fp32 or that the model's class keeps in fp32 (routers).
-    """
+    Under autocast, activations between layers stay in fp32; a model in half precision moves half of the bytes, as with
+    Megatron and FSDP. Each complete gradient is added to the gradient of its main param, so micro-batches accumulate
+    in fp32. `refresh` updates the copies after the optimizer step. Buffers are copied. The configuration is shared, as
+    are params that are not fp32 or that the model's class keeps in fp32 (routers)."""
 
     def __init__(self, model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
         memo: dict[int, Any] = {id(model.config): model.config}
@@ -83,7 +80,7 @@ class HalfPrecisionParams:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the trained main params to the model."""
+        """Copy the trained main params to the params of the model."""
         pairs = [pair for pair in zip(self._copies, self._main_params, strict=True) if pair[1].requires_grad]
         if pairs:
             copies, weights = zip(*pairs, strict=True)
@@ -100,12 +97,10 @@ def _accumulate_in_fp32(main_param: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile the forward of every decoder layer and of the norms outside of them; return how many layers there are.
+    """Compile the forward of each decoder layer, and of the norms outside of them. Returns the number of layers.
 
-    Only the forward itself: what wraps a layer, activation checkpointing and FSDP's hooks, stays outside of the graph.
-    The weights are inputs of that graph, so all layers run the code that the first one compiled. Call it before
-    `fully_shard`.
-    """
+    Wrappers of a layer (activation checkpointing, FSDP's hooks) stay outside of the graph. The weights are inputs of
+    the graph, so all layers run the code compiled for the first one. Call it before `fully_shard`."""
     layers = decoder_layers(model)
     inside = {module for layer in layers for module in layer.modules()}
     norms = [
@@ -118,8 +113,8 @@ def compile_layers(model: nn.Module) -> int:
 
 
 def loss_positions(noisy: NoisyBatch) -> LossPositions:
-    """The positions with a loss of a batch on the CPU, padded (position 0, weight 0) so that there are few shapes. The
-    weights are not divided by the normaliser yet: `normalised_positions` does that."""
+    """Loss positions of a batch on the CPU, padded with position 0 and weight 0 to one of a few sizes. Weights are not
+    normalised yet; see `normalised_positions`."""
     positions = noisy.mask.flatten().nonzero()[:, 0]
     more = loss_bucket(len(positions), noisy.mask.numel()) - len(positions)
     unpadded = LossPositions(
@@ -137,15 +132,19 @@ def loss_positions(noisy: NoisyBatch) -> LossPositions:
 
 
 def pin_positions(positions: LossPositions) -> LossPositions:
-    """The same in pinned memory."""
+    """Copy loss positions to pinned memory."""
     return _map_tensors(positions, lambda tensor: tensor.pin_memory())
 
 
 def normalised_positions(
     positions: LossPositions, divisors_K: torch.Tensor, device: torch.device, z_loss_coeff: float = 0.0
 ) -> LossPositions:
-    """The same on `device`, its weights divided by the global normalisers of their terms (on the CPU). With a z-loss
-    the last of these is the number of the global batch's loss positions."""
+    """Divide the weights of loss positions by the normalisers of their terms, and copy them to `device`.
+
+    Args:
+        divisors_K: normalisers of the global batch on the CPU; with z-loss the last one is its number of loss
+            positions.
+    """
     weights = positions.weights / (divisors_K[0] if positions.terms is None else divisors_K[positions.terms])
     z_weights = (weights != 0) * (z_loss_coeff / divisors_K[-1]) if z_loss_coeff else None
     if positions.weights.is_pinned():
@@ -163,22 +162,22 @@ def _map_tensors(positions: LossPositions, change: Callable[[torch.Tensor], torc
     return replace(positions, **changed)
 
 
-# Of the configurations of classes that scale or cap what the output layer returns: Granite's, Cohere's, Gemma's.
+# Config entries of classes that scale or cap the logits of the output layer: Granite, Cohere, Gemma.
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
 class LossHead:
-    """Cross-entropy in a model's output layer: `loss` computes no logits of positions without a loss.
+    """Cross-entropy in a model's output layer: `loss` computes logits of loss positions only.
 
-    It replaces the forward of that layer alone, so that data parallelism, FSDP and autocast find the weights and
-    modules where they were, and every model class works whatever its own forward does before and after. A plain linear
-    layer whose logits the class returns as they are is fused with the cross-entropy. Other calls return logits.
+    Only the forward of that layer is replaced. Weights and modules stay in place for data parallelism, FSDP and
+    autocast, and the rest of the model's forward is unchanged. A plain linear layer is fused with the cross-entropy if
+    the model class returns its logits unchanged. Calls outside of `loss` return logits.
     """
 
     def __init__(self, model: Any) -> None:
         self.layer = model.get_output_embeddings()
         self.logits = self.layer.forward
-        # With an adapter it is no plain layer.
+        # False for a layer with an adapter.
         plain = isinstance(self.layer, nn.Linear) and type(self.layer).forward is nn.Linear.forward
         text = model.config.get_text_config()
         changed = any(getattr(text, name, None) not in (None, 1.0) for name in _LOGIT_CHANGES)
@@ -188,9 +187,15 @@ class LossHead:
         self.layer.forward = self._forward
 
     def loss(self, model: Any, positions: LossPositions, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted loss at these positions, a scalar, and its sums, detached: [K], with z-loss [K + 1].
+        """Compute the weighted loss at `positions`.
 
-        `model` is the (wrapped) model with this output layer, `inputs` are those of its forward."""
+        Args:
+            model: the (wrapped) model with this output layer.
+            inputs: arguments of its forward.
+
+        Returns:
+            The loss, a scalar, and its sums, detached: [K], with z-loss [K + 1].
+        """
         self._positions = positions
         try:
             output = model(**inputs).logits

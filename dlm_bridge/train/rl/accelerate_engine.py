@@ -1,4 +1,4 @@
-"""Runs of reinforcement learning, and their updates under Accelerate, with TraceRL's value model (arXiv 2509.06949).
+"""Reinforcement learning with Accelerate, with TraceRL's value model (arXiv 2509.06949).
 
 Each process holds the whole model, or under FSDP2 a shard of it.
 """
@@ -25,7 +25,7 @@ from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
 from dlm_bridge.distributed import ALONE
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.files.reading import reading
 from dlm_bridge.loading.pretrained import check_whole, model_without_weights
 from dlm_bridge.loading.source import StartingModel
@@ -60,20 +60,24 @@ from dlm_bridge.train.rl.trainer import (
 )
 from dlm_bridge.train.setup import RunStart, starting_model, training_errors
 
-VALUE_STATE = "value_optimizer"  # of the value model, in its trainer's state
-# The name of a weight that PEFT's layers hold: one around a linear layer, one around the other for stacks of experts.
+VALUE_STATE = "value_optimizer"  # key of the value model's optimizer in the trainer's state
+# Name of a weight inside PEFT's wrappers: one around a linear layer, nested ones around stacks of experts.
 _ADAPTED = re.compile(r"(.+?)((?:\.base_layer)+)\.(.+)")
 
 
 @training_errors
 def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `--steps`, a SIGTERM or `--exit-duration`, and return the last checkpoint's folder.
+    """Train until `steps`, a SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
 
-    With `resume` the run in `--output` continues from its newest checkpoint. Raises DlmBridgeError for bad input, for
-    rewards that fail and where a loss is NaN.
+    With `resume` the run in `output` continues from its newest checkpoint.
+
+    Raises:
+        RowError: a reward failed.
+        NonFiniteError: the loss or a gradient norm is NaN or infinite.
+        DlmBridgeError: bad settings, data or checkpoints, as its subclasses say.
     """
     console = console or Console(stderr=True, markup=False)
-    if config.engine.name == "megatron":
+    if config.engine.engine == "megatron":
         from dlm_bridge.train.rl.megatron_engine import train_with_megatron
 
         return train_with_megatron(config, resume, console)
@@ -84,7 +88,7 @@ def train(config: RLConfig, resume: bool = False, console: Console | None = None
 def assembled(
     config: RLConfig, accelerator: Accelerator, start: RunStart, console: Console
 ) -> Iterator[RLTrainer[Any]]:
-    """Model, reference, optimizer and rows of a run; what it started ends with it."""
+    """Context manager of a run's trainer: model, reference, optimizer and rows."""
     starting = starting_model(config, start.checkpoint, accelerator.is_main_process)
     model = starting.model
     kind, tokenizer = check_model(config, model)
@@ -109,9 +113,9 @@ class AccelerateUpdates(UpdateEngine):
         config: RLConfig,
         accelerator: Accelerator,
         starting: StartingModel,
-        adapter: Adapter | None,  # of its model, in its place
+        adapter: Adapter | None,  # already added to the model
         tokenizer: Any,
-        checkpoint: Path | None = None,  # that the run goes on from
+        checkpoint: Path | None = None,  # to resume from
     ) -> None:
         self.config, self.accelerator, self.adapter = config, accelerator, adapter
         self.tokenizer = tokenizer
@@ -160,7 +164,7 @@ class AccelerateUpdates(UpdateEngine):
     def optimizer_step(self, step: int) -> float:
         norm = clip_gradients(self.config, self.accelerator, self.model)
         if not math.isfinite(norm) and self.accelerator.scaler is None:
-            raise DlmBridgeError(f"step {step}: the gradient norm is {norm}: lower --lr")
+            raise NonFiniteError(f"the gradient norm is {norm}: lower `lr`", [f"step {step}"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -186,15 +190,14 @@ class AccelerateUpdates(UpdateEngine):
         return self._gathered(self.rollout_model)
 
     def _rollout_model(self, model: Any) -> RolloutModel:
-        """Of the model before it is sharded. One that processes share has its adapter merged into the weights."""
+        """Create the rollout model before `model` is sharded. If processes share it, its weights have the adapter
+        merged."""
         config = self.config
-        dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+        dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
         self.samplers, group = sampler_ranks(config)
         if group is not None:
             if self.adapter is not None and self.adapter.mask_only is not None:
-                raise DlmBridgeError(
-                    "--rollout-tp with an adapter that acts at mask tokens alone, which cannot be merged: leave it out"
-                )
+                raise SettingError("rollout_tp", "an adapter that acts only at mask tokens cannot be merged: omit it")
             plain = model_without_weights(type(model), model.config, dtype)
             plain.generation_config = model.generation_config
             model = plain
@@ -202,7 +205,7 @@ class AccelerateUpdates(UpdateEngine):
 
     @contextlib.contextmanager
     def _gathered(self, rollout_model: RolloutModel) -> Iterator[Any]:
-        """The model to sample from, with weights gathered one at a time."""
+        """Context manager of the rollout model with weights gathered one at a time."""
         fsdp.reshard_model(self.plain_model)
         with rollout_model.allocated(self.device) as model:
             gather_weights(self.plain_model, rollout_model, self.device)
@@ -238,7 +241,7 @@ class AccelerateUpdates(UpdateEngine):
         return state
 
     def _reference_model(self) -> Any:
-        """A copy of the starting model; None without a KL term, and where it is the base of a new adapter."""
+        """A copy of the starting model; None without a KL term, or if it is the base of a new adapter."""
         config = self.config
         if not config.rl.has_reference or config.model.lora_rank:
             return None
@@ -257,8 +260,8 @@ class AccelerateUpdates(UpdateEngine):
 
 @torch.no_grad()
 def gather_weights(sharded: torch.nn.Module, rollout_model: RolloutModel, device: torch.device) -> None:
-    """Give the copy of a `sharded` model its weights, one at a time, and its buffers. Every process calls this
-    together."""
+    """Copy the weights, one at a time, and the buffers of a `sharded` model to its rollout model. All processes call
+    it together."""
     copied = rollout_model.model
     missing = {name for name, _ in copied.named_parameters()}
     for name, whole in _weights(sharded, device) if rollout_model.group is None else _merged(sharded, device):
@@ -276,7 +279,7 @@ def _weights(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[s
 
 
 def _merged(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model without the adapter that PEFT has put into it, which is merged into them."""
+    """The weights of a model with its PEFT adapter merged into them."""
     layers = {name: module for name, module in sharded.named_modules() if hasattr(module, "base_layer")}
     for name, weight in sharded.named_parameters():
         if ".lora_" in name:
@@ -293,7 +296,7 @@ def _merged(sharded: torch.nn.Module, device: torch.device) -> Iterator[tuple[st
 
 
 def _with_adapter(layer: Any, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The weight of one of PEFT's layers, linear or a stack of experts, with the layer's adapter in it."""
+    """The weight of one of PEFT's layers, linear or a stack of experts, with the layer's adapter merged."""
     (name,) = layer.lora_A.keys()
     a, b = (fsdp.full_tensor(part[name].weight, device).float() for part in (layer.lora_A, layer.lora_B))
     if weight.dim() == 3:
@@ -307,11 +310,11 @@ def _with_adapter(layer: Any, weight: torch.Tensor, device: torch.device) -> tor
 
 
 class ValueModel(ValueUpdates):
-    """A model of the policy's family that predicts one number a token, with its optimizer, whole on each process or
+    """A model of the policy's family that predicts one number per token, with its optimizer, whole on each process or
     sharded by FSDP2."""
 
     def __init__(self, config: RLConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
-        """The run's starting model with a value head of zeros, or that of a `checkpoint`. Raises DlmBridgeError."""
+        """Load the run's starting model with a value head of zeros, or the value model of a `checkpoint`."""
         self.config, self.accelerator = config, accelerator
         starting = starting_model(config, None, accelerator.is_main_process)
         model = starting.model
@@ -362,12 +365,11 @@ class ValueModel(ValueUpdates):
     # -- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What the trainer's state holds of it."""
+        """The optimizer's state for the trainer's state; empty under FSDP."""
         return {} if self.fsdp else {VALUE_STATE: self.optimizer.state_dict()}
 
     def save(self, folder: Path) -> None:
-        """Write its weights, and sharded optimizer state, to a folder of their own in a checkpoint's; the model there
-        is the policy alone."""
+        """Write weights, and sharded optimizer state, to a subfolder of a checkpoint, whose model is the policy."""
         if self.fsdp:
             fsdp.reshard_model(self.plain_model)
             save_parameters(folder / VALUE_FOLDER, self.plain_model, self.accelerator.device)
@@ -378,13 +380,13 @@ class ValueModel(ValueUpdates):
         save_file(weights, folder / VALUE_FOLDER / SINGLE_FILE, {"format": "pt"})
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
-        """Set the optimizer to that of a checkpoint, whose trainer's state is `state`."""
+        """Restore the optimizer from a checkpoint with the trainer's `state`."""
         own = {OPTIMIZER: state.get(VALUE_STATE)}
         load_optimizer(self.config, folder / VALUE_FOLDER, self.plain_model, self.optimizer, own)
 
 
 def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
-    """[M] fp32, the values of a batch's targets by a model with a value head, which may be wrapped."""
+    """Values [M] fp32 of a batch's targets by a model with a value head, which may be wrapped."""
     return noisy.logits(model).float()[:, 0]
 
 

@@ -1,5 +1,5 @@
 """`dlm-bridge rl`: reinforcement learning and preference optimisation; its options are declared in
-`dlm_bridge.train.config.sections`."""
+`dlm_bridge.train.config`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dlm_bridge.train.config.files import load_rl_config
 
 HELP = """Reinforcement learning and preference optimisation (diffu-GRPO, block-GRPO, TraceRL, GRPO, VRPO, DPO).
 
-Sampled (--reward): grpo for autoregressive models, diffu-grpo, block-grpo and tracerl for diffusion models. --data are
-rows of {"prompt": a text or a list of messages}, or {"messages": [...]}; the whole row goes to the reward.
-Preferred: dpo for autoregressive models, vrpo for diffusion models. --data are rows of {"prompt", "chosen",
-"rejected"}. Every option can be set in a nested YAML file given with --config; the command line wins.
+Sampled completions (--reward): grpo for autoregressive models, diffu-grpo, block-grpo and tracerl for diffusion
+models. --data are rows of {"prompt": text or list of messages}, or {"messages": [...]}; the reward function gets the
+whole row. Preference pairs: dpo for autoregressive models, vrpo for diffusion models. --data are rows of {"prompt",
+"chosen", "rejected"}. Every option can be set in a nested YAML file given with --config; the command line wins.
 
 Example:
 
@@ -35,8 +35,8 @@ Example:
 On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli rl ...
 """
 DATA = "Rows: JSONL, parquet, a folder or glob of them, or a dataset. May be repeated."
-BATCH = "Completions, or pairs, a step, over all processes."
-SEQUENCE = "Longest prompt with its completion, in tokens."
+BATCH = "Completions, or pairs, per step, over all processes."
+SEQUENCE = "Maximum number of tokens of a prompt and its completion."
 
 
 def register(app: typer.Typer) -> None:

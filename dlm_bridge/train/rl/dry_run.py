@@ -35,20 +35,20 @@ from dlm_bridge.train.rl.rows import find_rows
 from dlm_bridge.train.setup import empty_model
 
 UNCOUNTED = (
-    "rewards run on the CPU; the memory plan is that of updates, whose reference and value model are counted with the "
+    "rewards run on the CPU; the memory plan covers the updates, the reference and value models are counted with the "
     "rollouts"
 )
 
 
 def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) -> DryRun:
-    """As `plan.dry_run.dry_run`, of a run of reinforcement learning: rewards are not started, and rows not read."""
+    """Dry run of reinforcement learning, see `plan.dry_run.dry_run`. Rewards are not started, and rows not read."""
     gpus = world_size(gpus)
     point, notes = checked_start(config, resume)
-    found = find_rows(config.data.paths, load=False)
-    held_out = find_rows(config.rl.eval_data, "--eval-data", load=False) if config.rl.eval_data else None
+    found = find_rows(config.data.data, load=False)
+    held_out = find_rows(config.rl.eval_data, "eval_data", load=False) if config.rl.eval_data else None
     _check_rewards(config)
     model = empty_model(config, point.folder)
-    if on_hub := not Path(config.model.path).is_dir():
+    if on_hub := not Path(config.model.model).is_dir():
         check_settings(config, model)
     else:
         check_model(config, model)
@@ -78,15 +78,15 @@ def rl_dry_run(config: RLConfig, gpus: int | None = None, resume: bool = False) 
 
 
 def _check_rewards(config: RLConfig) -> None:
-    """Raise SettingError for a reward in a file that is not there; others are found when the run starts."""
+    """Raise SettingError for a reward in a missing file; other rewards are checked when the run starts."""
     for name in config.rl.reward:
         path, found, _ = name.rpartition("*")[2].partition(".py:")
         if found and name not in REWARDS and not Path(f"{path}.py").is_file():
-            raise SettingError("reward", f"{name}: no file {path}.py")
+            raise SettingError("reward", f"{name}: {path}.py does not exist")
 
 
 def _check_rollout_tp(config: RLConfig, model: Any, gpus: int) -> None:
-    """Raise DlmBridgeError where the processes, or the model, cannot be shared as `--rollout-tp` says."""
+    """Check that `rollout_tp` divides the processes and the model."""
     size = config.rl.rollout_tp
     check_divides(size, gpus)
     if size > 1:
@@ -94,7 +94,7 @@ def _check_rollout_tp(config: RLConfig, model: Any, gpus: int) -> None:
 
 
 def _planned(config: RLConfig, model: Any, gpus: int, replicas: int, rows: int) -> PlannedRun:
-    """Of the model's forward passes in an update, whose micro-batches may be of different sizes."""
+    """Planned run of an update's forward passes, whose micro-batches may have different sizes."""
     options = config.rl
     objective = "causal"
     if options.method not in AUTOREGRESSIVE:
@@ -107,13 +107,13 @@ def _planned(config: RLConfig, model: Any, gpus: int, replicas: int, rows: int) 
         rows *= 2 * (options.elbo_levels * options.elbo_masks if options.method == "vrpo" else 1)
     batch = rows * replicas * -(-config.data.global_batch_size // (rows * replicas))
     run = run_of(config, objective, gpus)
-    logits = config.engine.name == "accelerate"  # of all positions with a loss at once
+    logits = config.engine.engine == "accelerate"  # of all positions with a loss at once
     return dataclasses.replace(run, micro_batch_size=rows, global_batch_size=batch, all_logits=logits)
 
 
 def _rollouts(config: RLConfig, model: Any, memory: MemoryPlan | None, gpus: int) -> RolloutMemory:
-    options, megatron = config.rl, config.engine.name == "megatron"
-    dtype = torch.float32 if config.precision.name == "fp32" else torch.bfloat16
+    options, megatron = config.rl, config.engine.engine == "megatron"
+    dtype = torch.float32 if config.precision.precision == "fp32" else torch.bfloat16
     count = sum(weight.numel() for weight in model.parameters())
     copied = megatron or config.parallel.shards
     new = "max_new_tokens" if options.method in AUTOREGRESSIVE else "gen_length"

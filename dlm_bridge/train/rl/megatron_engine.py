@@ -1,5 +1,5 @@
-"""Updates in the Megatron engine: the model in any layout of megatron-core, rollouts from models on each rank, and
-TraceRL's value model beside it."""
+"""Reinforcement learning with the Megatron engine: updates in any layout of megatron-core, rollouts from a copy of the
+model on each rank, and TraceRL's value model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.distributed import Replicas, first_on_main, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.loading.pretrained import model_without_weights
 from dlm_bridge.loading.source import MegatronSource
@@ -56,7 +56,7 @@ from dlm_bridge.train.trainer import Processes
 
 
 def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
-    """As `accelerate_engine.train`, with `--engine megatron`. Every process of the launcher calls it."""
+    """`accelerate_engine.train` with the Megatron engine. Every process of the launcher calls it."""
     start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
@@ -80,17 +80,17 @@ def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Pat
 
 
 def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path | None) -> MegatronUpdates:
-    """Model, optimizer, reference and value model of a run that goes on from `checkpoint` (None: as `--model` has
-    them). Every process calls it. Raises DlmBridgeError."""
+    """Build model, optimizer, reference and value model of a run that resumes from `checkpoint` (None: starts from
+    `model`). Every process calls it."""
     rank_positions(config.data.seq_length, config.parallel.cp)
     objective = NextTokenPrediction() if config.rl.method in AUTOREGRESSIVE else family_objective(source.model)
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
     adapter = LoraRun.of(config, source, checkpoint)
     chunks, optimizer, factors = build_trained_model(config, source, overrides, checkpoint, adapter)
     reference = None
-    if config.rl.has_reference and not config.model.lora_rank:  # whose reference is the base without it
+    if config.rl.has_reference and not config.model.lora_rank:  # an adapter's reference is its base
         start = source if checkpoint is None else open_megatron_source(config, None)
-        dtype, parallel = mcore_config.DTYPES[config.precision.name], config.parallel
+        dtype, parallel = mcore_config.DTYPES[config.precision.precision], config.parallel
         with named_refusals(AssertionError):
             reference = build_megatron_model(
                 start.bridge.checkpoint, parallel.layout, dtype, parallel.context, **overrides
@@ -106,8 +106,7 @@ def assemble_engine(config: RLConfig, source: MegatronSource, checkpoint: Path |
 
 
 class MegatronUpdates(UpdateEngine):
-    """This rank's virtual pipeline stages of the model and, as a second set of them, of the reference or of the value
-    model."""
+    """Virtual pipeline stages of the model on this rank, and a second set of the reference or of the value model."""
 
     value_model: MegatronValueModel | None = None
 
@@ -119,7 +118,7 @@ class MegatronUpdates(UpdateEngine):
         optimizer: Any,
         reference: list[Any] | None,
         adapter: LoraRun | None = None,
-        factors: list[list[LiveFactor]] | None = None,  # of the adapter, by chunk
+        factors: list[list[LiveFactor]] | None = None,  # the adapter's, per chunk
     ) -> None:
         self.config, self.source = config, source
         self.adapter, self.factors = adapter, factors
@@ -133,7 +132,7 @@ class MegatronUpdates(UpdateEngine):
         self.clipped_step = ClippedOptimizerStep(optimizer, config.optimizer.clip_grad)
         self.rollout_model: RolloutModel | None = None
         if config.rl.method in SAMPLED:
-            dtype = mcore_config.DTYPES[config.precision.name]
+            dtype = mcore_config.DTYPES[config.precision.precision]
             self.samplers, group = sampler_ranks(config)
             empty = _empty_model(source, dtype, self.processes.device)
             self.rollout_model = RolloutModel(empty, dtype, room_makers(config), group)
@@ -141,7 +140,7 @@ class MegatronUpdates(UpdateEngine):
     # -- log-probabilities and updates
 
     def row_width(self, width: int) -> int:
-        """All rows of a step have one width, which context and sequence parallelism divide."""
+        """One width for all rows of a step, a multiple of what context and sequence parallelism need."""
         parallel = self.config.parallel
         chunks = 2 if parallel.cp > 1 else 1
         multiple = parallel.cp * math.lcm(chunks, parallel.tp if parallel.sharded_sequence else 1)
@@ -162,8 +161,8 @@ class MegatronUpdates(UpdateEngine):
 
     def optimizer_step(self, step: int) -> float:
         _, norm = self.clipped_step()
-        if not math.isfinite(found := float(norm)) and self.config.precision.name != "fp16":
-            raise DlmBridgeError(f"step {step}: the gradient norm is {found}: lower --lr")
+        if not math.isfinite(found := float(norm)) and self.config.precision.precision != "fp16":
+            raise NonFiniteError(f"the gradient norm is {found}: lower `lr`", [f"step {step}"])
         return found
 
     def set_learning_rate(self, lr: float) -> None:
@@ -181,7 +180,8 @@ class MegatronUpdates(UpdateEngine):
 
     @contextlib.contextmanager
     def sampling_model(self) -> Iterator[Any]:
-        """Every rank has the whole model, or its shard of it, of the weights that all ranks gather one at a time."""
+        """Context manager of the whole model, or this rank's shard of it, whose weights all ranks gather one at a
+        time."""
         assert self.rollout_model is not None
         with self.rollout_model.allocated(self.processes.device) as model:
             writer = self.rollout_model.hub_writer() if self.samplers.processes > 1 else InPlaceWriter(model)
@@ -196,11 +196,11 @@ class MegatronUpdates(UpdateEngine):
     # -- checkpoints
 
     def write_shared_files(self, output: Path, tokenizer: Any) -> None:
-        """Write what the run's checkpoints share. One process calls it, when a run starts."""
+        """Write the files that the run's checkpoints share. One process calls it when a run starts."""
         if self.adapter is None:
             write_hub_files(output, self.source, tokenizer)
         else:
-            self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.name])
+            self.adapter.write_manifest(checkpoint_root(output), mcore_config.DTYPES[self.config.precision.precision])
 
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         own = optimizer_weights(self.optimizer)
@@ -222,7 +222,7 @@ class MegatronUpdates(UpdateEngine):
 
 
 def _replica_ranks(processes: Processes) -> tuple[Replicas, Any]:
-    """The ranks of this process's data parallel replica, and their group between CPUs."""
+    """The ranks of this process's data parallel replica, and their CPU group."""
     replica_of: list[Any] = [None] * processes.world_size
     dist.all_gather_object(replica_of, processes.replica, group=processes.cpu_group)
     groups = {
@@ -234,14 +234,16 @@ def _replica_ranks(processes: Processes) -> tuple[Replicas, Any]:
 
 
 def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.device) -> Any:
-    """The Hub model of a run with its buffers on `device`, and without weights. Raises DlmBridgeError for one with
-    weights that the live Megatron model cannot give it."""
+    """The Hub model of a run without weights, its buffers on `device`. Raises SettingError for a model with weights
+    that the Megatron engine does not hold."""
     checkpoint = source.bridge.checkpoint
     model = model_without_weights(type(source.model), source.model.config, dtype)
     held = InPlaceWriter(model).shapes
     for name, entry in checkpoint.mapping.passthrough_names(checkpoint.dims).items():
         if not entry.copy_of and name in held:
-            raise DlmBridgeError(f"{name}: the Megatron engine does not hold it, and rollouts need it")
+            raise SettingError(
+                "engine", f"megatron does not hold {name}, which rollouts need: use `engine=accelerate`"
+            )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -250,13 +252,13 @@ def _empty_model(source: MegatronSource, dtype: torch.dtype, device: torch.devic
 
 
 class MegatronValueModel(ValueUpdates):
-    """A model of the policy's family and layout that predicts one number a token, with its optimizer."""
+    """A model of the policy's family and layout that predicts one number per token, with its optimizer."""
 
     def __init__(
         self, config: RLConfig, policy: PipelinedModel, overrides: dict[str, Any], checkpoint: Path | None
     ) -> None:
-        """The policy's starting model with a value head of zeros, or what `load` sets from a `checkpoint`; `overrides`
-        as of `build_trained_model`. Every process calls it. Raises DlmBridgeError."""
+        """Build the policy's starting model with a value head of zeros; `load` restores it from a `checkpoint`.
+        `overrides` as in `build_trained_model`. Every process calls it."""
         if checkpoint is not None:
             value_file(checkpoint, DCP_METADATA)
         self.config = config
@@ -272,7 +274,7 @@ class MegatronValueModel(ValueUpdates):
     def update(self, parts: Sequence[UpdatePart], step: int) -> float:
         loss, _ = self.model.forward_backward(self.optimizer, parts)
         norm = float(self.clipped_step()[1])
-        if not math.isfinite(norm) and self.config.precision.name != "fp16":
+        if not math.isfinite(norm) and self.config.precision.precision != "fp16":
             raise self.diverged(step, norm)
         return loss
 
@@ -285,8 +287,7 @@ class MegatronValueModel(ValueUpdates):
     # -- checkpoints
 
     def save(self, folder: Path, step: int) -> None:
-        """Write its weights and optimizer to a folder of their own in an iteration's. Every process calls it. Raises
-        DlmBridgeError where the disk refuses."""
+        """Write weights and optimizer to a subfolder of an iteration. Every process calls it."""
         own = folder / VALUE_FOLDER
         with raised_everywhere(), disk_errors(own, MAKE_ROOM):
             if dist.get_rank() == 0:
@@ -295,5 +296,5 @@ class MegatronValueModel(ValueUpdates):
             self.checkpoints.write(own, step, {})
 
     def load(self, folder: Path) -> None:
-        """Set weights and optimizer to those of an iteration. Raises DlmBridgeError."""
+        """Restore weights and optimizer from an iteration."""
         self.checkpoints.load(folder / VALUE_FOLDER)

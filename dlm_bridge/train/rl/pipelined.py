@@ -1,8 +1,8 @@
-"""Predictions of a model in a pipeline of megatron-core, and gradients of losses of them.
+"""Predictions of a model in a megatron-core pipeline, and gradients of arbitrary losses of them.
 
-A pipeline's schedule gives gradients of weighted sums of predictions only. An update therefore runs it twice: forward
-for the predictions, of which the loss and its derivatives are computed, then forward and backward of the sum of
-predictions with these derivatives as weights, whose gradient is the loss's own.
+A pipeline schedule computes gradients of weighted sums of predictions only. An update therefore runs it twice: a
+forward pass for the predictions, from which the loss and its derivatives are computed, then forward and backward of
+the sum of predictions weighted by these derivatives, whose gradient equals the loss's.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dlm_bridge.train.trainer import Processes
 
 @dataclass(frozen=True)
 class PipelinedModel:
-    """This rank's virtual pipeline stages of a model, which predicts a number for each target of a batch: its
+    """Virtual pipeline stages, on this rank, of a model that predicts a number for each target of a batch: its
     log-probability, or with a value head its value. All ranks of a replica call its methods together, with the same
     batches."""
 
     config: RLConfig
     source: MegatronSource
     processes: Processes
-    replica_group: Any  # the ranks of this one's data parallel replica, between CPUs
+    replica_group: Any  # CPU group of the ranks of this data parallel replica
     chunks: list[Any]
-    sign: int = -1  # of predictions in the schedule's sums: of log-probabilities in cross-entropies
+    sign: int = -1  # of predictions in the schedule's sums: cross-entropies are negative log-probabilities
 
     @torch.no_grad()
     def predictions(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
-        """[M] fp32 for each batch, on the CPU and without a graph: those that the last stages find, each rank of its
-        own positions, brought to all ranks of the replica."""
+        """Predictions [M] fp32 for each batch, on the CPU and without a graph: computed by the last stages, each rank
+        for its own positions, and gathered to all ranks of the replica."""
         ones = [
             dataclasses.replace(noisy, weights=torch.ones(len(noisy.targets)), terms=None)
             for noisy in self._same_shape(batches)
@@ -60,8 +60,8 @@ class PipelinedModel:
         return [part.clone() for part in joined.split([len(predicted_M) for predicted_M in found])]
 
     def forward_backward(self, optimizer: Any, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
-        """Set the gradients of the chunks, wrapped for data parallelism, to those of the parts' losses, summed over
-        all replicas. Returns the loss and the sums of this replica's parts."""
+        """Set the gradients of the chunks, which are wrapped for data parallelism, to those of the parts' losses,
+        summed over all replicas. Returns the loss and the sums of this replica's parts."""
         with gathered_weights(self.chunks):
             found = self.predictions([part.noisy for part in parts])
         loss, sums, weighted = 0.0, dict[str, float](), []
@@ -88,14 +88,14 @@ class PipelinedModel:
         return run_schedule(self.chunks, micro_batches, inputs, self.config.parallel.cp, forward_only)
 
     def _form(self) -> tuple[str, int | None, int, int]:
-        """Attention pattern and block size of the model, and this rank's part of a row."""
+        """Attention pattern and block size of the model, context parallel rank and size."""
         rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
         family, block_size = self.source.bridge.family, getattr(self.source.model.config, "block_size", None)
         return family.attention_pattern, block_size, rank, size
 
     def _same_shape(self, batches: Sequence[NoisyBatch]) -> list[NoisyBatch]:
-        """The batches with as many rows each, as pipelines and experts want it, and for virtual stages a number that
-        the pipeline's stages divide; what is added has no targets."""
+        """Pad the batches to one number of rows, as pipelines and experts require, and their number to a multiple of
+        the pipeline stages for virtual stages. Padding has no targets."""
         most = self.processes.largest(max(len(noisy.input_ids) for noisy in batches))
         found = [_with_rows(noisy, most) for noisy in batches]
         more = -len(found) % self.config.parallel.pp if self.config.parallel.vp > 1 else 0
@@ -103,13 +103,13 @@ class PipelinedModel:
 
 
 def _with_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
-    """The batch with so many rows; those that are added repeat the first, without targets."""
+    """Pad the batch to `rows` rows with copies of the first, without targets."""
     more = rows - len(noisy.input_ids)
     if more == 0:
         return noisy
 
     def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        if len(tensor) == 1 < len(noisy.input_ids):  # one for all rows
+        if len(tensor) == 1 < len(noisy.input_ids):  # shared by all rows
             return tensor
         return torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])])
 

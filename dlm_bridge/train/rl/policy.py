@@ -45,7 +45,7 @@ class LikelihoodPart:
     rows: slice  # of this replica's completions
     query: LikelihoodQuery
     advantages: torch.Tensor  # [B, L] or [B, 1]
-    weights: torch.Tensor  # [B, L] of the tokens that it predicts, zero elsewhere
+    weights: torch.Tensor  # [B, L], zero at tokens that it does not predict
 
 
 class PolicyTrainer(RLTrainer[Problem]):
@@ -53,9 +53,9 @@ class PolicyTrainer(RLTrainer[Problem]):
 
     @staticmethod
     def load(
-        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, field: str = "data"
     ) -> list[Problem]:
-        return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token, flag)
+        return load_problems(items, tokenizer, config.data.seq_length - config.rl.gen_length, mask_token, field)
 
     def set_up(self) -> None:
         config = self.config
@@ -105,8 +105,8 @@ class PolicyTrainer(RLTrainer[Problem]):
         }
 
     def _update(self, rollout: Rollout, step: int) -> UpdateMetrics:
-        """`rl.updates` optimizer steps on this replica's completions. Each draws the likelihoods' noise anew, the same
-        for the current, the sampling and the reference model. Raises DlmBridgeError where the gradient norm is NaN."""
+        """Take `rl.updates` optimizer steps on this replica's completions. Each draws new noise for the likelihoods,
+        the same for the current, the sampling and the reference model."""
         engine, options, updates = self.engine, self.config.rl, self.config.rl.updates
         sequences, length = rollout.sequences, rollout.sequences.tokens.shape[1]
         sequences = sequences.padded(engine.row_width(length) or length)
@@ -116,7 +116,7 @@ class PolicyTrainer(RLTrainer[Problem]):
             self._parts(rollout, sequences, weights, draw)
             for draw in range((step - 1) * updates + 1, step * updates + 1)
         ]
-        # All of it before the first optimizer step; with one step the current model is the sampling model.
+        # Before the first optimizer step; with a single step the current model is the sampling model.
         before: list[list[torch.Tensor]] | None = None
         if updates > 1:
             before = [engine.logps([part.query.noisy for part in parts]) for parts in draws]
@@ -150,7 +150,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         total: float,
         step: int,
     ) -> tuple[torch.Tensor, float]:
-        """[B, L] advantages by the value model as it is, and the mean loss of its `rl.updates` optimizer steps."""
+        """Advantages [B, L] from the value model before its update, and the mean loss of its `rl.updates` steps."""
         options, old = self.config.rl, torch.zeros(sequences.shape)
         found = model.values([part.query.noisy for part in parts])
         for part, values_M in zip(parts, found, strict=True):
@@ -177,7 +177,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         return advantages, sum(losses) / options.updates
 
     def _parts(self, rollout: Rollout, sequences: Sequences, weights: torch.Tensor, draw: int) -> list[LikelihoodPart]:
-        """Likelihoods of this replica's completions, each a micro-batch of the model; every replica has as many."""
+        """Likelihoods of this replica's completions in micro-batches, the same number on every replica."""
         size = self.config.data.micro_batch_size or self.per_replica
         parts = []
         for start in range(0, len(rollout), size):
@@ -193,8 +193,8 @@ class PolicyTrainer(RLTrainer[Problem]):
     def _loss(
         self, part: LikelihoodPart, old_M: torch.Tensor | None, reference_M: torch.Tensor | None, total: float
     ) -> LogpLoss:
-        """The policy loss of a micro-batch over the `total` of the global one; `old_M` None: that of the current model
-        itself."""
+        """Policy loss of a micro-batch over the `total` of the global batch. `old_M` None: the current model's
+        log-probabilities."""
         options, query = self.config.rl, part.query
 
         def loss(logps_M: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -213,7 +213,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         return loss
 
     def _token_weights(self, sequences: Sequences) -> tuple[torch.Tensor, float]:
-        """[B, L] each token's weight in the loss, and the number of rows, tokens or steps that it is a mean of."""
+        """Weight of each token in the loss [B, L], and the number of rows, tokens or steps to divide by."""
         normalisation = self.config.rl.normalisation
         if normalisation != "steps":
             count = len(sequences) if normalisation == "rows" else int(sequences.scored.sum())
@@ -222,7 +222,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         return token_weights(sequences.scored, normalisation, steps), float((steps.amax(dim=1) + 1).sum())
 
     def _now(self) -> float:
-        """The time in seconds when the device has done what it was given."""
+        """Time in seconds, after the device has finished its work."""
         if self.processes.device.type == "cuda":
             torch.cuda.synchronize(self.processes.device)
         return time.perf_counter()
@@ -245,7 +245,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         )
 
     def evaluate(self) -> float:
-        """The mean reward of greedy answers to the held-out prompts."""
+        """Mean reward of greedy answers to the held-out prompts."""
         return self._held_out()[0]
 
     def evaluated(self, row: StepMetrics) -> StepMetrics:
@@ -271,7 +271,7 @@ class PolicyTrainer(RLTrainer[Problem]):
         return [one_step(model, sequences, config.data.seed, draw, samples, config.rl.prompt_masking)]
 
     def _trace_steps(self) -> int:
-        """`--trace-steps`; the defaults of tracerl are those of TraDo's configurations."""
+        """`trace_steps`; tracerl's defaults are those of TraDo's configurations."""
         if self.config.rl.method == "block-grpo":
             return self.config.rl.trace_steps or 32
         return self.config.rl.trace_steps or (1 if trace_block_size(self.plain_model) else 8)

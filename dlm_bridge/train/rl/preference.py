@@ -21,13 +21,13 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
 
     @staticmethod
     def load(
-        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, field: str = "data"
     ) -> list[PreferencePair]:
-        return load_pairs(items, tokenizer, config.data.seq_length, mask_token, flag)
+        return load_pairs(items, tokenizer, config.data.seq_length, mask_token, field)
 
     def set_up(self) -> None:
         options = self.config.rl
-        # An autoregressive model's likelihood has no noise to draw.
+        # An autoregressive model's likelihood is exact.
         levels, masks = (1, 1) if options.method == "dpo" else (options.elbo_levels, options.elbo_masks)
         self.draws = BoundDraws(levels, masks, self.config.data.seed)
         self.micro_batch_size = self.config.data.micro_batch_size or self.per_replica
@@ -49,7 +49,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
         return UpdateMetrics(loss, norm, sums), {"tokens": float(tokens)}
 
     def _queries(self, pairs: Sequence[PreferencePair], samples: Sequence[int], step: int) -> list[NoisyBatch]:
-        """The input of each micro-batch."""
+        """Input of each micro-batch."""
         width, size = self.engine.row_width(longest(pairs)), self.micro_batch_size
         found = []
         for start in range(0, len(pairs), size):
@@ -72,7 +72,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
         return PreferenceRecord(**common, preferred=sums["preferred"] / count, margin=sums["margin"] / count)
 
     def evaluate(self) -> float:
-        """The loss of the held-out pairs, with the same noise every time."""
+        """Loss of the held-out pairs, with the same noise every time."""
         return self._held_out()["loss"]
 
     def evaluated(self, row: StepMetrics) -> StepMetrics:
@@ -82,7 +82,7 @@ class PreferenceTrainer(RLTrainer[PreferencePair]):
     @torch.no_grad()
     def _held_out(self) -> dict[str, float]:
         processes, count = self.processes, len(self.valid)
-        # All replicas run as many forward passes: FSDP and experts want all processes in each of them.
+        # All replicas run the same number of forward passes: FSDP and experts need all processes in each.
         samples = list(
             range(processes.replica, -(-count // processes.replicas) * processes.replicas, processes.replicas)
         )

@@ -1,7 +1,7 @@
-"""Models to sample from, beside a model that is sharded to be trained: whole on each process, or tensor parallel.
+"""Rollout models: copies to sample from beside a sharded trained model, whole on each process or tensor parallel.
 
-Such a model has memory for weights only while it samples. The engine streams the trained weights to it, a whole tensor
-at a time, of which each process keeps its part.
+A rollout model has memory for weights only while it samples. The engine streams the trained weights to it one whole
+tensor at a time, and each process keeps its part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
 from dlm_bridge.distributed import ALONE, Replicas, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import LayoutError, ResourceError, SettingError
 from dlm_bridge.generation.batch_size import free_memory
 from dlm_bridge.generation.runtime.runner import release
 from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
@@ -30,16 +30,17 @@ GIB = 2**30
 
 
 class RolloutModel:
-    """A copy of a model that has memory for weights only while `allocated`, in the dtype of the run's computations."""
+    """A copy of a model, in the run's compute dtype, that has memory for weights only while `allocated`."""
 
     def __init__(self, model: Any, dtype: torch.dtype, remedy: str, group: Any = None) -> None:
-        """Of `model`, unsharded or without weights; what transformers keeps in fp32 (routers) is so here too.
-
+        """
         Args:
-            remedy: how to make room for it, for the error where there is none.
-            group: of the processes that hold it together, tensor parallel; None: each one holds it whole.
+            model: the trained model, unsharded or without weights. What transformers keeps in fp32 (routers) stays so.
+            remedy: how to free memory, for the error if there is not enough.
+            group: processes that hold the copy together, tensor parallel; None: each one holds it whole.
 
-        Raises DlmBridgeError for a model that the processes cannot share.
+        Raises:
+            SettingError: the processes cannot share the model.
         """
         kept = tuple(model._get_dtype_plan(torch.bfloat16))
         empty: dict[int, Any] = {}
@@ -49,7 +50,7 @@ class RolloutModel:
         self.model = copy.deepcopy(model, memo=empty).eval()
         self.remedy, self.group = remedy, group
         self.shards = {name: Shard(tensor.shape) for name, tensor in stored_tensors(self.model)}
-        self._places: dict[str, tuple[str, HubRange]] = {}  # of each Hub tensor
+        self._places: dict[str, tuple[str, HubRange]] = {}  # parameter and range, by Hub tensor
         self._shapes: dict[str, tuple[int, ...]] = {}
         if group is not None:
             check_split(model, dist.get_world_size(group))
@@ -58,8 +59,8 @@ class RolloutModel:
 
     @contextlib.contextmanager
     def allocated(self, device: torch.device) -> Iterator[Any]:
-        """The model with memory for its weights, which the caller sets; every process calls this together. Raises
-        DlmBridgeError where the device has no room."""
+        """Context manager of the model with memory for its weights, which the caller sets; all processes call it
+        together. Raises ResourceError if the device has not enough memory."""
         with raised_everywhere():
             self._check_room(device)
         empty = dict(self.model.named_parameters())
@@ -76,7 +77,7 @@ class RolloutModel:
             release(self.model)  # KV cache, graphs, and the memory of fused weights
 
     def write(self, name: str, whole: torch.Tensor, start: int = 0) -> None:
-        """Set what this process has of the parameter, or stored buffer, `name`: of its elements from `start` on."""
+        """Set this process's part of the parameter, or stored buffer, `name`, from its element `start` on."""
         owner, _, own_name = name.rpartition(".")
         module = self.model.get_submodule(owner)
         target = module._parameters[own_name] if own_name in module._parameters else module._buffers[own_name]
@@ -84,7 +85,7 @@ class RolloutModel:
             self.shards[name].write(target, whole, start)
 
     def hub_writer(self) -> ShardWriter:
-        """What Hub tensors are written with, of a model that processes share."""
+        """Writer of Hub tensors into a model that processes share."""
         return ShardWriter(self, self._places, self._shapes)
 
     def _find_places(self) -> None:
@@ -93,17 +94,17 @@ class RolloutModel:
                 for part, shape in hub_ranges(self.model, name, tensor):
                     self._places[part.name], self._shapes[part.name] = (name, part), shape
             except NotInRangesError as error:
-                raise DlmBridgeError(f"--rollout-tp: {error}: leave it out") from error
+                raise SettingError("rollout_tp", f"{error}: omit it") from error
 
     def _check_room(self, device: torch.device) -> None:
         free = free_memory(device)
         needed = sum(weight.numel() * weight.itemsize for weight in self.model.parameters())
         if needed > free:
-            raise no_room("the weights to sample from", needed, free, self.remedy)
+            raise no_room("the weights of the rollout model", needed, free, self.remedy)
 
 
 class ShardWriter:
-    """Writes Hub tensors into a model that processes share, as `InPlaceWriter` does into a whole one."""
+    """Writer of Hub tensors into a model that processes share; `InPlaceWriter` is the one for a whole model."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class ShardWriter:
 
 
 def sampler_ranks(config: RLConfig) -> tuple[Replicas, Any]:
-    """The `--rollout-tp` neighbouring processes that sample from one model together, and their group on the devices
-    (None for one). Every process calls it. Raises SettingError where the processes do not divide."""
+    """The `rollout_tp` neighbouring processes that share a rollout model, and their group on the devices (None for one
+    process). Every process calls it. Raises LayoutError if `rollout_tp` does not divide the number of processes."""
     size = config.rl.rollout_tp
     if size == 1:
         return ALONE, None
@@ -137,41 +138,40 @@ def sampler_ranks(config: RLConfig) -> tuple[Replicas, Any]:
 
 
 def check_divides(size: int, processes: int) -> None:
-    """Raise SettingError where `--rollout-tp` does not divide the run's processes, a GPU each."""
+    """Raise LayoutError if `rollout_tp` does not divide the number of processes."""
     if processes % size:
-        raise SettingError("rollout_tp", f"{size} does not divide {processes} processes: take a divisor")
+        raise LayoutError("rollout_tp", f"{size} does not divide {processes} processes")
 
 
 def check_split(model: Any, size: int) -> None:
-    """Raise DlmBridgeError for a model that so many processes cannot share."""
-    name = f"--rollout-tp {size}: {type(model).__name__}"
-    check_tensor_parallel_split(model.config, size, name, "--rollout-tp", "leave it out")
+    """Raise an error if `size` processes cannot share the model."""
+    check_tensor_parallel_split(model.config, size, "rollout_tp", "use one process per copy")
 
 
 def room_makers(config: RLConfig) -> str:
-    """The options that leave rollouts more memory, of those that a run does not have yet, in words."""
+    """Settings that leave rollouts more memory and that the run does not use yet, as a sentence."""
     found = []
-    if config.engine.name == "megatron":
-        if not config.optimizer.cpu_offload and config.precision.name != "fp32":
-            found.append("offload the optimizer with --optimizer-cpu-offload")
-        found.append(f"cut the model to sample from with --rollout-tp above {config.rl.rollout_tp}")
-        found.append("cut the trained one further with --tp or --pp")
+    if config.engine.engine == "megatron":
+        if not config.optimizer.optimizer_cpu_offload and config.precision.precision != "fp32":
+            found.append("offload the optimizer with `optimizer_cpu_offload`")
+        found.append(f"shard the rollout model with `rollout_tp` above {config.rl.rollout_tp}")
+        found.append("shard the trained model further with `tp` or `pp`")
     elif config.parallel.shards:
         if not config.parallel.cpu_offload:
-            found.append("offload weights and optimizer with --cpu-offload")
-        found.append(f"cut the model to sample from with --rollout-tp above {config.rl.rollout_tp}")
+            found.append("offload weights and optimizer with `cpu_offload`")
+        found.append(f"shard the rollout model with `rollout_tp` above {config.rl.rollout_tp}")
     else:
-        found.append("shard the training state with --sharding fsdp, offloaded with --cpu-offload")
+        found.append("shard the training state with `sharding=fsdp`, offloaded with `cpu_offload`")
     if config.rl.has_reference and not config.model.lora_rank:
-        found.append("train without a reference (--beta 0)" if config.rl.reward else "train an adapter (--lora-rank)")
-    if config.precision.name == "fp32":
-        found.append("use --precision bf16")
-    found.append("sample shorter completions (--gen-length)")
+        found.append("train without a reference (`beta=0`)" if config.rl.reward else "train an adapter (`lora_rank`)")
+    if config.precision.precision == "fp32":
+        found.append("use `precision=bf16`")
+    found.append("sample shorter completions (`gen_length`)")
     return "; or ".join(found)
 
 
-def no_room(what: str, needed: int, free: int, remedy: str) -> DlmBridgeError:
-    """That a rollout's `what` takes so many bytes, more than is free."""
+def no_room(what: str, needed: int, free: int, remedy: str) -> ResourceError:
+    """The error of a rollout that needs more memory than is free; sizes in bytes."""
     sizes = [(needed, "needed"), (free, "free"), (needed - free, "missing")]
     shown = ", ".join(f"{size / GIB:.2f} GiB {word}" for size, word in sizes if size > 0)
-    return DlmBridgeError(f"rollouts do not fit beside the training state: {what}: {shown}: {remedy}")
+    return ResourceError("rollouts", f"do not fit beside the training state: {what}: {shown}: {remedy}")

@@ -2,8 +2,8 @@
 
     python -m dlm_bridge.train.rl.reward_worker FUNCTION PARENT
 
-is the worker, which ends with the process PARENT: it reads one JSON object a line ({"prompts", "completions", "rows"})
-and answers each with {"rewards": [...]} or {"error": "..."}. What the function prints goes to stderr.
+is the worker, which ends with the process PARENT. It reads one JSON object per line ({"prompts", "completions",
+"rows"}) and answers each with {"rewards": [...]} or {"error": "..."}. Output of the function goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import RowError, SettingError
 from dlm_bridge.processes import end_with_parent, signals_blocked
 from dlm_bridge.train.rl.rewards import REWARDS
 
@@ -30,7 +30,7 @@ START_TIMEOUT = 120.0  # seconds for a reward's own imports
 
 
 class RewardRecord(Protocol):
-    """A row of data as a reward gets it, and where it is from."""
+    """A row of data as passed to a reward, and its origin."""
 
     @property
     def fields(self) -> Mapping[str, Any]: ...
@@ -45,13 +45,13 @@ class RewardRecord(Protocol):
 class RewardScores:
     """The rewards of B completions."""
 
-    rewards: list[float]  # the weighted sums
+    rewards: list[float]  # weighted sums
     parts: dict[str, list[float]]  # by function, unweighted
-    failed: int  # how many calls for single rows raised or hung and counted as 0
+    failed: int  # rows whose reward raised or hung and counted as 0
 
     @classmethod
     def joined(cls, parts: Sequence[RewardScores]) -> RewardScores:
-        """Those of all parts, one after the other."""
+        """Concatenation of all parts."""
         return cls(
             [reward for part in parts for reward in part.rewards],
             {name: [value for part in parts for value in part.parts[name]] for name in parts[0].parts},
@@ -65,13 +65,13 @@ class RewardWorkers:
     def __init__(self, names: Sequence[str], timeout: float = 10.0, failure: str = "stop") -> None:
         """
         Args:
-            names: of functions: a short name, a dotted path or file.py:name, with a weight in front where it is not
-                one, such as "0.1*countdown_form".
-            timeout: seconds that a function may take for a batch, and for a single row where the batch's call fails.
+            names: short name, dotted path or file.py:name of each function, optionally with a weight, such as
+                "0.1*countdown_form".
+            timeout: seconds that a call may take: for a batch, and for each row if the batch fails.
             failure: "stop" raises for a row whose reward raises or hangs; "zero" counts it as 0.
 
         Raises:
-            DlmBridgeError: a function that cannot be loaded.
+            SettingError: a function cannot be loaded.
         """
         self.failure = failure
         self.functions = [_RewardProcess(*_weighted(name), timeout) for name in names]
@@ -79,8 +79,8 @@ class RewardWorkers:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[RewardRecord]
     ) -> RewardScores:
-        """Rewards of B completions. Raises DlmBridgeError, with file and line of the row, for a reward that raises,
-        hangs or is not finite, unless those count as 0."""
+        """Rewards of B completions. Raises RowError, with file and line of the row, for a reward that raises, hangs or
+        is not finite, unless it counts as 0."""
         parts: dict[str, list[float]] = {}
         failed = 0
         for function in self.functions:
@@ -92,11 +92,11 @@ class RewardWorkers:
                 ]
                 broken = [number for number, reward in enumerate(alone) if isinstance(reward, str)]
                 if self.failure == "stop":
-                    place = f"{rows[broken[0]].where}: " if broken else ""
                     what = alone[broken[0]] if broken else rewards
-                    raise DlmBridgeError(
-                        f"{place}--reward {function.name}: {what}: fix the function, or count such rows as 0 with "
-                        "--reward-failure zero"
+                    raise RowError(
+                        f"reward {function.name}: {what}: fix the function, or count such rows as 0 with "
+                        "`reward_failure=zero`",
+                        [rows[number].where for number in broken],
                     )
                 failed += len(broken)
                 rewards = [0.0 if isinstance(reward, str) else reward[0] for reward in alone]
@@ -106,13 +106,13 @@ class RewardWorkers:
         return RewardScores(sums, parts, failed)
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for function in self.functions:
             function.stop()
 
 
 class _RewardProcess:
-    """One reward function in a process, which is restarted after a call that timed out."""
+    """One reward function in a process, which is restarted after a timeout."""
 
     def __init__(self, name: str, weight: float, timeout: float) -> None:
         self.name, self.weight, self.timeout = name, weight, timeout
@@ -145,7 +145,7 @@ class _RewardProcess:
     def _start(self) -> None:
         function = REWARDS.get(self.name, self.name)
         command = [sys.executable, "-m", "dlm_bridge.train.rl.reward_worker", function, str(os.getpid())]
-        # The package may be used from a folder that is on the path of this process alone.
+        # The package may be importable only through this process's sys.path.
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH"), root])])
         with signals_blocked():
@@ -162,9 +162,10 @@ class _RewardProcess:
         answer = self._exchange(b"", START_TIMEOUT)
         if "ready" not in answer:
             self.stop()
-            raise DlmBridgeError(
-                f"--reward {self.name}: cannot be loaded ({answer.get('error', 'no answer')}): give "
-                f"package.module.name, file.py:name, or one of {', '.join(REWARDS)}"
+            raise SettingError(
+                "reward",
+                f"{self.name} cannot be loaded ({answer.get('error', 'no answer')}): give package.module.name, "
+                f"file.py:name, or one of {', '.join(REWARDS)}",
             )
 
     def _exchange(self, request: bytes, timeout: float) -> dict[str, Any]:
@@ -207,12 +208,12 @@ def _weighted(name: str) -> tuple[str, float]:
     try:
         return rest, float(weight)
     except ValueError:
-        raise DlmBridgeError(f"--reward {name}: '{weight}' is not a number: a weight is WEIGHT*NAME") from None
+        raise SettingError("reward", f"{name}: the weight {weight!r} is not a number") from None
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function that `package.module.name` or `file.py:name` means. Raises ImportError, AttributeError, and
-    whatever its module raises."""
+    """Import the function `package.module.name` or `file.py:name`. Raises ImportError, AttributeError, and whatever
+    its module raises."""
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         spec = importlib.util.spec_from_file_location("reward_functions", file)
@@ -233,7 +234,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def answer_request(function: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
-    """The function's rewards for a request, or what is wrong with them."""
+    """The function's rewards for a request, or an error message."""
     try:
         rewards = [float(reward) for reward in function(request["prompts"], request["completions"], request["rows"])]
     except Exception as error:  # whatever a reward raises
@@ -247,11 +248,11 @@ def answer_request(function: Callable[..., Any], request: dict[str, Any]) -> dic
 
 def main() -> None:
     end_with_parent(int(sys.argv[2]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # which end the parent; what the function starts gets them
+    for number in (signal.SIGINT, signal.SIGTERM):  # these end the parent; processes of the function still get them
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a reward prints must not stand between the answers
+    os.dup2(2, 1)  # output of a reward must not mix with the answers
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-# The short names that --reward takes beside a dotted path and file.py:name.
+# Short names of the setting `reward`, which also takes a dotted path or file.py:name.
 REWARDS = {
     "countdown": "dlm_bridge.train.rl.rewards.countdown_solved",
     "countdown_form": "dlm_bridge.train.rl.rewards.countdown_well_formed",
@@ -25,7 +25,7 @@ REASONING_AND_ANSWER = re.compile(r"\s*<reasoning>.*?</reasoning>\s*<answer>.*?<
 def answer_format(
     prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """1 for <reasoning>...</reasoning><answer>...</answer> and nothing else, 0.5 for one answer among other text."""
+    """1 for exactly <reasoning>...</reasoning><answer>...</answer>, 0.5 for one answer within other text, else 0."""
     return [
         1.0
         if REASONING_AND_ANSWER.fullmatch(text) and text.count("<answer>") == 1
@@ -35,19 +35,19 @@ def answer_format(
 
 
 def tagged_answer(completion: str) -> str:
-    """The text in the last pair of answer tags; without any, the whole text."""
+    """The text in the last pair of answer tags, or the whole text without tags."""
     tagged = ANSWER_TAGS.findall(completion)
     return (tagged[-1] if tagged else completion).strip()
 
 
-LONGEST_EXPRESSION = 200  # characters of an expression
-LARGEST_NUMBER = 10**12  # of a number in it, and of what it comes to
+LONGEST_EXPRESSION = 200  # characters
+LARGEST_NUMBER = 10**12  # of operands and results
 
 
 def countdown_solved(
     prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """1 where the completion is an expression of the row's `numbers` that equals its `target`, else 0."""
+    """1 if the completion is an expression of the row's `numbers` with the value `target`, else 0."""
     return [
         float(value is not None and value[0] == row["target"] and _uses_numbers(value[1], row["numbers"]))
         for value, row in zip(map(evaluate_expression, map(_expression, completions)), rows, strict=True)
@@ -57,7 +57,7 @@ def countdown_solved(
 def countdown_well_formed(
     prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """1 where the completion is an expression of the row's `numbers`, whatever it comes to, else 0."""
+    """1 if the completion is an expression of the row's `numbers`, whatever its value, else 0."""
     return [
         float(value is not None and _uses_numbers(value[1], row["numbers"]))
         for value, row in zip(map(evaluate_expression, map(_expression, completions)), rows, strict=True)
@@ -65,8 +65,8 @@ def countdown_well_formed(
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression of whole numbers, + - * / and parentheses, and the numbers in it; None where it is
-    anything else, divides by zero or grows out of bounds. Nothing is executed: the syntax tree is walked."""
+    """Value of an expression of integers, + - * / and parentheses, and the integers in it. None for anything else, a
+    division by zero, or values out of bounds. The syntax tree is walked; nothing is executed."""
     if len(expression) > LONGEST_EXPRESSION or "_" in expression:
         return None
     try:
@@ -78,7 +78,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _expression(completion: str) -> str:
-    """What an answer claims: `(3 + 4) * 2 = 14` claims its left side."""
+    """The expression of an answer: the left side of `(3 + 4) * 2 = 14`."""
     return tagged_answer(completion).split("=")[0]
 
 
@@ -110,16 +110,16 @@ def _expression_value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 NUMBER_PATTERN = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 FRACTION_PATTERN = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(-?\d+)\}")
-LONGEST_NUMBER = 64  # characters of an answer that is read as a number
+LONGEST_NUMBER = 64  # characters
 
 
 def correct_answer(
     prompts: Sequence[Any], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """1 where the completion's final answer is the row's `answer` (its part after ####, where it has one), else 0.
+    """1 if the completion's final answer is the row's `answer` (its part after ####, if any), else 0.
 
-    The final answer is what follows the last ####, is in the last \\boxed{...} or between the last answer tags; of
-    other text, the last number.
+    The final answer follows the last ####, or is in the last \\boxed{...} or the last answer tags; in other text it is
+    the last number.
     """
     return [
         float(same_answer(final_answer(text), final_answer(str(row["answer"]))))
@@ -128,7 +128,7 @@ def correct_answer(
 
 
 def final_answer(text: str) -> str:
-    """The final answer of a text, see `correct`; empty where there is none."""
+    """The final answer of a text, see `correct_answer`; empty if there is none."""
     if tagged := ANSWER_TAGS.findall(text):
         text = tagged[-1]
     if (boxed := _boxed(text)) is not None:
@@ -142,7 +142,7 @@ def final_answer(text: str) -> str:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two answers are one: equal numbers, else equal texts but for case, blanks and a last full stop."""
+    """True for equal numbers, or texts that differ only in case, whitespace and a final full stop."""
     values = parse_number(one), parse_number(other)
     if None not in values:
         return values[0] == values[1]
@@ -150,7 +150,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that a text is, exactly: 1,234.50, $5, 50%, 3/4, \\frac{3}{4}; None where it is none."""
+    """Exact value of a text such as 1,234.50, $5, 50%, 3/4 or \\frac{3}{4}; None if it is not a number."""
     text = FRACTION_PATTERN.sub(r"\1/\2", text.strip()).strip("$ ").rstrip(".").replace("\\%", "%").replace("\\$", "")
     percent = text.endswith("%")
     text = text.rstrip("% ").replace(",", "").replace("$", "")
@@ -164,7 +164,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last \\boxed{...} holds, its braces matched."""
+    """Contents of the last \\boxed{...}, with matched braces."""
     place = text.rfind("\\boxed{")
     if place < 0:
         return None

@@ -1,8 +1,8 @@
 """Rollouts: completions by the family's own sampler, or by transformers' `generate`, with their rewards.
 
-A rollout needs a live Hub model only, which the engine gives (`UpdateEngine.sampling_model`). Ranks that hold a
-replica of the trained model together sample a part of its completions each and share them: all train on the same.
-Ranks whose model to sample from is tensor parallel run the rows of all of them together, and each scores its own.
+A rollout needs only a live Hub model (`UpdateEngine.sampling_model`). Ranks that hold one replica of the trained model
+together each sample a part of its completions and exchange them, so that all train on the same. Ranks that share a
+tensor parallel rollout model run the rows of all of them together, and each scores its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dlm_bridge.train.rl.rows import Problem
 
 @dataclass(frozen=True)
 class Rollout:
-    """B completions, those of one prompt beside each other."""
+    """B completions; those of one prompt are neighbours."""
 
-    samples: list[int]  # global indices, which key all noise
+    samples: list[int]  # global indices, the keys of all noise
     sequences: Sequences  # on the CPU
     prompts: list[Any]  # as in the rows
     completions: list[str]
@@ -55,17 +55,25 @@ class Rollouts:
     gen_length: int
     temperature: float
     sampler: dict[str, Any]  # further keyword arguments of generate
-    batch_size: int | None = None  # sequences at once; None: as many as free memory holds
-    scaled: bool = False  # advantages over the group's standard deviation
+    batch_size: int | None = None  # sequences at once; None: as many as fit into free memory
+    scaled: bool = False  # divide advantages by the group's standard deviation
     autoregressive: bool = False
-    remedy: str = ""  # how to make room, for the error where there is none
-    ranks: Replicas = ALONE  # that share their completions
-    samplers: Replicas = ALONE  # that have the model to sample from together
+    remedy: str = ""  # how to free memory, for the error if there is not enough
+    ranks: Replicas = ALONE  # ranks that exchange their completions
+    samplers: Replicas = ALONE  # ranks that share the rollout model
 
     def sample(self, model: Any, problems: Sequence[Problem], step: int, first: int) -> Rollout:
-        """Complete each problem `group_size` times; `first` is the global index of the first completion, and with
-        (seed, step) the key of its noise. Ranks of a replica give the same and get the same. Raises DlmBridgeError for
-        rewards that fail, NonFiniteError where the model's logits are NaN."""
+        """Complete each problem `group_size` times.
+
+        Args:
+            problems: the same on all ranks of a replica.
+            first: global index of the first completion; with (seed, step) it keys the noise.
+
+        Raises:
+            RowError: a reward failed.
+            NonFiniteError: the model's logits are NaN.
+            ResourceError: a row does not fit into free memory.
+        """
         repeated = [problem for problem in problems for _ in range(self.group_size)]
         samples = list(range(first, first + len(repeated)))
         begin, end = (len(repeated) * rank // self.ranks.processes for rank in (self.ranks.rank, self.ranks.rank + 1))
@@ -85,7 +93,7 @@ class Rollouts:
         )
 
     def answer(self, model: Any, problems: Sequence[Problem]) -> tuple[list[str], RewardScores]:
-        """Complete each problem once, greedily."""
+        """Complete each problem once, greedily. Returns the texts and their scores."""
         completed = self._complete(model, problems, list(range(len(problems))), 0, 0.0)
         return [one.text for one in completed], self._scores(completed, problems)
 
@@ -100,7 +108,7 @@ class Rollouts:
     def _complete(
         self, model: Any, problems: Sequence[Problem], samples: Sequence[int], step: int, temperature: float
     ) -> list[_Completed]:
-        """Of this process's problems, any number; processes with one model call it together."""
+        """Complete this process's problems (any number). Processes that share a model call it together."""
         own = [(problem.input_ids, sample) for problem, sample in zip(problems, samples, strict=True)]
         shares = self.samplers.gather(own)
         numbers = [sample for share in shares for _, sample in share]
@@ -124,8 +132,8 @@ class Rollouts:
 
     @contextlib.contextmanager
     def _room(self, model: Any, lengths: list[int]) -> Iterator[int]:
-        """Context of sampling: how many rows run at once. Raises DlmBridgeError where a row does not fit beside the
-        weights, and where the device runs out of memory all the same."""
+        """Context manager of sampling that yields the number of rows to run at once. Raises ResourceError if a row
+        does not fit beside the weights, or if the device runs out of memory nevertheless."""
         new = "max_new_tokens" if self.autoregressive else "gen_length"
         plan = plan_batch(model, lengths, {new: self.gen_length, **self.sampler}, diffusion=not self.autoregressive)
         if plan.row > plan.free:
@@ -138,7 +146,7 @@ class Rollouts:
                 f"{rows} rows at once, of which {plan.described}",
                 rows * plan.row,
                 plan.free,
-                f"sample fewer at once (--rollout-batch-size); or {self.remedy}",
+                f"sample fewer at once (`rollout_batch_size`); or {self.remedy}",
             ) from error
 
     def _seed(self, step: int, sample: int) -> int:
@@ -147,7 +155,7 @@ class Rollouts:
     def _sampled(
         self, model: Any, rows: Sequence[tuple[list[int], int]], temperature: float, size: int
     ) -> list[_Completed]:
-        """Complete (prompt, seed) rows, `size` at once."""
+        """Complete (prompt, seed) rows, `size` of them at once."""
         settings = {"temperature": temperature, **self.sampler}
         length = max(len(prompt) for prompt, _ in rows) + self.gen_length
         found = [_Completed(prompt) for prompt, _ in rows]
@@ -172,8 +180,8 @@ class Rollouts:
 
 @contextlib.contextmanager
 def _only_ends(model: Any) -> Iterator[None]:
-    """In which `generate` draws from the distribution that the loss is of. Left out are settings for chats that a
-    checkpoint's generation_config.json has (top_k, repetition_penalty, ...), and transformers' own top_k of 50."""
+    """Context manager in which `generate` samples from the distribution of the loss: the checkpoint's chat settings
+    (top_k, repetition_penalty, ...) and transformers' default top_k of 50 do not apply."""
     stored = model.generation_config
     ends = {
         name: getattr(stored, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "stop_strings")
@@ -188,14 +196,14 @@ def _only_ends(model: Any) -> Iterator[None]:
 @dataclass
 class _Completed:
     prompt: list[int]
-    # [N], of a diffusion model gen_length, mask tokens where nothing was committed
+    # [N]; N is gen_length for a diffusion model, with mask tokens where nothing was committed
     tokens: torch.Tensor = field(init=False)
-    order: torch.Tensor = field(init=False)  # [N], the row's step that committed each, also behind its end
-    length: int = 0  # up to the end of the sequence, that included
+    order: torch.Tensor = field(init=False)  # [N], the step that committed each token, also after the end
+    length: int = 0  # tokens up to and including the end of the sequence
     text: str = ""
 
     def end(self, event: Ended, mask_token_id: int) -> None:
-        """Set what was sampled. An autoregressive model commits a token in each step."""
+        """Store the sampled tokens. An autoregressive model commits one token per step."""
         tokens = torch.tensor(event.canvas or event.tokens)
         self.tokens = tokens.masked_fill(tokens == MASK, mask_token_id)
         steps = torch.tensor(event.steps) if event.canvas else torch.arange(1, len(tokens) + 1)
@@ -204,11 +212,11 @@ class _Completed:
 
 
 def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> torch.Tensor:
-    """[B] how much better than the mean of its group each completion is (GRPO, arXiv 2402.03300); with `scaled` over
-    the group's standard deviation, which weighs prompts that are nearly always or nearly never answered more."""
+    """Reward of each completion minus the mean of its group, [B] (GRPO, arXiv 2402.03300). `scaled` divides by the
+    group's standard deviation, which gives prompts that are nearly always or nearly never solved more weight."""
     groups = rewards.reshape(-1, group_size)
     centred = groups - groups.mean(dim=1, keepdim=True)
-    # Of equal rewards exactly zero: what rounding leaves, Adam would make a step of full size of.
+    # Exactly zero for equal rewards: Adam would turn rounding errors into full-sized steps.
     centred = centred.masked_fill(groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True), 0.0)
     if scaled:
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
@@ -216,7 +224,7 @@ def group_advantages(rewards: torch.Tensor, group_size: int, scaled: bool) -> to
 
 
 def _sequences(rows: Sequence[_Completed]) -> Sequences:
-    """Prompts, completions and padding on the right, all moved together."""
+    """Sequences of prompts and completions, padded on the right."""
     width = max(len(row.prompt) + len(row.tokens) for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     order = torch.full_like(tokens, NEVER_COMMITTED)

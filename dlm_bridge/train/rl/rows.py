@@ -13,7 +13,7 @@ from dlm_bridge.data.chat_template import render_prompt
 from dlm_bridge.data.conversations import Example, encode_conversations
 from dlm_bridge.data.messages import DataRecord, check_sources, read_data_rows, read_prompt
 from dlm_bridge.data.sources import DataSources, find_data
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import InputFileError, SettingError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ class Problem:
     """A prompt to be answered."""
 
     prompt: Any  # as in the row: a text, or a list of messages
-    text: str  # what the model reads
+    text: str  # the rendered prompt
     input_ids: list[int]
     fields: Mapping[str, Any]  # the whole row, for its reward
     where: str  # file and line, for errors
@@ -43,7 +43,7 @@ class PreferencePair:
 
 @dataclass
 class Shuffled(Generic[T]):
-    """Items over and over: number n is at position n mod N of epoch n // N's order, shuffled by (seed, epoch)."""
+    """Endless sequence over N items: number n is at position n mod N of epoch n // N, shuffled by (seed, epoch)."""
 
     items: Sequence[T]
     seed: int
@@ -59,42 +59,43 @@ class Shuffled(Generic[T]):
 
 
 def load_problems(
-    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, flag: str = "--data"
+    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, field: str = "data"
 ) -> list[Problem]:
-    """The prompts of `items` (paths and names as `flag` takes them), each row {"prompt": a text, or a list of
-    messages} or {"messages": [...]}, of which a last one of the assistant is left out.
+    """Read prompts from `items`, paths and names given by the setting `field`. A row is {"prompt": text or list of
+    messages}, or {"messages": [...]}, of which a last assistant message is dropped.
 
     Raises:
-        DlmBridgeError: a row without these fields, a prompt without tokens, with more than `longest` or with the mask
-            token, a template that refuses it, each with its file and line; no rows at all.
+        InputFileError: a row without these fields, or a prompt that is empty, longer than `longest` tokens, contains
+            the mask token or is refused by the chat template; `field` is the file and line.
+        SettingError: there are no rows.
     """
     problems = []
-    for record in read_rows(items, flag):
+    for record in read_rows(items, field):
         found = read_prompt(record)
         prompt = found if isinstance(found, str) else found.messages
         text = found if isinstance(found, str) else render_prompt(found, tokenizer)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise DlmBridgeError(f"{record.where}: the prompt has no tokens")
+            raise InputFileError(record.where, "the prompt has no tokens")
         _check_tokens(ids, longest, "the prompt", record.where, mask_token_id)
         problems.append(Problem(prompt, text, ids, record.fields, record.where))
     if not problems:
-        raise DlmBridgeError(f"{flag} {', '.join(items)}: no rows")
+        raise SettingError(field, f"{', '.join(items)}: no rows")
     return problems
 
 
 def load_pairs(
-    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, flag: str = "--data"
+    items: Sequence[str], tokenizer: Any, longest: int, mask_token_id: int | None, field: str = "data"
 ) -> list[PreferencePair]:
-    """The pairs of `items`: rows {"prompt", "chosen", "rejected"}, three texts or three lists of messages. Raises
-    DlmBridgeError as `load_problems` does."""
+    """Read pairs from `items`: rows {"prompt", "chosen", "rejected"} of three texts or three lists of messages. Raises
+    as `load_problems`."""
     pairs = []
-    records = read_rows(items, flag)
+    records = read_rows(items, field)
     while chunk := list(itertools.islice(records, CHUNK)):
         for record in chunk:
             if missing := [name for name in ("prompt", "chosen", "rejected") if record.fields.get(name) is None]:
                 has = ", ".join(map(repr, record.fields)) or "nothing"
-                raise DlmBridgeError(f"{record.where}: no '{missing[0]}' (it has {has})")
+                raise InputFileError(record.where, f"no '{missing[0]}' (it has {has})")
         both = [
             list(encode_conversations([_completed(record, name) for record in chunk], tokenizer))
             for name in ("chosen", "rejected")
@@ -104,22 +105,22 @@ def load_pairs(
                 _check_tokens(example.input_ids, longest, f"{name} with its prompt", record.where, mask_token_id)
             pairs.append(PreferencePair(chosen, rejected, record.where))
     if not pairs:
-        raise DlmBridgeError(f"{flag} {', '.join(items)}: no rows")
+        raise SettingError(field, f"{', '.join(items)}: no rows")
     return pairs
 
 
-def read_rows(items: Sequence[str], flag: str = "--data") -> Iterator[DataRecord]:
-    """The rows that some paths and names mean, in order. Raises DlmBridgeError for what cannot be read as rows."""
-    (sources,) = find_rows(items, flag).parts
+def read_rows(items: Sequence[str], field: str = "data") -> Iterator[DataRecord]:
+    """Rows of paths and names, in order."""
+    (sources,) = find_rows(items, field).parts
     return itertools.chain.from_iterable(map(read_data_rows, sources))  # type: ignore[arg-type]  # as checked
 
 
-def find_rows(items: Sequence[str], flag: str = "--data", load: bool = True) -> DataSources:
-    """The one list of sources that some paths and names mean; `load` as of `find_data`. Raises DlmBridgeError for what
-    is not rows, or a blend of them."""
-    found = find_data(items, load, flag)
+def find_rows(items: Sequence[str], field: str = "data", load: bool = True) -> DataSources:
+    """Sources of rows that paths and names refer to; `load` as in `find_data`. Raises SettingError for a blend, and
+    for sources without rows."""
+    found = find_data(items, load, field)
     if found.weights:
-        raise DlmBridgeError(f"{flag} {' '.join(items)}: rows are not blended: leave the weights out")
+        raise SettingError(field, f"{' '.join(items)}: rows cannot be blended: omit the weights")
     check_sources(found.parts[0])
     return found
 
@@ -131,8 +132,8 @@ def _completed(record: DataRecord, name: str) -> DataRecord:
 
 def _check_tokens(ids: Sequence[int], longest: int, what: str, where: str, mask_token_id: int | None) -> None:
     if len(ids) > longest:
-        raise DlmBridgeError(
-            f"{where}: {what} has {len(ids)} tokens, there is room for {longest}: raise --seq-length or shorten it"
+        raise InputFileError(
+            where, f"{what} has {len(ids)} tokens, more than {longest}: raise `seq_length` or shorten it"
         )
     if mask_token_id is not None and mask_token_id in ids:
-        raise DlmBridgeError(f"{where}: {what} holds the mask token (id {mask_token_id}): remove it")
+        raise InputFileError(where, f"{what} contains the mask token (id {mask_token_id}): remove it")

@@ -1,8 +1,8 @@
-"""The loop that policy and preference runs share, the rows of their metrics, and what it asks of an engine.
+"""Training loop of reinforcement learning and preference optimisation, its metrics, and the engine interface.
 
-An `UpdateEngine` has log-probabilities, updates and a model to sample from. A micro-batch is a `NoisyBatch`, and its
-log-probabilities are those of its M targets: losses of the methods are functions of them (`UpdatePart`), whatever
-holds the weights.
+An `UpdateEngine` computes log-probabilities, updates the model and provides a model to sample from. A micro-batch is a
+`NoisyBatch` with M targets; the loss of a method is a function of their log-probabilities (`UpdatePart`), so it does
+not depend on the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.train.config import RLConfig
@@ -32,7 +32,7 @@ from dlm_bridge.train.rl.updates import UpdateMetrics
 from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.trainer import Processes, TrainingLoop, check_same_count
 
-# Of log-probabilities [M] fp32: a scalar, what they add to the loss of the global batch, and detached sums by name.
+# Maps log-probabilities [M] fp32 to a scalar, their part of the loss of the global batch, and detached sums by name.
 LogpLoss = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -48,8 +48,8 @@ VALUE_FOLDER = "value"  # in a checkpoint
 
 
 class ValueUpdates(abc.ABC):
-    """A value model and its optimizer. All processes call `values` and `update` together, with as many micro-batches
-    each."""
+    """A value model and its optimizer. All processes call `values` and `update` together, with the same number of
+    micro-batches."""
 
     config: RLConfig
 
@@ -59,57 +59,57 @@ class ValueUpdates(abc.ABC):
 
     @abc.abstractmethod
     def update(self, parts: Sequence[UpdatePart], step: int) -> float:
-        """One optimizer step on losses of values, summed over all replicas, of which it returns this replica's part.
-        Raises DlmBridgeError where the gradient norm is NaN."""
+        """Take one optimizer step on losses of values, summed over all replicas. Returns this replica's part of the
+        loss. Raises NonFiniteError if the gradient norm is NaN or infinite."""
 
     @abc.abstractmethod
     def set_learning_rate(self, lr: float) -> None:
-        """Give every parameter group its learning rate, where that of the policy is `lr`."""
+        """Set the learning rate of every parameter group for a policy learning rate of `lr`."""
 
     @abc.abstractmethod
     def trained_parameters(self) -> Iterable[torch.Tensor]:
         """The parameters that this process updates."""
 
     def learning_rate(self, lr: float) -> float:
-        """That of the value model where the policy's is `lr`: times --value-lr over --lr."""
+        """The value model's learning rate for a policy learning rate of `lr`: scaled by `value_lr` / `lr`."""
         peak, own = self.config.optimizer.lr, self.config.rl.value_lr
         return lr if own is None else own * (lr / peak if peak else 1.0)
 
-    def diverged(self, step: int, norm: float) -> DlmBridgeError:
-        """What an update raises for a gradient norm that is not finite."""
-        return DlmBridgeError(f"step {step}: the value model's gradient norm is {norm}: lower --value-lr")
+    def diverged(self, step: int, norm: float) -> NonFiniteError:
+        """The error of an update whose gradient norm is not finite."""
+        return NonFiniteError(f"the value model's gradient norm is {norm}: lower `value_lr`", [f"step {step}"])
 
 
 def value_file(checkpoint: Path, name: str) -> Path:
-    """The file `name` of a checkpoint's value model. Raises DlmBridgeError where there is none."""
+    """The file `name` of a checkpoint's value model. Raises SettingError if the checkpoint has no value model."""
     file = checkpoint / VALUE_FOLDER / name
     if not file.is_file():
-        raise DlmBridgeError(f"--value-model: {checkpoint} has no value model to go on with: choose another --output")
+        raise SettingError("value_model", f"{checkpoint} has no value model to resume: choose another `output`")
     return file
 
 
 class UpdateEngine(abc.ABC):
-    """The model that is trained, its reference and its optimizer, wherever they are. All processes call every method
-    together, with as many micro-batches each, but for what says otherwise."""
+    """The trained model, its reference and its optimizer. All processes call every method together, with the same
+    number of micro-batches, unless a method says otherwise."""
 
     processes: Processes
-    replica: Replicas  # that hold one replica of the trained model: what they sample they share
-    samplers: Replicas = ALONE  # that have one model to sample from
-    plain_model: Any  # family and config; its weights only where each process holds them
+    replica: Replicas  # ranks that hold one replica of the trained model; they share what they sample
+    samplers: Replicas = ALONE  # ranks that share one model to sample from
+    plain_model: Any  # family and config, and weights if each process holds them
     value_model: ValueUpdates | None = None
 
     @abc.abstractmethod
     def row_width(self, width: int) -> int | None:
-        """To how many tokens this step's rows are padded, of which this process's longest has `width`; None where each
-        micro-batch may have a width of its own."""
+        """Number of tokens to which this step's rows are padded, given this process's longest row; None if each
+        micro-batch may have its own width."""
 
     @abc.abstractmethod
     def logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
-        """[M] fp32 for each batch: its targets' log-probabilities, without a graph."""
+        """[M] fp32 for each batch: log-probabilities of its targets, without a graph."""
 
     @abc.abstractmethod
     def reference_logps(self, batches: Sequence[NoisyBatch]) -> list[torch.Tensor]:
-        """The same by the reference model."""
+        """`logps` of the reference model."""
 
     @abc.abstractmethod
     def forward_backward(self, parts: Sequence[UpdatePart]) -> tuple[float, dict[str, float]]:
@@ -118,43 +118,44 @@ class UpdateEngine(abc.ABC):
 
     @abc.abstractmethod
     def optimizer_step(self, step: int) -> float:
-        """Clip the gradients, step, clear them; the norm before clipping. Raises DlmBridgeError where it is NaN."""
+        """Clip the gradients, step, and clear them. Returns the norm before clipping; raises NonFiniteError if it is
+        NaN or infinite."""
 
     @abc.abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """In which `logps` are of the model in evaluation mode."""
+        """Context manager in which `logps` uses evaluation mode."""
 
     @abc.abstractmethod
     def sampling_model(self) -> AbstractContextManager[Any]:
-        """In which the yielded Hub model has the current weights and is this process's own, or that of the ranks of
+        """Context manager of a Hub model with the current weights: this process's own, or shared by the ranks of
         `samplers`, which run it together."""
 
     @abc.abstractmethod
     def set_learning_rate(self, lr: float) -> None:
-        """Give every parameter group its learning rate."""
+        """Set the learning rate of every parameter group."""
 
     @abc.abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed the generators of dropout, this process's own."""
+        """Seed this process's dropout generators."""
 
     @abc.abstractmethod
     def trained_parameters(self) -> Iterable[torch.Tensor]:
-        """The parameters that this process updates. It may call it alone."""
+        """The parameters that this process updates. A process may call it alone."""
 
     @abc.abstractmethod
     def peak_memory(self) -> int | None:
-        """Bytes that the device has allocated at once so far; None on CPU."""
+        """Peak number of bytes allocated on the device; None on CPU."""
 
     @abc.abstractmethod
     def save_checkpoint(self, step: int, state: dict[str, Any]) -> Path:
-        """Write weights, optimizer and `state` (numbers)."""
+        """Write weights, optimizer state and `state` (numbers)."""
 
     @abc.abstractmethod
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Set the optimizer, and weights that are not set yet, and return the `state`. Raises DlmBridgeError."""
+        """Restore the optimizer, and weights that are not set yet. Returns the `state`."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing in the background)
-        """Wait for what still runs in the background."""
+        """Wait for background work."""
 
 
 def accumulate_gradients(
@@ -164,12 +165,11 @@ def accumulate_gradients(
     predict: Callable[[Any, NoisyBatch], torch.Tensor],
     always_reduce: bool = False,
 ) -> tuple[float, dict[str, float]]:
-    """Backward passes of the parts' losses, summed over all processes, of what `predict` makes of the model and each
-    batch, [M]. Returns the loss and the sums of this process's parts."""
+    """Run the backward passes of the parts' losses, summed over all processes. `predict` maps the model and a batch to
+    predictions [M]. Returns the loss and the sums of this process's parts."""
     loss_sum, sums = torch.zeros((), device=accelerator.device), dict[str, float]()
     for number, part in enumerate(parts, 1):
-        # DDP sums gradients over the processes once, with the last micro-batch; FSDP each time, since a process has no
-        # room for unsharded ones.
+        # DDP reduces gradients once, with the last micro-batch; FSDP for each, to keep them sharded.
         reduces = number == len(parts) or always_reduce
         with contextlib.nullcontext() if reduces else accelerator.no_sync(model):
             loss, measured = part.loss(predict(model, part.noisy.to(accelerator.device)))
@@ -182,7 +182,7 @@ def accumulate_gradients(
 
 
 def target_logps(model: Any, noisy: NoisyBatch) -> torch.Tensor:
-    """[M] fp32, the log-probabilities of a batch's targets under a Hub model, which may be wrapped."""
+    """Log-probabilities [M] fp32 of a batch's targets under a Hub model, which may be wrapped."""
     return -F.cross_entropy(noisy.logits(model).float(), noisy.targets, reduction="none")
 
 
@@ -192,11 +192,11 @@ class RolloutRecord(StepMetrics):
 
     reward: float  # mean
     reward_std: float  # over all of the step's completions
-    rewards: dict[str, float]  # the mean of each function
+    rewards: dict[str, float]  # mean of each reward function
     failed_rewards: int  # completions whose reward raised or hung and counted as 0
-    idle_groups: float  # share of prompts whose completions all have the same reward: nothing is learned from them
-    kl: float | None  # from the reference, in nats a token; null without one
-    clip_fraction: float  # share of tokens that the clip kept from gaining
+    idle_groups: float  # fraction of prompts whose completions all have the same reward, hence no gradient
+    kl: float | None  # from the reference model, in nats per token; null without one
+    clip_fraction: float  # fraction of tokens whose gain is clipped
     completion_length: float  # tokens, the end included
     value_loss: float | None = None  # of the value model; null without one
     eval_reward: float | None = None  # of greedy answers to held-out prompts
@@ -217,7 +217,7 @@ class RolloutRecord(StepMetrics):
 class PreferenceRecord(StepMetrics):
     """Metrics of a step on preference pairs."""
 
-    preferred: float  # share of pairs whose chosen answer gained on the rejected one
+    preferred: float  # fraction of pairs whose chosen answer gained on the rejected one
     margin: float  # mean of beta x (gain of the chosen answer - gain of the rejected one)
     eval_preferred: float | None = None
 
@@ -231,7 +231,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class RLTrainer(TrainingLoop, Generic[Item]):
-    """What both kinds of run share: the step around an update, its sums over all replicas, checkpoints."""
+    """Base of both trainers: the step around an update, sums over all replicas, checkpoints."""
 
     config: RLConfig
     engine: UpdateEngine
@@ -250,13 +250,13 @@ class RLTrainer(TrainingLoop, Generic[Item]):
     @staticmethod
     @abc.abstractmethod
     def load(
-        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, flag: str = "--data"
+        config: RLConfig, items: list[str], tokenizer: Any, mask_token: int | None, field: str = "data"
     ) -> list[Any]:
-        """The rows of some paths, which `flag` has given. Raises DlmBridgeError."""
+        """Read the rows of paths given by the setting `field`."""
 
     @abc.abstractmethod
     def set_up(self) -> None:
-        """Make the parts that need the engine."""
+        """Create the parts that need the engine."""
 
     @abc.abstractmethod
     def train_step(self, step: int) -> tuple[UpdateMetrics, dict[str, float]]:
@@ -264,18 +264,18 @@ class RLTrainer(TrainingLoop, Generic[Item]):
 
     @abc.abstractmethod
     def row(self, common: dict[str, Any], sums: dict[str, float]) -> StepMetrics:
-        """The metrics of a step, from those common to all training and sums over all replicas."""
+        """Metrics of a step, from those common to all training and sums over all replicas."""
 
     def close(self) -> None:
-        """End what the run started."""
+        """Stop helper processes."""
 
     @property
     def per_replica(self) -> int:
-        """Completions, or pairs, of this data parallel replica in a step."""
+        """Completions, or pairs, per step of this data parallel replica."""
         return self.config.data.global_batch_size // self.processes.replicas
 
     def first_row(self, step: int) -> int:
-        """The global index of this replica's first completion, or pair, of a step."""
+        """Global index of this replica's first completion, or pair, in a step."""
         return (step - 1) * self.config.data.global_batch_size + self.processes.replica * self.per_replica
 
     def announce(self, step: int, layout: str = "") -> None:
@@ -296,7 +296,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         sums = self.summed({"loss": figures.loss, **figures.sums, **own})
         stop = self.summed({"stop": float(want_stop)}, of_replicas=False)["stop"] > 0
         if not math.isfinite(loss := sums.pop("loss")):
-            raise DlmBridgeError(f"step {step}: the loss is {loss}: lower --lr")
+            raise NonFiniteError(f"the loss is {loss}: lower `lr`", [f"step {step}"])
         self.tokens += int(sums["tokens"])
         rate_of_tokens = sums["tokens"] / (time.perf_counter() - began)
         common = {
@@ -314,7 +314,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         return (lambda: row), stop
 
     def summed(self, values: dict[str, float], of_replicas: bool = True) -> dict[str, float]:
-        """Each value summed over the replicas, of which all ranks have the same, or over all processes."""
+        """Sum each value over the replicas, whose ranks have equal values, or over all processes."""
         counts = not of_replicas or self.engine.replica.rank == 0
         own = [value if counts else 0.0 for value in values.values()]
         return dict(zip(values, self.sum_on_cpu(torch.tensor(own, dtype=torch.float64)).tolist(), strict=True))

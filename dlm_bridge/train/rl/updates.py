@@ -18,7 +18,7 @@ from dlm_bridge.train.rl.rows import PreferencePair
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of an update. `loss` and `sums` are over this replica's part; the trainer adds those of all replicas."""
+    """Metrics of an update. `loss` and `sums` cover this replica's part; the trainer adds up all replicas."""
 
     loss: float
     grad_norm: float
@@ -26,8 +26,8 @@ class UpdateMetrics:
 
 
 def token_weights(scored: torch.Tensor, normalisation: str, steps: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, L] fp32 weight of each token in the policy loss: 1 over the number of scored tokens of its row ("rows"), of
-    its own of the row's aggregated `steps` ("steps", [B, L], -1 where nothing is scored), or 1 ("tokens")."""
+    """Weight of each token in the policy loss, [B, L] fp32: 1 over the number of scored tokens of its row ("rows") or
+    of its aggregated step ("steps"; `steps` [B, L], -1 where nothing is scored), or 1 ("tokens")."""
     ones = scored.float()
     if normalisation == "rows":
         return ones / scored.sum(dim=1, keepdim=True).clamp(min=1)
@@ -54,7 +54,7 @@ def policy_loss(
 
     Args:
         new, old, reference: [B, L] log-probabilities under the current model, the sampling model, and the reference.
-        advantages: [B, L], or [B, 1] for rows whose tokens have the same.
+        advantages: [B, L], or [B, 1] if all tokens of a row have the same.
         weights: [B, L] of `token_weights`, zero where nothing is scored.
 
     Returns:
@@ -79,8 +79,8 @@ def trajectory_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns and generalised advantages (GAE, arXiv 1506.02438) of tokens, by the steps that committed them.
 
-    A step's value is the mean of its tokens'; the tokens of the last step have the reward r, all others 0. With step t
-    of token j, R_j = r_j + discount R_{t+1} and A_j = r_j - V_j + discount V_{t+1} + discount lambda A_{t+1}.
+    The value of a step is the mean over its tokens. Tokens of the last step have the reward r, all others 0. With step
+    t of token j, R_j = r_j + discount R_{t+1} and A_j = r_j - V_j + discount V_{t+1} + discount lambda A_{t+1}.
 
     Args:
         rewards: [B] of the completions.
