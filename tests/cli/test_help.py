@@ -70,7 +70,7 @@ def test_errors_name_flags_of_the_running_command(words: tuple[str, ...], monkey
     for parameter in COMMANDS[words].params:
         names = {parameter.name}
         if parameter.param_type_name == "argument":
-            shown = parameter.metavar or parameter.name.upper()
+            shown = "--model" if parameter.name == "model" else parameter.metavar or parameter.name.upper()
         else:
             shown = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
             names.add(shown.lstrip("-").replace("-", "_"))
