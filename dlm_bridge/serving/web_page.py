@@ -279,12 +279,12 @@ def build_page(page_model: PageModel) -> Any:
         everything = [widget for own in widgets.values() for widget in own.values()]
 
         def sample(values: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-            own, said = widgets.get(values[algorithm], {}), list(values[turns])
+            own, messages = widgets.get(values[algorithm], {}), list(values[turns])
             given = {name: values[widget] for name, widget in own.items()}
-            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, said):
+            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, messages):
                 yield {shown: text}
-            if len(said) > len(values[turns]):
-                yield {turns: said, prompt: ""}
+            if len(messages) > len(values[turns]):
+                yield {turns: messages, prompt: ""}
 
         runs = [
             event(
