@@ -154,7 +154,7 @@ class _PrintableRecord(logging.LogRecord):
 
     def getMessage(self) -> str:  # noqa: N802
         text = super().getMessage()
-        return shortened(text) if self.name.split(".")[0] == "dlm_bridge" else printable(text)
+        return shortened(in_flags(text)) if self.name.split(".")[0] == "dlm_bridge" else printable(text)
 
 
 def _usage(error: Any) -> str:

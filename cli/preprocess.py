@@ -4,44 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.convert import Json, Overwrite, Resume, progress_bar
+from dlm_bridge.cli.convert import Json, progress_bar
+from dlm_bridge.cli.help import declared_parameters, with_parameters
+from dlm_bridge.data.options import PreprocessOptions
 from dlm_bridge.errors import printable
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(metavar="INPUT...", help="Text, JSONL, parquet, a folder, a glob, or a dataset NAME:CONFIG:SPLIT."),
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("preprocess")(preprocess)
+    parameters = {"inputs": (Inputs, ...), **declared_parameters(PreprocessOptions), "as_json": (Json, False)}
+    app.command("preprocess")(with_parameters(preprocess, parameters))
 
 
-def preprocess(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...", help="Text, JSONL, parquet, a folder, a glob, or a dataset NAME:CONFIG:SPLIT."
-        ),
-    ],
-    output: Annotated[str, typer.Option(metavar="PREFIX", help="Writes PREFIX.bin and PREFIX.idx.")],
-    tokenizer: Annotated[str, typer.Option(help="Folder or Hub id.")],
-    append_eod: Annotated[
-        bool, typer.Option("--append-eod", help="End each document with the tokenizer's EOS.")
-    ] = False,
-    key: Annotated[
-        str, typer.Option("--json-key", "--text-key", help="The field or column that holds the text.")
-    ] = "text",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of processes; 1 uses the tokenizer's own threads. Default: all cores."),
-    ] = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+def preprocess(as_json: bool = False, **options: Any) -> None:
     """Tokenise text to a .bin/.idx pair in Megatron-LM's format.
 
     Example: dlm-bridge preprocess corpus.jsonl --output corpus --tokenizer GSAI-ML/LLaDA-8B-Base --append-eod
@@ -49,14 +34,15 @@ def preprocess(
     from dlm_bridge.data.preprocess import preprocess as run
     from dlm_bridge.loading.pretrained import load_tokenizer
 
-    loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    settings = PreprocessOptions(**options)
+    tokenizer = load_tokenizer(settings.tokenizer)
     with progress_bar("tokenising") as progress:
-        report = run(inputs, output, loaded, append_eod, key, workers, overwrite, progress, resume)
+        report = run(settings, tokenizer, progress)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report)))
         return
+    output = printable(settings.output)
     typer.echo(
-        f"{printable(output)}.bin, {printable(Path(output).name)}.idx: {report.documents:,} documents, "
-        f"{report.tokens:,} tokens ({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
+        f"{output}.bin, {Path(output).name}.idx: {report.documents:,} documents, {report.tokens:,} tokens "
+        f"({report.dtype}), {report.tokens_per_s:,.0f} tokens/s"
     )

@@ -39,9 +39,9 @@ On several processes: torchrun --nproc-per-node 2 -m dlm_bridge.cli pretrain ...
 SFT_HELP = """Fine-tune a model on conversations: the loss is on the answers, given their prompts.
 
 Rows of --data are {"messages": [{"role": ..., "content": ...}, ...]}, "prompt" and "completion" (two texts or two
-lists of messages), or in the format of ShareGPT or Alpaca. The chat template of the tokenizer, or --chat-template, formats
-them; --preview N shows the trained tokens. Masks, padding and the divisor of the loss follow the model's family.
-Options can also be set in a YAML file, as for pretrain.
+lists of messages), or in the format of ShareGPT or Alpaca. The chat template of the tokenizer, or --chat-template,
+formats them; --preview N shows the trained tokens. Masks, padding and the divisor of the loss follow the model's
+family. Options can also be set in a YAML file, as for pretrain.
 
 Example:
 

@@ -200,7 +200,7 @@ class Bridge:
         state = dict(self._tensors())
         own = {name for param in self.checkpoint.params if param.rule.own_dtype for name in param.hub_names}
         wanted = parse_dtype(dtype) or promote([tensor.dtype for name, tensor in state.items() if name not in own])
-        with reading(f"{self.checkpoint.where}: the model cannot be built from its config"):
+        with reading(self.checkpoint.where, "the model cannot be built from its config"):
             config = self.family.load("config_class").from_dict(self.config)
             model, info = self.family.load("model_class").from_pretrained(
                 None, config=config, state_dict=state, dtype=wanted, output_loading_info=True

@@ -1,4 +1,4 @@
-"""Hub ids and Hub folders: resolution, a run's newest checkpoint, config.json, files inside a folder."""
+"""Hub ids and Hub folders: resolution, the newest checkpoint of a run, config.json, safe paths inside a folder."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.errors import CheckpointError, SettingError, one_line, printable
 from dlm_bridge.files.reading import check_characters, check_readable, read_json, reading
 
 T = TypeVar("T")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?$")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NOT_NEEDED = ["original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
-_PICKLED = ["pytorch_model*.bin"]  # for repositories that have no safetensors
+_PICKLED = ["pytorch_model*.bin"]  # for repositories without safetensors
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"  # PEFT's
 TRACKER = "latest_checkpointed_iteration.txt"  # of a Megatron checkpoint with several iterations
-STEP_NAME = re.compile(r"step-(\d{7,})")  # a checkpoint of a run in the Hub's layout
+STEP_NAME = re.compile(r"step-(\d{7,})")  # a run's checkpoint in the Hub layout
 _LAYERS = ("num_hidden_layers", "n_layers")
-_MOST_LAYERS = 10_000  # transformers makes a module for each before it looks at the weights
+_MOST_LAYERS = 10_000  # transformers creates a module per layer before it reads the weights
 logger = logging.getLogger(__name__)
 
 
@@ -36,14 +36,14 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     """Resolve a training run's folder to its newest complete checkpoint, and log which one: a `step-NNNNNNN` folder,
     or the root folder of a Megatron run's iterations. Any other path is returned unchanged.
 
-    Raises DlmBridgeError for a run without a complete checkpoint.
+    Raises CheckpointError for a run without a complete checkpoint.
     """
     folder = Path(place).expanduser()
     root = folder / "checkpoints"
     if not root.is_dir() or any((folder / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG, TRACKER)):
         return folder
     if (root / TRACKER).is_file():
-        with reading(f"{root / TRACKER}: cannot be read"):
+        with reading(root / TRACKER, "cannot be read"):
             newest = (root / TRACKER).read_text("utf-8", "replace").strip()
         _log_taken(folder, root, f"iteration {ascii(newest[:16])[1:-1]}")
         return root
@@ -51,7 +51,7 @@ def checkpoint_folder(place: str | os.PathLike[str]) -> Path:
     found = [steps[step] for step in sorted(steps, reverse=True)]
     whole = next((path for path in found if _has_weights(path)), None)
     if whole is None:
-        raise DlmBridgeError(f"{folder}: a training run without a complete checkpoint: none in {root} has weights")
+        raise CheckpointError(folder, f"is a training run without a complete checkpoint: none in {root} has weights")
     skipped = found[: found.index(whole)]
     without = f" with weights ({skipped[0].name} has none)" if skipped else ""
     _log_taken(folder, whole, f"the newest checkpoint{without}")
@@ -77,18 +77,20 @@ def _log_taken(run: Path, folder: Path, what: str) -> None:
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Folder of a local checkpoint (the newest one of a training run), or of a Hub id's snapshot. Raises
-    DlmBridgeError with one line."""
+    """Folder of a local checkpoint (the newest one of a training run), or of a Hub id's snapshot.
+
+    Raises SettingError for a revision of a local folder, CheckpointError if there is no such folder or Hub id.
+    """
     path = checkpoint_folder(name)
     if os.path.lexists(path):
         if revision is not None:
-            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+            raise SettingError("revision", f"{revision} needs a Hub id, but {path} is a local folder")
         if not path.is_dir():
-            raise DlmBridgeError(f"{path} is not a checkpoint: not a folder")
+            raise CheckpointError(path, "is not a checkpoint: not a folder")
         return path
     text = os.fspath(name)
     if not HUB_ID.fullmatch(text):
-        raise DlmBridgeError(f"{text}: no such folder, and not a Hub id (owner/name)")
+        raise CheckpointError(text, "no such folder, and not a Hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     def fetch(local: bool) -> Path:
@@ -102,20 +104,29 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Path:
 
 
 def from_hub(fetch: Callable[[bool], T], name: str, what: str) -> T:
-    """What `fetch` gets of the Hub id `name`; it is told to look in the cache alone (True) where the Hub's host cannot
-    be found, which would be tried for half a minute. Raises DlmBridgeError with one line."""
+    """Fetch `what` of the Hub id `name`.
+
+    Args:
+        fetch: is called with True if the Hub's host cannot be resolved, to look in the cache only; huggingface_hub
+            would retry for half a minute.
+        name: the Hub id.
+        what: name of the fetched thing in errors.
+
+    Raises:
+        CheckpointError: `fetch` raised any exception.
+    """
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
     local = not getproxies() and not _is_known(host)
-    retries = logging.getLogger("huggingface_hub.utils._http")  # it tells of each
+    retries = logging.getLogger("huggingface_hub.utils._http")  # logs every retry as a warning
     level = retries.level
     retries.setLevel(logging.ERROR)
     try:
         return fetch(local)
-    except Exception as error:  # whatever the network or the Hub says: it is the user's input that cannot be had
+    except Exception as error:
         cause = f"{host} cannot be found, and the Hub's cache does not have it" if local else one_line(error)[:300]
-        raise DlmBridgeError(f"{name}: no such folder, and the Hub did not give {what}: {cause}") from None
+        raise CheckpointError(name, f"no such folder, and the Hub did not provide {what}: {cause}") from None
     finally:
         retries.setLevel(level)
 
@@ -129,26 +140,26 @@ def _is_known(host: str | None) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json's dict. Raises DlmBridgeError."""
+    """Read config.json, or another JSON object of a checkpoint. Raises CheckpointError."""
     try:
         config = read_json(path)
     except FileNotFoundError:
-        raise DlmBridgeError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
-    check_characters(config, f"{path}")
+        raise CheckpointError(path.parent, f"is not a checkpoint: it has no {path.name}") from None
+    check_characters(config, path, CheckpointError)
     for key in _LAYERS:
         if type(layers := config.get(key)) is int and layers > _MOST_LAYERS:
-            raise DlmBridgeError(f"{path}: {key} is {layers}, more than any model has: it is damaged")
+            raise CheckpointError(path, f"{key} is {layers}, more than any model has: it is damaged")
     return config
 
 
 def with_dtype(text: str, dtype: str) -> str:
-    """config.json's text with its top-level dtype field ("torch_dtype" or "dtype") set, every other byte kept."""
+    """Set the top-level dtype field ("torch_dtype" or "dtype") in the text of a config.json; all other bytes stay."""
     config = json.loads(text)
     for key in ("torch_dtype", "dtype"):
         if isinstance(config.get(key, 0), str | None):
             for match in re.finditer(rf'("{key}"\s*:\s*)("(?:[^"\\]|\\.)*"|null)', text):
                 edited = text[: match.start(2)] + json.dumps(dtype) + text[match.end(2) :]
-                if json.loads(edited) == {**config, key: dtype}:  # a nested field of the same name is not it
+                if json.loads(edited) == {**config, key: dtype}:  # not a nested field of the same name
                     text = edited
                     config = json.loads(text)
                     break
@@ -156,44 +167,48 @@ def with_dtype(text: str, dtype: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a plain file inside `folder`, links followed.
+    """Path of a plain file inside `folder`.
 
-    The Hub's cache links its snapshots' files to ../../blobs; every other way out is refused. Raises DlmBridgeError.
+    The file may be a link into the folder, or from a snapshot in the Hub's cache to ../../blobs. Raises
+    CheckpointError for any path that leads outside, and for a file that is missing or unreadable.
     """
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts or "\\" in name or "\0" in name or not relative.parts:
-        raise DlmBridgeError(f"{folder}: '{name}' points outside the folder")
+        raise CheckpointError(folder, f"'{name}' points outside the folder")
     path = folder / relative
     try:
         real = path.resolve(strict=True)
     except FileNotFoundError:
-        what = "is a broken link" if path.is_symlink() else "does not exist"
-        raise DlmBridgeError(f"{path} {what}") from None
+        raise CheckpointError(path, "is a broken link" if path.is_symlink() else "does not exist") from None
     except (OSError, RuntimeError):
-        raise DlmBridgeError(f"{path} is a link that cannot be followed") from None
+        raise CheckpointError(path, "is a link that cannot be followed") from None
     allowed = [folder.resolve()]
     home = folder.resolve().parent
     if home.name == "snapshots":
         allowed.append(home.parent / "blobs")
     if not any(root in real.parents for root in allowed):
-        raise DlmBridgeError(f"{path} is a link to {real}, outside the folder: copy the file in its place")
+        raise CheckpointError(path, f"is a link to {real}, outside the folder: replace it by a copy of the file")
     if not stat.S_ISREG(real.stat().st_mode):
-        raise DlmBridgeError(f"{path} is not a plain file")
+        raise CheckpointError(path, "is not a plain file")
     check_readable(path)
     return path
 
 
-def check_named_base(named: Any, base: str | None, where: str, compared: bool = False) -> None:
-    """Raise DlmBridgeError where adapter_config.json names another Hub id than `base`. Where one of the two is a
-    folder, which may hold a copy of the other, and their weights are not `compared`, log that in the first process."""
+def check_named_base(named: Any, base: str | None, adapter: str | Path, compared: bool = False) -> None:
+    """Raise CheckpointError if the `adapter`'s config names another Hub id (`named`) than `base`.
+
+    A folder may contain a copy of a Hub id's model: then log that the base is not verified, in the first process,
+    unless the weights were `compared`.
+    """
     if not isinstance(named, str) or not isinstance(base, str) or os.path.realpath(named) == os.path.realpath(base):
         return
     if HUB_ID.fullmatch(named) and HUB_ID.fullmatch(base):
-        raise DlmBridgeError(
-            f"{where}: is an adapter of {named}, not of {base}: give its own base, or correct base_model_name_or_path "
-            f"in {ADAPTER_CONFIG}"
+        raise CheckpointError(
+            adapter,
+            f"is an adapter of {named}, not of {base}: use its own base, or correct base_model_name_or_path in "
+            f"{ADAPTER_CONFIG}",
         )
     if not compared and is_main():
         logger.warning(
-            printable(f"{where}: names {named} as its base; whether {base} has the same weights is not known")
+            printable(f"{adapter}: its config names {named} as the base; not verified: {base} has the same weights")
         )

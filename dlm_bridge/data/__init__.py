@@ -1,4 +1,4 @@
-"""Training data: blocks of `seq_length` token ids from the sources of `--data`, split, shuffled and blended.
+"""Training data: blocks of `seq_length` token ids from text, datasets or Megatron pairs, split, shuffled and blended.
 
 `sources` resolves names; `documents` reads and packs text, `indexed` reads and writes Megatron's pairs,
 `messages` reads chats, `chat_template` finds their answers, `conversations` makes rows of them; `blocks` splits,

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
@@ -52,7 +52,7 @@ class Samples(Protocol):
         ...
 
     def rows(self, samples: Sequence[int]) -> LabelledTokens:
-        """Return the samples with these indices, which depend only on the indices and the seed. Raises DlmBridgeError
+        """Return the samples with these indices, which depend only on the indices and the seed. Raises InputFileError
         for data that do not fit the model."""
         ...
 
@@ -112,7 +112,7 @@ class Concatenated:
 class Epochs:
     """Repeated blocks: sample n is the block at position n mod N of epoch n // N's order.
 
-    The order is shuffled by (seed, epoch, source), the file's own where the seed is None.
+    The order is shuffled by (seed, epoch, source); without a seed it is that of the file.
     """
 
     blocks: Blocks
@@ -193,6 +193,14 @@ def section_sizes(total: int, shares: tuple[float, float, float]) -> tuple[int, 
     return total - valid - test, valid, test
 
 
+def check_block(tokens: int, seq_length: int, where: str) -> None:
+    """Raise SettingError if a source has less than one block of tokens."""
+    if tokens < seq_length:
+        raise SettingError(
+            "seq_length", f"{seq_length} is longer than the {tokens} tokens of {where}: reduce it or add text"
+        )
+
+
 LONGEST_PERIOD = 1 << 20
 
 
@@ -221,7 +229,7 @@ class BlendSchedule:
 
 
 def blend_schedule(weights: Sequence[float]) -> BlendSchedule:
-    """Create the schedule for positive weights. Raises DlmBridgeError if one is less than a millionth of the sum."""
+    """Create the schedule for positive weights. Raises SettingError if one is less than a millionth of the sum."""
     exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.3 is three tenths
     whole = [int(weight * math.lcm(*(weight.denominator for weight in exact))) for weight in exact]
     shares = [share // math.gcd(*whole) for share in whole]
@@ -229,7 +237,7 @@ def blend_schedule(weights: Sequence[float]) -> BlendSchedule:
         shares = _rounded(shares)
     for weight, share in zip(weights, shares, strict=True):
         if share == 0:
-            raise DlmBridgeError(f"--data: weight {weight:g} is less than a millionth of the sum: remove its source")
+            raise SettingError("data", f"weight {weight:g} is less than a millionth of the sum: remove its source")
     return BlendSchedule(tuple(shares))
 
 

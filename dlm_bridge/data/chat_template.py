@@ -26,13 +26,11 @@ from typing import Any, cast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dlm_bridge.data.messages import Conversation
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, InputFileError, SettingError, one_line
 from dlm_bridge.files.reading import reading
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REMEDY = (
-    "choose one that marks answers with {% generation %}, as TRL's training templates do: --chat-template FILE|NAME"
-)
+REMEDY = "set `chat_template` to one that marks answers with {% generation %}, as TRL's training templates do"
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
@@ -48,7 +46,7 @@ class RenderedConversation:
 
 def set_chat_template(tokenizer: Any, name: str) -> None:
     """Set a tokenizer's chat template: a file, or the name of one of its own templates or of one that the installed
-    TRL ships. Raises DlmBridgeError."""
+    TRL ships. Raises SettingError."""
     own = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     shipped = importlib.util.find_spec("trl")
     folder = Path(shipped.origin).parent / "chat_templates" if shipped and shipped.origin else None
@@ -61,22 +59,23 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
     if not path.is_file():
         known = sorted([*own, *(file.stem for file in (folder.glob("*.jinja") if folder else ()))])
         listed = f"; known names: {', '.join(known)}" if known else ", and TRL, which ships some, is not installed"
-        raise DlmBridgeError(f"--chat-template {name}: neither a file nor the name of a template{listed}")
-    with reading(f"--chat-template {name}: not a text in UTF-8"):
+        raise SettingError("chat_template", f"{name} is neither a file nor the name of a template{listed}")
+    with reading(path, "not UTF-8 text", kind=InputFileError):
         tokenizer.chat_template = path.read_text("utf-8")
 
 
 def check_template(tokenizer: Any, where: str) -> None:
-    """Raise DlmBridgeError for a tokenizer without a chat template."""
+    """Raise CheckpointError for a tokenizer without a chat template."""
     if tokenizer.chat_template is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template, which {where} needs: name one with "
-            "--chat-template, a tokenizer that has one with --tokenizer, or give texts instead of messages"
+        raise CheckpointError(
+            tokenizer.name_or_path,
+            f"the tokenizer has no chat template, which {where} needs: set `chat_template`, or `tokenizer` to one "
+            "with a template, or use texts instead of messages",
         )
 
 
 def render_prompt(conversation: Conversation, tokenizer: Any) -> str:
-    """Render messages with the generation prompt. Raises DlmBridgeError if the template refuses them."""
+    """Render messages with the generation prompt. Raises InputFileError if the template refuses them."""
     check_template(tokenizer, conversation.where)
     return _Renderings(conversation, tokenizer, prompt=True).whole
 
@@ -85,7 +84,7 @@ def render_answers(conversation: Conversation, tokenizer: Any) -> RenderedConver
     """Render messages, with the spans of trained answers.
 
     Raises:
-        DlmBridgeError: the template refuses the messages, omits one of them, or renders them so that an answer cannot
+        InputFileError: the template refuses the messages, omits one of them, or renders them so that an answer cannot
             be distinguished from the text around it.
     """
     check_template(tokenizer, conversation.where)
@@ -259,10 +258,10 @@ class _Renderings:
                 return form, self._apply(form, prompt)[0]
             except Exception as error:  # whatever a template raises
                 refusals.append(one_line(error))
-        raise DlmBridgeError(f"{self._where}: the chat template refuses it: {refusals[0]}")
+        raise InputFileError(self._where, f"the chat template refuses it: {refusals[0]}")
 
     def _check_tool_calls(self) -> None:
-        """Raise DlmBridgeError for a tool call that the template omits."""
+        """Raise InputFileError for a tool call that the template omits."""
         for number, message in enumerate(self._messages):
             for place, call in enumerate(calls := message.get("tool_calls", [])):
                 renamed = {**call, "function": {**call["function"], "name": self._other}}
@@ -316,9 +315,9 @@ class _Renderings:
         )
         return texts[0], spans[0] if marks else []
 
-    def _refused(self, reason: str) -> DlmBridgeError:
-        return DlmBridgeError(
-            f"{self._where}: the chat template of tokenizer {self._tokenizer.name_or_path} {reason}: {REMEDY}"
+    def _refused(self, reason: str) -> InputFileError:
+        return InputFileError(
+            self._where, f"the chat template of tokenizer {self._tokenizer.name_or_path} {reason}: {REMEDY}"
         )
 
 

@@ -15,13 +15,13 @@ import torch
 
 from dlm_bridge.data.blocks import LabelledTokens
 from dlm_bridge.data.chat_template import RenderedConversation, render_answers
-from dlm_bridge.data.documents import Source, cached, check_eos, fingerprint
+from dlm_bridge.data.documents import Source, cached, check_eos, check_mask_token, fingerprint
 from dlm_bridge.data.messages import Conversation, DataRecord, read_conversation, read_data_rows
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, InputFileError
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.trajectory import NOT_RECORDED
 
-RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # of a row of `generate --jsonl --commit-steps`
+RECORDED = ("prompt_token_ids", "token_ids", "commit_steps")  # fields that `generate --commit-steps` writes
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Itera
     already contains tokens; see `RECORDED`.
 
     Raises:
-        DlmBridgeError: an invalid row, a row that the template refuses, or a row without an answer, each with its file
-            and line; a tokenizer without a chat template, or one that is not from the `tokenizers` library.
+        InputFileError: an invalid row, a row that the template refuses, or a row without an answer, each with its file
+            and line.
+        CheckpointError: a tokenizer without a chat template, or one that is not from the `tokenizers` library.
     """
     if not tokenizer.is_fast:
-        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no token offsets: use a fast tokenizer")
+        raise CheckpointError(tokenizer.name_or_path, "the tokenizer has no token offsets: use a fast tokenizer")
     found = [_read(record, tokenizer) for record in records]
     texts = [item for item in found if isinstance(item, RenderedConversation)]
     encoded: Any = {"input_ids": [], "offset_mapping": []}
@@ -58,7 +59,7 @@ def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Itera
     for item in found:
         example = item if isinstance(item, Example) else _labelled(item, *next(tokens), tokenizer, special)
         if not any(example.answer):
-            raise DlmBridgeError(f"{example.where}: this row has no answer")
+            raise InputFileError(example.where, "this row has no answer")
         yield example
 
 
@@ -77,11 +78,10 @@ def _recorded(fields: Mapping[str, Any], where: str) -> Example:
     for name in RECORDED:
         values = fields.get(name)
         if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**31 for value in values):
-            has = f"'{name}' is not a list of non-negative integers" if name in fields else f"no '{name}'"
-            raise DlmBridgeError(f"{where}: {has}, which a row with 'commit_steps' has")
+            raise InputFileError(where, f"'{name}' is not a list of non-negative integers, which 'commit_steps' needs")
     prompt, answer, steps = (fields[name] for name in RECORDED)
     if len(answer) != len(steps):
-        raise DlmBridgeError(f"{where}: 'commit_steps' has {len(steps)} numbers for the {len(answer)} of 'token_ids'")
+        raise InputFileError(where, f"'commit_steps' has {len(steps)} numbers, 'token_ids' has {len(answer)}")
     return Example(
         [*prompt, *answer],
         [*[False] * len(prompt), *[True] * len(answer)],
@@ -182,8 +182,9 @@ def load_conversation_blocks(
     settings.
 
     Raises:
-        DlmBridgeError: as in `encode_conversations`; a row that is too long or contains the mask token, with its file
-            and line; no rows; a tokenizer without an EOS token.
+        InputFileError: as in `encode_conversations`; a row that is too long or contains the mask token, with its file
+            and line; no rows.
+        CheckpointError: as in `encode_conversations`; a tokenizer without an EOS token.
     """
     check_eos(tokenizer, "fills rows")
     table = cached(
@@ -227,7 +228,7 @@ def _conversation_rows(
             **({"steps": list(itertools.chain(*(example.steps or () for example in row)))} if traced else {}),
         }
     if empty:
-        raise DlmBridgeError(f"--data {', '.join(map(str, sources))}: no rows to train on")
+        raise InputFileError(", ".join(map(str, sources)), "no rows to train on")
 
 
 def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSettings) -> Iterator[Example]:
@@ -244,21 +245,7 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
                 begins = _last_answer(answer)
                 several += any(answer[:begins])
                 answer = [False] * begins + answer[begins:]
-            if settings.mask_token_id in ids:
-                raise DlmBridgeError(
-                    f"{example.where}: the text holds the mask token (id {settings.mask_token_id}): remove it"
-                )
-            if (image := next((token for token in settings.image_token_ids if token in ids), None)) is not None:
-                raise DlmBridgeError(
-                    f"{example.where}: the text holds an image (token id {image}): only text is trained, remove it"
-                )
-            if (size := settings.vocabulary_size) is not None and max(ids) >= size:
-                raise DlmBridgeError(f"{example.where}: token {max(ids)} is outside the model's vocabulary of {size}")
-            if len(ids) > limit and not settings.truncate:
-                raise DlmBridgeError(
-                    f"{example.where}: {len(ids)} tokens are more than --seq-length {limit}: raise it, shorten the "
-                    "row, or cut all such rows with --truncate"
-                )
+            _check_tokens(ids, settings, example.where)
             if not (settings.train_on_prompt or any(answer[:limit])):
                 dropped += 1
                 continue
@@ -273,15 +260,31 @@ def _fitting(sources: Sequence[Source], tokenizer: Any, settings: ConversationSe
     if several:
         logger.warning("%d rows have several answers: the last of each is trained, the others are its prompt", several)
     if dropped:
-        logger.warning("%d rows are left out: their prompts alone are longer than --seq-length %d", dropped, limit)
+        logger.warning("Skipped %d rows: their prompts alone are longer than the %d tokens of a row", dropped, limit)
+
+
+def _check_tokens(ids: Sequence[int], settings: ConversationSettings, where: str) -> None:
+    check_mask_token(ids, settings.mask_token_id, where)
+    image = next((token for token in settings.image_token_ids if token in ids), None)
+    size, limit = settings.vocabulary_size, settings.seq_length
+    if image is not None:
+        problem = f"the text contains an image (token id {image}): only text is trained, remove it"
+    elif size is not None and max(ids) >= size:
+        problem = f"token {max(ids)} is outside the model's vocabulary of {size}"
+    elif len(ids) > limit and not settings.truncate:
+        problem = f"{len(ids)} tokens exceed `seq_length={limit}`: increase it, shorten the row, or set `truncate`"
+    else:
+        return
+    raise InputFileError(where, problem)
 
 
 def _check_recorded(records: Sequence[DataRecord]) -> None:
     for record in records:
         if record.fields.get("commit_steps") is None:
-            raise DlmBridgeError(
-                f"{record.where}: no 'commit_steps', of which the objective makes its masks: write the rows with "
-                "dlm-bridge generate --jsonl FILE --commit-steps"
+            raise InputFileError(
+                record.where,
+                "no 'commit_steps', from which the objective derives its masks: record them (dlm-bridge generate with "
+                "commit_steps)",
             )
 
 

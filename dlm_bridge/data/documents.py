@@ -7,7 +7,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetGenerationError
 
-from dlm_bridge.data.blocks import LabelledTokens
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.data.blocks import LabelledTokens, check_block
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, InputFileError, SettingError
 from dlm_bridge.files.reading import check_characters, check_readable, reading
 
 TEXT_FIELD = "text"
@@ -72,16 +72,15 @@ class JsonlChunk:
     nbytes: int
 
     def parsed(self, key: str) -> list[DocumentPart]:
-        """Parse the chunk. Raises DlmBridgeError for a line that is not a JSON object with text under `key`."""
+        """Parse the chunk. Raises InputFileError for a line that is not a JSON object with text under `key`."""
         found = []
         for number, line in enumerate(self.lines, self.first):
             if not line.strip():
                 continue
-            where = f"{self.path}, line {number}"
+            where = f"{self.path}:{number}"
             row = parse_object(line, where)
             if not isinstance(row.get(key), str):
-                has = ", ".join(map(repr, row)) or "nothing"
-                raise DlmBridgeError(f"{where}: no '{key}' field with text (it has {has})")
+                raise InputFileError(where, f"no '{key}' field with text (it has {fields_of(row)})")
             if row[key]:
                 found.append(DocumentPart(row[key], True, True, where))
         return found
@@ -92,26 +91,24 @@ Chunk = DocumentChunk | JsonlChunk
 
 def find_files(paths: Sequence[str]) -> list[Path]:
     """Files of the given paths, which may be files, folders (all files except hidden ones) and globs, in the given
-    order and sorted within each path. Raises DlmBridgeError for a path that does not exist."""
+    order and sorted within each path. Raises InputFileError for a path without files."""
     found: list[Path] = []
     for path in paths:
         if Path(path).is_file():
             files = [Path(path)]
         elif Path(path).is_dir():
             files = sorted(file for file in Path(path).rglob("*") if file.is_file() and not _hidden(file, Path(path)))
-        elif glob.has_magic(path):
-            files = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
         else:
-            raise DlmBridgeError(f"{path}: no such file or folder")
+            files = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
         if not files:
-            raise DlmBridgeError(f"{path}: no files there")
+            raise InputFileError(path, "no files there" if Path(path).is_dir() else "no such file or folder")
         found += files
     return found
 
 
 def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chunk]:
     """Read the documents of `sources` in order, in chunks of about `size` bytes of text. `key` is the text column of
-    tables. Raises DlmBridgeError for a source whose format does not match its suffix."""
+    tables. Raises InputFileError for a source whose format does not match its suffix."""
     for lines, group in itertools.groupby(sources, has_json_lines):
         if lines:
             yield from (chunk for path in group if isinstance(path, Path) for chunk in _jsonl_chunks(path, size))
@@ -119,14 +116,20 @@ def read_chunks(sources: Sequence[Source], key: str, size: int) -> Iterator[Chun
             yield from _chunked((document for source in group for document in _documents(source, key)), size)
 
 
+def fields_of(row: Mapping[str, Any]) -> str:
+    """Names of a row's fields, for errors."""
+    return ", ".join(map(repr, row)) or "nothing"
+
+
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """Parse the object in a line of JSONL. Raises DlmBridgeError for anything else."""
+    """Parse the object in a line of JSONL. Raises InputFileError for anything else."""
     try:
         row = json.loads(line)
+        problem = f"it is {type(row).__name__}"
     except (ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed ({error})") from None
+        row, problem = None, str(error)
     if not isinstance(row, dict):
-        raise DlmBridgeError(f"{where}: not JSON, one object a line is needed (it is {type(row).__name__})")
+        raise InputFileError(where, f"not JSON, one object per line is needed ({problem})")
     if b"\\ud" in line.lower():  # an escaped surrogate, which may be half of a valid pair
         check_characters(row, where)
     return row
@@ -134,7 +137,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
-    """Open a file like `path.open`, and decompress compressed JSON lines. Raises DlmBridgeError if the file cannot be
+    """Open a file like `path.open`, and decompress compressed JSON lines. Raises InputFileError if the file cannot be
     read, at any point."""
     try:
         if path.suffix in COMPRESSIONS and has_json_lines(path):
@@ -144,21 +147,21 @@ def open_data(path: Path, mode: str, **settings: Any) -> Iterator[IO[Any]]:
         with source as file:
             yield file
     except OSError as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
 
 
 def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
-    """Open a parquet file. Raises DlmBridgeError if it is not one."""
-    check_readable(path)
-    with reading(f"{path}: not a parquet file"):
+    """Open a parquet file. Raises InputFileError if it is not one."""
+    check_readable(path, InputFileError)
+    with reading(path, "not a parquet file", kind=InputFileError):
         return pyarrow.parquet.ParquetFile(path)
 
 
 def read_parquet(
     file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Read the rows of an open parquet file. Raises DlmBridgeError if a part of it is damaged."""
-    with reading(f"{path}: not a whole parquet file"):
+    """Read the rows of an open parquet file. Raises InputFileError if a part of it is damaged."""
+    with reading(path, "truncated or damaged parquet file", kind=InputFileError):
         for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
             yield from batch.to_pylist()
 
@@ -212,8 +215,8 @@ def _text_parts(path: Path) -> Iterator[tuple[DocumentPart, float]]:
                 yield DocumentPart(text, first, not following, str(path)), len(text.encode())
                 text, first = following, False
     except UnicodeDecodeError as error:
-        raise DlmBridgeError(
-            f"{path}: not UTF-8 text (byte {error.start}): convert it, or exclude it by selecting files with a glob"
+        raise InputFileError(
+            path, f"not UTF-8 text (byte {error.start}): convert it, or exclude it by selecting files with a glob"
         ) from None
 
 
@@ -227,26 +230,29 @@ def _jsonl_chunks(path: Path, size: int) -> Iterator[JsonlChunk]:
 
 def _parquet_parts(path: Path, key: str) -> Iterator[tuple[DocumentPart, float]]:
     with open_parquet(path) as file:
-        if key not in file.schema_arrow.names:
-            raise DlmBridgeError(f"{path}: no '{key}' column (it has {', '.join(file.schema_arrow.names)})")
+        _check_column(key, file.schema_arrow.names, path)
         cost = path.stat().st_size / max(file.metadata.num_rows, 1)
         yield from _column((row[key] for row in read_parquet(file, path, [key])), key, str(path), cost)
 
 
 def _dataset_parts(table: NamedDataset, key: str) -> Iterator[tuple[DocumentPart, float]]:
-    if key not in table.rows.column_names:
-        raise DlmBridgeError(f"{table.name}: no '{key}' column (it has {', '.join(table.rows.column_names)})")
+    _check_column(key, table.rows.column_names, table.name)
     cost = table.rows.data.nbytes / max(len(table.rows), 1)
-    with reading(f"{table.name}: not a whole dataset"):
+    with reading(table.name, "truncated or damaged dataset", kind=InputFileError):
         batches = table.rows.select_columns([key]).with_format(None).iter(batch_size=TABLE_ROWS)
         yield from _column((text for batch in batches for text in batch[key]), key, table.name, cost)
+
+
+def _check_column(key: str, columns: Sequence[str], name: object) -> None:
+    if key not in columns:
+        raise InputFileError(name, f"no '{key}' column (it has {', '.join(columns)})")
 
 
 def _column(texts: Iterable[Any], key: str, name: str, cost: float) -> Iterator[tuple[DocumentPart, float]]:
     for number, text in enumerate(texts, 1):
         where = f"{name}, row {number}"
         if not isinstance(text, str):
-            raise DlmBridgeError(f"{where}: '{key}' is not text")
+            raise InputFileError(where, f"'{key}' is not text")
         yield DocumentPart(text, True, True, where), cost
 
 
@@ -287,8 +293,9 @@ def pack(
     `with_documents`, rows contain the document of each token, determined by the EOS tokens.
 
     Raises:
-        DlmBridgeError: a file does not match its suffix, a `text` field is missing (with file and line), the tokenizer
-            has no EOS token, a text contains the mask token, or there are fewer tokens than one block.
+        InputFileError: a file does not match its suffix, a `text` field is missing, or a text contains the mask token.
+        CheckpointError: the tokenizer has no EOS token.
+        SettingError: there are fewer tokens than one block.
     """
     check_eos(tokenizer, "separates documents")
     arguments = {
@@ -307,11 +314,10 @@ def pack(
 
 
 def check_eos(tokenizer: Any, use: str) -> None:
-    """Raise DlmBridgeError for a tokenizer without an EOS token. `use`: purpose of the token, for the message."""
+    """Raise CheckpointError for a tokenizer without an EOS token. `use`: purpose of the token, for the message."""
     if tokenizer.eos_token_id is None:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has no EOS token, which {use}: "
-            "set eos_token in its tokenizer_config.json"
+        raise CheckpointError(
+            tokenizer.name_or_path, f"no EOS token, which {use}: set eos_token in its tokenizer_config.json"
         )
 
 
@@ -349,18 +355,21 @@ def fingerprint(sources: Sequence[Source], tokenizer: Any, *settings: Any) -> st
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) -> None:
-    """Raise DlmBridgeError if a tokenizer does not fit a model with `vocab_size` embedding rows."""
-    if len(tokenizer) > vocab_size:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has {len(tokenizer)} tokens, more than the model's vocabulary of "
-            f"{vocab_size}: choose the model's own tokenizer or a larger vocab_size"
-        )
+    """Raise SettingError if a tokenizer does not fit a model with `vocab_size` embedding rows."""
     own = getattr(tokenizer, "mask_token_id", None)
-    if own is not None and mask_token_id is not None and own != mask_token_id:
-        raise DlmBridgeError(
-            f"tokenizer {tokenizer.name_or_path} has mask token id {own}, the model's config has {mask_token_id}: "
-            "make them agree"
-        )
+    if len(tokenizer) > vocab_size:
+        problem = f"has {len(tokenizer)} tokens, more than the model's vocabulary of {vocab_size}"
+    elif own is not None and mask_token_id is not None and own != mask_token_id:
+        problem = f"has mask token id {own}, the model's config has {mask_token_id}"
+    else:
+        return
+    raise SettingError("tokenizer", f"{tokenizer.name_or_path} {problem}: choose the model's own tokenizer")
+
+
+def check_mask_token(ids: Sequence[int], mask_token_id: int | None, where: str) -> None:
+    """Raise InputFileError for a text that contains the mask token."""
+    if mask_token_id in ids:
+        raise InputFileError(where, f"the text contains the mask token (id {mask_token_id}): remove it")
 
 
 def _packed_blocks(
@@ -375,8 +384,7 @@ def _packed_blocks(
         encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False, verbose=False)["input_ids"]
         parts = [rest]
         for piece, ids in zip(pieces, encoded, strict=True):
-            if mask_token_id is not None and mask_token_id in ids:
-                raise DlmBridgeError(f"{piece.where}: the text holds the mask token (id {mask_token_id}): remove it")
+            check_mask_token(ids, mask_token_id, piece.where)
             parts.append(np.asarray([*ids, tokenizer.eos_token_id] if piece.last else ids, dtype=np.int32))
         tokens = np.concatenate(parts)
         whole = len(tokens) // seq_length
@@ -384,8 +392,4 @@ def _packed_blocks(
         rest = tokens[whole * seq_length :]
         for block in tokens[: whole * seq_length].reshape(whole, seq_length):
             yield {"input_ids": block}
-    if total < seq_length:
-        raise DlmBridgeError(
-            f"--data holds {total} tokens, fewer than one block of --seq-length {seq_length}: "
-            "give more text or a shorter --seq-length"
-        )
+    check_block(total, seq_length, ", ".join(map(str, sources)))

@@ -5,8 +5,8 @@ number of document indices D (uint64), then S lengths in tokens (int32), S offse
 D document indices (int64): document d is the sequences from index d up to index d + 1. A multimodal file has S modes
 (int8) after that. Blocks are cut from the shuffled documents and read from the memory-mapped file.
 
-PREFIX.tokenizer.json beside a pair records its tokenizer: data of another one would train in silence as long as its
-token ids are in range.
+PREFIX.tokenizer.json beside a pair records its tokenizer: token ids of another tokenizer would be trained without an
+error if they are in range.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from dlm_bridge.data.blocks import LabelledTokens, section_sizes
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.data.blocks import LabelledTokens, check_block, section_sizes
+from dlm_bridge.errors import InputFileError, SettingError
 from dlm_bridge.files.atomic import atomic_file, disk_errors, sync
 from dlm_bridge.hub import read_config
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
@@ -86,13 +86,12 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
     """Open `PREFIX.bin` and `PREFIX.idx`, checking that every number in the index fits the other and the `.bin`.
 
     Raises:
-        DlmBridgeError: one file of the pair is missing; the index is not a Megatron index, is truncated, describes
+        InputFileError: one file of the pair is missing; the index is not a Megatron index, is truncated, describes
             images or numbers that are not token ids, or does not match the `.bin`.
     """
     bin_path, idx_path = pair(prefix)
     for path, other in ((bin_path, idx_path), (idx_path, bin_path)):
-        if not path.is_file():
-            raise DlmBridgeError(f"{path}: missing, it belongs to {other.name}: provide both, or run preprocess again")
+        _check(path, path.is_file(), f"missing, it belongs to {other.name}: provide both, or run preprocess again")
     index = _map(idx_path, np.dtype("u1"))
     dtype, sequences, indices = _header(idx_path, index)
     offset = HEADER.size
@@ -102,12 +101,13 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         offset += parts[-1].nbytes
     lengths, pointers, document_indices = parts
     _check_documents(idx_path, document_indices, sequences)
-    described = _check_sequences(idx_path, lengths, pointers, dtype.itemsize)
-    if described != bin_path.stat().st_size:
-        raise DlmBridgeError(
-            f"{bin_path}: {bin_path.stat().st_size} bytes, but {idx_path.name} describes {described}: one of them is "
-            "cut short or belongs to another, preprocess anew"
-        )
+    described, found = _check_sequences(idx_path, lengths, pointers, dtype.itemsize), bin_path.stat().st_size
+    _check(
+        bin_path,
+        described == found,
+        f"{found} bytes, but {idx_path.name} describes {described}: one of them is truncated or belongs to another "
+        "pair, run preprocess again",
+    )
     return IndexedTokens(str(prefix), _map(bin_path, dtype), lengths, pointers, document_indices)
 
 
@@ -117,46 +117,45 @@ class IndexedWriter:
     with IndexedWriter("corpus", token_dtype(len(tokenizer))) as writer:
         writer.add(token_ids, lengths)
 
-    With a `call`, the digest of all that determines the tokens, an interrupted or killed writer leaves what it has
-    written up to its last `checkpoint`, and one with `resume` continues there: after `parts` calls of `add`.
+    Args:
+        call: digest of everything that determines the tokens. An interrupted or killed writer leaves its last
+            `checkpoint`; a writer of the same call with `resume` continues from it, after `parts` calls of `add`.
     """
 
     def __init__(
         self, prefix: str | Path, dtype: np.dtype, overwrite: bool = False, call: str = "", resume: bool = False
     ) -> None:
-        """Raises DlmBridgeError if a file of the pair exists (without `overwrite`) or cannot be written."""
+        """Raises SettingError if a file of the pair exists, without `overwrite`."""
         self.prefix = str(prefix)
         self.parts = 0
         self._call, self._resume, self._saved = call, resume, 0
         self.dtype = dtype
         existing = [path for path in pair(prefix) if path.exists()]
         if existing and not overwrite:
-            raise DlmBridgeError(f"{existing[0]} exists: add --overwrite, or choose another prefix")
+            raise SettingError("output", f"{existing[0]} exists: set `overwrite`, or choose another prefix")
         self._lengths = array.array("i")
         self._open = 0  # tokens of a document that goes on
 
     def __enter__(self) -> IndexedWriter:
         bin_path, _ = pair(self.prefix)
         temporary = _temporary(bin_path)
-        try:
+        with disk_errors(bin_path):
             bin_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(temporary, "ab")
-        except OSError as error:
-            raise DlmBridgeError(f"{temporary}: cannot be written: {error.strerror}") from None
-        # The name may have passed to the finished file while we opened it.
+        # Another writer may have renamed its finished file in the meantime.
         if not _locks(self._file) or not (
             temporary.exists() and os.path.samestat(os.stat(temporary), os.fstat(self._file.fileno()))
         ):
             self._file.close()
-            raise DlmBridgeError(f"{self.prefix}: another process is writing it: wait, or choose another prefix")
+            raise SettingError("output", f"another process is writing {self.prefix}: wait, or choose another prefix")
         size = self._restore() if self._resume else 0
-        self._file.truncate(size)  # what an interrupted writer left
+        self._file.truncate(size)  # remove what an interrupted writer left
         if not size:
             self._state.unlink(missing_ok=True)
         return self
 
     def checkpoint(self) -> None:
-        """Save a checkpoint of the tokens written so far, for a resume after an interruption. Raises DlmBridgeError
+        """Save a checkpoint of the tokens written so far, for a resume after an interruption. Raises ResourceError
         for disk errors."""
         with disk_errors(Path(self.prefix)), _temporary(pair(self.prefix)[1]).open("ab") as lengths:
             lengths.truncate(self._saved * self._lengths.itemsize)
@@ -174,8 +173,8 @@ class IndexedWriter:
         return _temporary(Path(f"{self.prefix}.progress"))
 
     def _restore(self) -> int:
-        """Size of the `.bin` at the last checkpoint of an interrupted writer, from which this one continues; 0 without
-        a checkpoint. Raises DlmBridgeError for a checkpoint of another call."""
+        """Load the checkpoint of an interrupted writer. Returns the size of its `.bin`; 0 without a checkpoint. Raises
+        SettingError for a checkpoint of another call."""
         try:
             call, parts, size, documents, goes_on = json.loads(self._state.read_text())
             lengths = _temporary(pair(self.prefix)[1]).read_bytes()[: documents * self._lengths.itemsize]
@@ -183,12 +182,13 @@ class IndexedWriter:
             return 0
         if call != self._call:
             self._file.close()
-            raise DlmBridgeError(
-                f"{self.prefix}: what an interrupted command left is of other inputs or options: leave --resume out "
-                "to start again"
+            raise SettingError(
+                "resume",
+                f"the interrupted command that wrote {self.prefix} had other inputs or options: set `resume=False` to "
+                "start again",
             )
         if os.fstat(self._file.fileno()).st_size < size or len(lengths) != documents * self._lengths.itemsize:
-            return 0  # of a crash of the machine
+            return 0  # the machine has crashed
         self._lengths.frombytes(lengths)
         self.parts, self._saved, self._open = parts, documents, goes_on
         return int(size)
@@ -205,19 +205,18 @@ class IndexedWriter:
 
     def add(self, tokens: Any, lengths: Sequence[int], unfinished: bool = False) -> None:
         """Append the token ids of len(`lengths`) documents, one sequence each. If `unfinished`, the last document is
-        continued by the next call. Raises DlmBridgeError for an id that the dtype cannot represent, or a document that
+        continued by the next call. Raises InputFileError for an id that the dtype cannot represent, or a document that
         is too long."""
         ids = np.asarray(tokens)
-        if len(ids) and not (ids.min() >= 0 and ids.max() <= np.iinfo(self.dtype).max):
-            raise DlmBridgeError(
-                f"{self.prefix}: token id {int(ids.max() if ids.min() >= 0 else ids.min())} does not fit {self.dtype}"
-            )
+        if len(ids):
+            worst = int(ids.max() if ids.min() >= 0 else ids.min())
+            fits = 0 <= worst <= np.iinfo(self.dtype).max
+            _check(self.prefix, fits, f"token id {worst} does not fit {self.dtype}")
         self.parts += 1
         self._file.write(ids.astype(self.dtype, copy=False).tobytes())
         for number, length in enumerate(lengths):
             total = self._open + int(length)
-            if total > LONGEST:
-                raise DlmBridgeError(f"{self.prefix}: a document has {total} tokens, more than {LONGEST}: cut it")
+            _check(self.prefix, total <= LONGEST, f"a document has {total} tokens, more than {LONGEST}: split it")
             goes_on = unfinished and number == len(lengths) - 1
             self._open = total if goes_on else 0
             if not goes_on:
@@ -239,11 +238,12 @@ class IndexedWriter:
             with contextlib.suppress(OSError):  # a full disk complains once more about what is buffered
                 self._file.close()
         if isinstance(error, OSError):
-            raise DlmBridgeError(f"{self.prefix}: cannot be written: {error.strerror or error}") from error
+            with disk_errors(bin_path):
+                raise error
         if kept:
             raise KeyboardInterrupt(
-                f"interrupted: {self.prefix} was not written; the same command with --resume continues from what is "
-                "done, without it starts again"
+                f"interrupted: {self.prefix} was not written; the same command with `resume` continues from its last "
+                "checkpoint, without it starts again"
             ) from None
 
     def _finish(self, bin_path: Path, idx_path: Path) -> None:
@@ -269,8 +269,8 @@ class IndexedWriter:
 
 
 def _locks(file: BinaryIO) -> bool:
-    """True if this process got the lock on the file. The workers of a killed writer may hold it for a moment
-    longer."""
+    """Lock the file; return True on success. Waits for the workers of a killed writer, which may hold the lock for a
+    moment."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -295,35 +295,35 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 def _header(path: Path, index: np.ndarray) -> tuple[np.dtype, int, int]:
     """Dtype of the tokens, number of sequences and number of document indices."""
     start = index[: HEADER.size].tobytes()
-    if start[: len(MAGIC)] != MAGIC:
-        raise DlmBridgeError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
-    if len(start) < HEADER.size:
-        raise DlmBridgeError(f"{path}: cut short, {len(start)} bytes: preprocess anew")
+    _check(path, start[: len(MAGIC)] == MAGIC, "not a Megatron index (it does not begin with MMIDIDX)")
+    _check(path, len(start) == HEADER.size, f"truncated, {len(start)} bytes: run preprocess again")
     _, version, code, sequences, indices = HEADER.unpack(start)
-    if version != VERSION:
-        raise DlmBridgeError(f"{path}: version {version} of Megatron's index, only {VERSION} is known")
-    if code not in DTYPES:
-        raise DlmBridgeError(f"{path}: unknown dtype code {code}, the file is damaged")
-    if DTYPES[code].kind == "f":
-        raise DlmBridgeError(f"{path}: its numbers are {DTYPES[code]}, not token ids")
+    _check(path, version == VERSION, f"version {version} of Megatron's index is not supported, only {VERSION}")
+    _check(path, code in DTYPES and DTYPES[code].kind != "f", f"dtype code {code} is not that of token ids")
     needed = HEADER.size + 12 * sequences + 8 * indices
-    if len(index) == needed + sequences and sequences:
-        raise DlmBridgeError(f"{path}: a multimodal index (it has modes): only text is read")
-    if len(index) != needed:
-        raise DlmBridgeError(
-            f"{path}: {len(index)} bytes, but {sequences} sequences and {indices} document indices take {needed}: cut "
-            "short or damaged, preprocess anew"
-        )
+    multimodal = sequences > 0 and len(index) == needed + sequences
+    _check(path, not multimodal, "a multimodal index (it has modes): only text is supported")
+    _check(
+        path,
+        len(index) == needed,
+        f"{len(index)} bytes, but {sequences} sequences and {indices} document indices take {needed}: truncated or "
+        "damaged, run preprocess again",
+    )
     return DTYPES[code], sequences, indices
 
 
+def _check(path: object, valid: bool, problem: str) -> None:
+    if not valid:
+        raise InputFileError(path, problem)
+
+
 def _check_documents(path: Path, indices: np.ndarray, sequences: int) -> None:
-    if len(indices) == 0 or indices[0] != 0 or indices[-1] != sequences:
-        raise DlmBridgeError(f"{path}: its document indices do not run from 0 to {sequences}, the file is damaged")
+    whole = len(indices) > 0 and indices[0] == 0 and indices[-1] == sequences
+    _check(path, whole, f"its document indices do not run from 0 to {sequences}, the file is damaged")
     for start in range(0, len(indices), CHECKED_AT_ONCE):
         part = indices[start : start + CHECKED_AT_ONCE + 1]
         if len(bad := np.flatnonzero(part[1:] < part[:-1])):
-            raise DlmBridgeError(f"{path}: document {start + bad[0]} ends before it begins, the file is damaged")
+            _check(path, False, f"document {start + bad[0]} ends before it begins, the file is damaged")
 
 
 def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -331,20 +331,16 @@ def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, item
     end = 0
     for start in range(0, len(lengths), CHECKED_AT_ONCE):
         part = lengths[start : start + CHECKED_AT_ONCE].astype(np.int64)
-        if len(bad := np.flatnonzero(part < 0)):
-            raise DlmBridgeError(f"{path}: sequence {start + bad[0]} has length {part[bad[0]]}, the file is damaged")
         ends = end + np.cumsum(part) * itemsize
-        wrong = np.flatnonzero(pointers[start : start + CHECKED_AT_ONCE] != ends - part * itemsize)
-        if len(wrong):
-            raise DlmBridgeError(
-                f"{path}: sequence {start + wrong[0]} points to byte {pointers[start + wrong[0]]}, not the end of the "
-                "one before, the file is damaged"
-            )
+        begins = pointers[start : start + CHECKED_AT_ONCE]
+        if len(bad := np.flatnonzero((part < 0) | (begins != ends - part * itemsize))):
+            sequence = f"sequence {start + bad[0]} of {part[bad[0]]} tokens begins at byte {begins[bad[0]]}"
+            _check(path, False, f"{sequence}, not at the end of the one before: the file is damaged")
         end = int(ends[-1])
     return end
 
 
-CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # of a pair that are checked when it is opened, and tokens at each
+CHECKED_PLACES, CHECKED_WIDTH = 64, 16_384  # samples of a pair that are checked when it is opened, tokens of each
 
 
 @dataclass(frozen=True)
@@ -374,7 +370,7 @@ class StreamBlocks:
     fit: TokenLimits
     start: int  # tokens of the file, in its own order
     stop: int
-    with_documents: bool = False  # say which tokens are of one document
+    with_documents: bool = False  # rows contain the document of each token
     _begins: np.ndarray = field(init=False, repr=False, compare=False)  # first token of each document in the file
     _ends: np.ndarray = field(init=False, repr=False, compare=False)  # and the end of it in the stream
 
@@ -392,7 +388,7 @@ class StreamBlocks:
         return (self.stop - self.start) // self.seq_length
 
     def rows(self, indices: Sequence[int]) -> LabelledTokens:
-        """Return the blocks `indices`. Raises DlmBridgeError for tokens outside the model's vocabulary."""
+        """Return the blocks `indices`. Raises InputFileError for tokens outside the model's vocabulary."""
         tokens = np.empty((len(indices), self.seq_length), dtype=np.int64)
         documents = np.empty((len(indices), self.seq_length), dtype=np.int32)
         for row, index in enumerate(indices):
@@ -430,8 +426,8 @@ def split_stream(
     documents: bool,
 ) -> tuple[StreamBlocks, StreamBlocks, StreamBlocks]:
     """Training, validation and test blocks of a pair. Each is a contiguous range of the file and is shuffled
-    separately, so only a document that crosses a bound is in two of them. Raises DlmBridgeError for less than one
-    block of tokens, or for tokens that do not fit the model (see `check_token_limits`)."""
+    separately, so only a document that crosses a bound is in two of them. Raises SettingError for less than one block
+    of tokens, and InputFileError for tokens that do not fit the model (see `check_token_limits`)."""
     check_length(source, seq_length)
     check_token_limits(source, fit)
     parts, start = [], 0
@@ -443,39 +439,29 @@ def split_stream(
 
 
 def check_length(source: IndexedTokens, seq_length: int) -> None:
-    """Raise DlmBridgeError for less than one block of tokens."""
-    total = len(source.tokens)
-    if total < seq_length:
-        raise DlmBridgeError(
-            f"{source.prefix}.bin holds {total} tokens, fewer than one block of --seq-length {seq_length}: "
-            "give more text or a shorter --seq-length"
-        )
+    """Raise SettingError for less than one block of tokens."""
+    check_block(len(source.tokens), seq_length, f"{source.prefix}.bin")
 
 
 def check_token_limits(source: IndexedTokens, fit: TokenLimits) -> None:
-    """Raise DlmBridgeError if a token id exceeds the model's vocabulary, for example because of another tokenizer.
+    """Raise InputFileError if a token id exceeds the model's vocabulary, for example because of another tokenizer.
     Only a sample of the file is checked here, the rest when it is read."""
     for start in np.linspace(0, max(len(source.tokens) - CHECKED_WIDTH, 0), CHECKED_PLACES).astype(np.int64):
         _check_ids(source, int(start), int(start) + CHECKED_WIDTH, fit)
 
 
 def _check_ids(source: IndexedTokens, start: int, stop: int, fit: TokenLimits) -> None:
-    """Raise DlmBridgeError if tokens `start` to `stop` of a pair exceed the limits."""
+    """Raise InputFileError if tokens `start` to `stop` of a pair exceed the limits."""
     tokens = source.tokens[start:stop]
     if not fit.is_exceeded(tokens):
         return
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= fit.vocabulary:
-        raise DlmBridgeError(
-            f"{source.prefix}.bin holds token id {low if low < 0 else high}, the model has "
-            f"{fit.vocabulary}: preprocess it with the model's tokenizer"
-        )
-    place = start + int((tokens == fit.mask_token_id).argmax())
-    document = int(np.searchsorted(source.starts(), place, side="right"))
-    raise DlmBridgeError(
-        f"{source.prefix}.bin holds the mask token (id {fit.mask_token_id}) in document {document}: preprocess text "
-        "without it"
-    )
+    worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
+    problem = f"contains token id {worst}, the model has {fit.vocabulary}: preprocess it with the model's tokenizer"
+    if 0 <= worst < fit.vocabulary:
+        position = start + int((tokens == fit.mask_token_id).argmax())
+        document = int(np.searchsorted(source.starts(), position, side="right"))
+        problem = f"document {document} contains the mask token (id {fit.mask_token_id}): preprocess text without it"
+    raise InputFileError(f"{source.prefix}.bin", problem)
 
 
 def fingerprint_file(prefix: str | Path) -> Path:
@@ -501,7 +487,7 @@ def write_fingerprint(prefix: str | Path, tokenizer: Any) -> None:
 
 
 def check_fingerprint(source: IndexedTokens, tokenizer: Any) -> None:
-    """Raise DlmBridgeError if a pair was created with a tokenizer other than the run's, whose ids stand for other
+    """Raise InputFileError if a pair was created with a tokenizer other than the run's, whose ids stand for other
     tokens. The run's tokenizer may have additional tokens after the recorded ones. Pairs without a fingerprint
     pass."""
     file = fingerprint_file(source.prefix)
@@ -510,12 +496,13 @@ def check_fingerprint(source: IndexedTokens, tokenizer: Any) -> None:
     record = read_config(file)
     count = record.get("tokens")
     if not isinstance(count, int):
-        raise DlmBridgeError(f"{file}: damaged (no number of tokens): remove it, or preprocess anew")
-    if _count(tokenizer) < count or _digest(tokenizer, count) != record.get("digest"):
-        raise DlmBridgeError(
-            f"{source.prefix}.bin was made with another tokenizer, {record.get('tokenizer')}, than the run's, "
-            f"{tokenizer.name_or_path}: preprocess it with that one, or name the other with --tokenizer"
-        )
+        raise InputFileError(file, "damaged (no number of tokens): remove it, or run preprocess again")
+    _check(
+        f"{source.prefix}.bin",
+        _count(tokenizer) >= count and _digest(tokenizer, count) == record.get("digest"),
+        f"written with the tokenizer {record.get('tokenizer')}, but the run's is {tokenizer.name_or_path}: preprocess "
+        "it with the run's, or set `tokenizer` to the other",
+    )
 
 
 def _count(tokenizer: Any) -> int:

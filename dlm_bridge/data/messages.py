@@ -16,13 +16,14 @@ import datasets
 from dlm_bridge.data.documents import (
     NamedDataset,
     Source,
+    fields_of,
     has_json_lines,
     open_data,
     open_parquet,
     parse_object,
     read_parquet,
 )
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import InputFileError, SettingError, one_line
 from dlm_bridge.files.reading import check_characters, reading
 from dlm_bridge.generation.prompts import with_joined_text
 
@@ -54,18 +55,18 @@ class Conversation:
 
 
 def check_sources(sources: Sequence[Any]) -> None:
-    """Raise DlmBridgeError for a source that cannot contain conversations."""
+    """Raise SettingError for a source that cannot contain conversations."""
     for source in sources:
         known = isinstance(source, Path) and (has_json_lines(source) or source.suffix in TABLE_SUFFIXES)
         if not (known or isinstance(source, NamedDataset)):
             name = source if isinstance(source, Path | str) else f"{source.prefix}.bin"
-            raise DlmBridgeError(f"--data {name}: conversations are rows of JSONL, parquet, CSV or a dataset")
+            raise SettingError("data", f"{name} cannot contain conversations: use JSONL, parquet, CSV or a dataset")
 
 
 def read_data_rows(source: Source) -> Iterator[DataRecord]:
-    """Read the rows of a JSONL, parquet or CSV file or a dataset. Raises DlmBridgeError for an invalid row."""
+    """Read the rows of a JSONL, parquet or CSV file or a dataset. Raises InputFileError for an invalid row."""
     if isinstance(source, NamedDataset):
-        with reading(f"{source.name}: not a whole dataset"):
+        with reading(source.name, "truncated or damaged dataset", kind=InputFileError):
             for number, row in enumerate(source.rows.with_format(None), 1):
                 yield DataRecord(row, f"{source.name}, row {number}")
     elif source.suffix == ".parquet":
@@ -76,15 +77,16 @@ def read_data_rows(source: Source) -> Iterator[DataRecord]:
         with open_data(source, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield DataRecord(parse_object(line, f"{source}, line {number}"), f"{source}, line {number}")
+                    yield DataRecord(parse_object(line, f"{source}:{number}"), f"{source}:{number}")
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRecord]:
     with open_parquet(path) as file:
-        with reading(f"{path}: not a table of rows"):  # without metadata, which could name types that open files
+        with reading(path, "not a table of rows", kind=InputFileError):
+            # Metadata could name types that open files.
             features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
         for number, row in enumerate(read_parquet(file, path), 1):
-            with reading(f"{path}, row {number}: not JSON"):
+            with reading(f"{path}, row {number}", "not JSON", kind=InputFileError):
                 decoded = features.decode_example(row)  # columns of the type Json
             yield DataRecord(decoded, f"{path}, row {number}")
 
@@ -95,12 +97,12 @@ def _csv_rows(path: Path) -> Iterator[DataRecord]:
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
-                where = f"{path}, line {reader.line_num}"
+                where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
-                    raise DlmBridgeError(f"{where}: not as many cells as the first line has columns")
+                    raise InputFileError(where, "not as many cells as the first line has columns")
                 yield DataRecord(row, where)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DlmBridgeError(f"{path}, line {reader.line_num + 1}: not CSV in UTF-8 ({error})") from None
+            raise InputFileError(f"{path}:{reader.line_num + 1}", f"not CSV in UTF-8 ({error})") from None
 
 
 def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
@@ -109,7 +111,7 @@ def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
     The assistant's messages are answers, except messages with `weight: 0` or `train: false` and messages of a prompt.
 
     Raises:
-        DlmBridgeError: a row without these fields or with invalid values, with its file and line.
+        InputFileError: a row without these fields or with invalid values, with its file and line.
     """
     fields, where = _columns(record), record.where
     if "messages" not in fields and {"prompt", "completion"} <= fields.keys():
@@ -117,32 +119,30 @@ def read_conversation(record: DataRecord) -> Conversation | tuple[str, str]:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, completion
         if isinstance(prompt, str) or isinstance(completion, str):
-            raise DlmBridgeError(f"{where}: 'prompt' and 'completion' must both be texts or both lists of messages")
+            raise InputFileError(where, "'prompt' and 'completion' must both be texts or both lists of messages")
         before, after = _messages(prompt, "prompt", where), _messages(completion, "completion", where)
         return _conversation([*before, *after], len(before), fields, where)
     messages = _listed(fields, where)
     if messages is None:
-        has = ", ".join(map(repr, fields)) or "nothing"
-        raise DlmBridgeError(f"{where}: no {FIELDS} (it has {has})")
+        raise InputFileError(where, f"no {FIELDS} (it has {fields_of(fields)})")
     if (last := messages[-1]["role"]) != "assistant":
-        raise DlmBridgeError(f"{where}: the last message is of '{last}': an answer is needed")
+        raise InputFileError(where, f"the last message has the role '{last}': an answer is needed")
     return _conversation(messages, 0, fields, where)
 
 
 def read_prompt(record: DataRecord) -> Conversation | str:
     """Parse the prompt of a row: its `prompt` (a text or messages), or its conversation without the last answer.
-    Raises DlmBridgeError as `read_conversation` does."""
+    Raises InputFileError as `read_conversation` does."""
     fields, where = _columns(record), record.where
     if isinstance(prompt := fields.get("prompt"), str):
         return prompt
     messages = _listed(fields, where) if prompt is None else _messages(prompt, "prompt", where)
     if messages is None:
-        has = ", ".join(map(repr, fields)) or "nothing"
-        raise DlmBridgeError(f"{where}: no 'prompt' and no {FIELDS.partition(',')[0]} (it has {has})")
+        raise InputFileError(where, f"no 'prompt' or {FIELDS.partition(',')[0]} (it has {fields_of(fields)})")
     if prompt is None and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
-        raise DlmBridgeError(f"{where}: there is no message before the answer")
+        raise InputFileError(where, "no message before the answer")
     return _conversation(messages, len(messages), fields, where)
 
 
@@ -154,12 +154,10 @@ def _listed(fields: Mapping[str, Any], where: str) -> list[dict[str, Any]] | Non
         messages = _messages(fields["conversations"], "conversations", where)
     elif {"instruction", "output"} <= fields.keys():
         asked = (fields["instruction"], fields.get("input", ""))
-        turns = _parsed(fields.get("history") or [], f"{where}: 'history'")
+        turns = _parsed(fields.get("history") or [], where, "'history'")
         pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
         if not pairs or not all(isinstance(text, str) for text in asked):
-            raise DlmBridgeError(
-                f"{where}: 'instruction' and 'input' are texts, 'history' is a list of pairs of texts"
-            )
+            raise InputFileError(where, "'instruction' and 'input' are texts, 'history' is a list of pairs of texts")
         texts = [*itertools.chain.from_iterable(turns), "\n".join(filter(None, asked)), fields["output"]]
         roles = itertools.cycle(("user", "assistant"))
         messages = _messages([{"role": next(roles), "content": text} for text in texts], "instruction", where)
@@ -175,90 +173,90 @@ def _conversation(messages: list[dict[str, Any]], first: int, fields: Mapping[st
     for number, message in enumerate(messages):
         trained = [message.pop(name) for name in ("weight", "train") if name in message]
         if any(type(value) not in (bool, int, float) or value not in (0, 1) for value in trained):
-            raise DlmBridgeError(f"{where}: message {number + 1}: 'weight' and 'train' are 0 or 1, not {trained}")
+            raise InputFileError(where, f"message {number + 1}: 'weight' and 'train' are 0 or 1, not {trained}")
         if number >= first and message["role"] == "assistant" and all(trained):
             answers.append(number)
     return Conversation(messages, tuple(answers), _tools(fields.get("tools"), where), where)
 
 
 def _messages(found: Any, name: str, where: str) -> list[dict[str, Any]]:
-    found = found if name == "prompt" else _parsed(found, f"{where}: '{name}'")
+    found = found if name == "prompt" else _parsed(found, where, f"'{name}'")
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-        raise DlmBridgeError(f"{where}: '{name}' is not a list of messages")
+        raise InputFileError(where, f"'{name}' is not a list of messages")
     return [_message(message, number, name, where) for number, message in enumerate(found, 1)]
 
 
 def _message(found: Any, number: int, name: str, where: str) -> dict[str, Any]:
-    here = f"{where}: message {number} of '{name}'"
-    found = _parsed(found, here)
-    if not isinstance(found, Mapping):
-        raise DlmBridgeError(f"{here} has no 'role'")
-    message = _sound(found, here)
+    here = f"message {number} of '{name}'"
+    found = _parsed(found, where, here)
+    message = _without_nulls(found if isinstance(found, Mapping) else {}, where, here)
     if isinstance(sender := message.get("from"), str) and "role" not in message:
         del message["from"]
         value = "tool_calls" if sender == "function_call" else "content"
         message |= {"role": SHAREGPT_ROLES.get(sender, sender), value: message.pop("value", None)}
     if not isinstance(role := message.get("role"), str):
-        raise DlmBridgeError(f"{here} has no 'role'")
+        raise InputFileError(where, f"{here} has no 'role'")
     legacy = message.pop("function_call", None)
-    calls = _parsed(message.pop("tool_calls", None) or legacy or [], f"{here}: 'tool_calls'")
+    calls = _parsed(message.pop("tool_calls", None) or legacy or [], where, f"'tool_calls' of {here}")
     if calls:
         calls = calls if isinstance(calls, list) else [calls]
-        message["tool_calls"] = [_tool_call(call, f"{here}: tool call {place}") for place, call in enumerate(calls, 1)]
-        check_characters(message["tool_calls"], here)  # what was JSON text
+        message["tool_calls"] = [
+            _tool_call(call, where, f"tool call {index} of {here}") for index, call in enumerate(calls, 1)
+        ]
+        check_characters(message["tool_calls"], where)  # calls that were JSON text
     if "content" not in message and (calls or (role == "assistant" and "content" in found)):
-        message["content"] = ""  # an answer that is null, or that only calls tools
+        message["content"] = ""  # the answer is null, or only calls tools
     message = with_joined_text(message, number, where)
     if not isinstance(message.get("content"), str):
-        raise DlmBridgeError(f"{here} has no 'content' with text")
+        raise InputFileError(where, f"{here} has no 'content' with text")
     return message
 
 
-def _tool_call(call: Any, here: str) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, here: str) -> dict[str, Any]:
     """Convert a tool call to OpenAI's format, with its arguments as a mapping."""
-    call = _parsed(call, here)
+    call = _parsed(call, where, here)
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DlmBridgeError(f"{here} has no function with a 'name'")
-    arguments = _parsed(function.get("arguments") or {}, f"{here}: 'arguments'")
+        raise InputFileError(where, f"{here} has no function with a 'name'")
+    arguments = _parsed(function.get("arguments") or {}, where, f"'arguments' of {here}")
     if not isinstance(arguments, Mapping):
-        raise DlmBridgeError(f"{here}: 'arguments' is not a JSON object")
+        raise InputFileError(where, f"'arguments' of {here} is not a JSON object")
     outer = {} if call is function else call
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
 def _tools(found: Any, where: str) -> list[Any] | None:
-    found = _parsed(found or [], f"{where}: 'tools'")
+    found = _parsed(found or [], where, "'tools'")
     if not isinstance(found, list):
-        raise DlmBridgeError(f"{where}: 'tools' is not a list")
-    tools = [_sound(_parsed(tool, f"{where}: 'tools'"), f"{where}: 'tools'") for tool in found]
+        raise InputFileError(where, "'tools' is not a list")
+    tools = [_without_nulls(_parsed(tool, where, "'tools'"), where, "'tools'") for tool in found]
     return [
         {"type": "function", "function": tool} if isinstance(tool, Mapping) and "name" in tool else tool
         for tool in tools
     ] or None
 
 
-def _parsed(value: Any, here: str) -> Any:
+def _parsed(value: Any, where: str, here: str) -> Any:
     """Parse a JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DlmBridgeError(f"{here} is not JSON ({error})") from None
+        raise InputFileError(where, f"{here} is not JSON ({error})") from None
 
 
 def _columns(record: DataRecord) -> dict[str, Any]:
     return {name: value for name, value in record.fields.items() if value is not None}
 
 
-def _sound(value: Any, here: str) -> Any:
-    """Remove nulls from mappings. Raises DlmBridgeError for a value that is nested too deeply, or invalid text."""
+def _without_nulls(value: Any, where: str, here: str) -> Any:
+    """Remove nulls from mappings. Raises InputFileError for a value that is nested too deeply, or invalid text."""
     try:
         value = _present(value)
-        check_characters(value, here)
+        check_characters(value, where)
     except (RecursionError, TypeError) as error:
-        raise DlmBridgeError(f"{here} is not JSON, or nested too deeply ({one_line(error)})") from None
+        raise InputFileError(where, f"{here} is not JSON, or nested too deeply ({one_line(error)})") from None
     return value
 
 

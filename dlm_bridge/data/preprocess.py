@@ -14,23 +14,24 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_bridge.data.documents import Chunk, NamedDataset, Source, read_chunks, source_bytes
-from dlm_bridge.data.indexed import IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
+from dlm_bridge.data.documents import Chunk, NamedDataset, Source, check_eos, read_chunks, source_bytes
+from dlm_bridge.data.indexed import IndexedTokens, IndexedWriter, fingerprint_file, token_dtype, write_fingerprint
+from dlm_bridge.data.options import PreprocessOptions
 from dlm_bridge.data.sources import find_sources
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import InputFileError, WorkerError
 from dlm_bridge.processes import end_with_parent, leave_inherited, signals_blocked
+from dlm_bridge.settings import check_minimum
 
 if TYPE_CHECKING:
     from dlm_bridge.convert.workers import Progress
 
 CHUNK = 1 << 20  # bytes of text that a process tokenises at once
 CHECKPOINT_EVERY = 64  # chunks, after which an interrupted run resumes
-AHEAD = 3  # chunks under way for each process
+AHEAD = 3  # chunks queued per process
 
 
 @dataclass(frozen=True)
@@ -46,41 +47,33 @@ class PreprocessReport:
     tokens_per_s: float
 
 
-def preprocess(
-    inputs: Sequence[str],
-    prefix: str | Path,
-    tokenizer: Any,
-    append_eod: bool = False,
-    key: str = "text",
-    workers: int = 1,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-    resume: bool = False,
-) -> PreprocessReport:
-    """Tokenise the documents of `inputs`, in order, to `PREFIX.bin` and `PREFIX.idx`, and write the tokenizer's
-    fingerprint to `PREFIX.tokenizer.json`. Empty documents are skipped; no special tokens are added.
+def preprocess(options: PreprocessOptions, tokenizer: Any, progress: Progress | None = None) -> PreprocessReport:
+    """Tokenise the documents of `options.inputs`, in order, to `PREFIX.bin` and `PREFIX.idx`, and write the
+    tokenizer's fingerprint to `PREFIX.tokenizer.json`. Empty documents are skipped; no special tokens are added.
 
     Args:
-        append_eod: end each document with the tokenizer's EOS token.
-        key: field of JSON objects, or column of tables, that contains the text.
-        workers: number of processes, each on one core; 1: this process, with the Rust tokenizer's own threads.
-        resume: continue an interrupted call.
+        tokenizer: the tokenizer that `options.tokenizer` names.
 
     Raises:
-        DlmBridgeError: an input does not exist or is already tokenised, text cannot be read (with file and line),
-            there are no documents, the tokenizer has no EOS token, or the output exists or cannot be written.
+        InputFileError: an input does not exist or is already tokenised, text cannot be read, or there is no text.
+        SettingError: the output exists, or `resume` continues a call with other settings.
+        CheckpointError: the tokenizer has no EOS token.
+        ResourceError: the output cannot be written.
+        WorkerError: a worker process was killed.
     """
-    if append_eod and tokenizer.eos_token_id is None:
-        raise DlmBridgeError(f"tokenizer {tokenizer.name_or_path} has no EOS token: remove --append-eod")
-    if workers < 1:
-        raise DlmBridgeError(f"--workers must be at least 1, not {workers}")
-    sources = [_text_source(source, item) for item in inputs for source in find_sources(item)]
+    if options.append_eod:
+        check_eos(tokenizer, "`append_eod` appends")
+    check_minimum("workers", options.workers)
+    prefix, key = options.output, options.json_key
+    workers = options.workers or len(os.sched_getaffinity(0))
+    sources = [_text_source(source, item) for item in options.inputs for source in find_sources(item)]
     total = sum(source_bytes(source) for source in sources)
     began = time.perf_counter()
     vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     dtype = token_dtype(vocabulary)
-    work = _TokenizerWork(tokenizer, key, tokenizer.eos_token_id if append_eod else None, dtype)
-    with IndexedWriter(prefix, dtype, overwrite, _call_digest(sources, tokenizer, work), resume) as writer:
+    work = _TokenizerWork(tokenizer, key, tokenizer.eos_token_id if options.append_eod else None, dtype)
+    digest = _call_digest(sources, tokenizer, work)
+    with IndexedWriter(prefix, dtype, options.overwrite, digest, options.resume) as writer:
         resumed, chunks = writer.tokens, read_chunks(sources, key, CHUNK)
         for done in itertools.islice(chunks, writer.parts):
             if progress is not None:
@@ -93,12 +86,12 @@ def preprocess(
                 progress(nbytes, total)
         tokens = writer.tokens
         if tokens == 0:
-            raise DlmBridgeError(f"{', '.join(inputs)}: no text there, nothing was written")
+            raise InputFileError(", ".join(options.inputs), "no text there, nothing was written")
         documents = writer.documents
-        fingerprint_file(prefix).unlink(missing_ok=True)  # of the pair that this one replaces
+        fingerprint_file(prefix).unlink(missing_ok=True)  # belongs to the pair that is replaced
     write_fingerprint(prefix, tokenizer)
     seconds = time.perf_counter() - began
-    return PreprocessReport(str(prefix), documents, tokens, str(dtype), total, seconds, (tokens - resumed) / seconds)
+    return PreprocessReport(prefix, documents, tokens, str(dtype), total, seconds, (tokens - resumed) / seconds)
 
 
 def _call_digest(sources: Sequence[Source], tokenizer: Any, work: _TokenizerWork) -> str:
@@ -164,19 +157,19 @@ def _tokenised(chunks: Iterator[Chunk], work: _TokenizerWork, workers: int) -> I
     if workers == 1:
         yield from map(work, chunks)
         return
-    # Forked, a process begins at once; it must not use the Rust tokenizer's threads, which a fork does not copy.
+    # A forked process starts at once. It must not use the Rust tokenizer's threads, which a fork does not copy.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin, (work, os.getpid()))
     under_way: deque[Any] = deque()
     try:
         for chunk in chunks:
-            with signals_blocked():  # the first call starts the processes, which have no handlers of their own yet
+            with signals_blocked():  # the first call starts the processes, before they have their own handlers
                 under_way.append(pool.submit(_do, chunk))
             if len(under_way) >= AHEAD * workers:
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
     except BrokenProcessPool:
-        raise DlmBridgeError("a worker process was killed (out of memory?): use fewer --workers") from None
+        raise WorkerError("workers", "a process was killed (out of memory?): use fewer") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -190,7 +183,7 @@ def _begin(work: _TokenizerWork, parent: int) -> None:
     end_with_parent(parent)
     _of_this_process.append(work)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
@@ -198,10 +191,10 @@ def _do(chunk: Chunk) -> TokenizedChunk:
     return _of_this_process[0](chunk)
 
 
-def _text_source(source: Any, item: str) -> Source:
-    if isinstance(source, Path | NamedDataset):
+def _text_source(source: Source | IndexedTokens | str, item: str) -> Source:
+    if not isinstance(source, IndexedTokens | str):
         return source
-    raise DlmBridgeError(f"{item}: not text: it is already tokenised, or mock")
+    raise InputFileError(item, "not text: it is already tokenised, or mock")
 
 
 def _no_limits(tokenizer: Any) -> None:

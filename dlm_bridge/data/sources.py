@@ -1,4 +1,4 @@
-"""Resolution of `--data` (files, folders, datasets, Megatron pairs and blends) to the blocks of a run."""
+"""Resolution of a run's `data` (files, folders, datasets, Megatron pairs and blends) to blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dlm_bridge.data.indexed import (
     split_stream,
     without_fingerprints,
 )
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import InputFileError, SettingError, one_line
 from dlm_bridge.files.reading import parse_yaml
 
 PAIR_SUFFIXES = (".bin", ".idx")
@@ -61,11 +61,11 @@ class ReaderSettings:
 
 @dataclass(frozen=True)
 class DataSources:
-    """Sources of `--data` before tokenisation: one part, or the weighted parts of a blend."""
+    """Sources of a run before tokenisation: one part, or the weighted parts of a blend."""
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...]  # empty for one part
-    valid: DataSources | None = None  # --valid-data; None: a part of each source is held out
+    valid: DataSources | None = None  # separate validation data; None: a part of each source is held out
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -78,7 +78,7 @@ class DataSources:
         return any(isinstance(source, Path | NamedDataset) for part in self.all_parts for source in part)
 
     def check(self, seq_length: int) -> None:
-        """Raise DlmBridgeError if a pair has less than one block."""
+        """Raise SettingError if a pair has less than one block."""
         for source in self._pairs():
             check_length(source, seq_length)
 
@@ -88,7 +88,7 @@ class DataSources:
         return any(fingerprint_file(source.prefix).is_file() for source in self._pairs())
 
     def check_fingerprints(self, tokenizer: Any) -> None:
-        """Raise DlmBridgeError if a pair was created with another tokenizer. A `tokenizer` of None is not compared."""
+        """Raise InputFileError if a pair was created with another tokenizer. A `tokenizer` of None is not compared."""
         for source in self._pairs() if tokenizer is not None else ():
             check_fingerprint(source, tokenizer)
 
@@ -97,8 +97,8 @@ class DataSources:
 
     def sections(self, reader: ReaderSettings, tokenizer: Any) -> tuple[Samples, Samples]:
         """Training samples, shuffled, and validation samples, in the order of the data. Each source of a blend is
-        split separately. `tokenizer` is only used for text. Raises DlmBridgeError for data that cannot be read, do not
-        fit the model or are too short."""
+        split separately. `tokenizer` is only used for text. Raises InputFileError for data that cannot be read or do
+        not fit the model, and SettingError for data that are too short or a tokenizer that does not fit the model."""
         if self.has_text:
             check_tokenizer(tokenizer, reader.fit.vocabulary, reader.fit.mask_token_id)
         self.check_fingerprints(tokenizer)
@@ -128,41 +128,42 @@ class DataSources:
 
 
 def find_run_data(items: Sequence[str], valid_items: Sequence[str], load: bool = True) -> DataSources:
-    """Find the sources of a run's `--data` and, if given, `--valid-data`; see `find_data`."""
+    """Find the sources of a run's `data` and, if given, `valid_data`; see `find_data`."""
     found = find_data(items, load)
-    return replace(found, valid=find_data(valid_items, load, "--valid-data")) if valid_items else found
+    return replace(found, valid=find_data(valid_items, load, "valid_data")) if valid_items else found
 
 
-def find_data(items: Sequence[str], load: bool = True, flag: str = "--data") -> DataSources:
-    """Find the sources of `--data`: PATH... (concatenated), or W PATH W PATH ... (a blend).
+def find_data(items: Sequence[str], load: bool = True, setting: str = "data") -> DataSources:
+    """Find the sources of PATH... (concatenated), or of W PATH W PATH ... (a blend).
 
     Args:
         load: False: datasets that would have to be downloaded and prepared become `NamedDataset`s without rows.
-        flag: name of the option in errors.
+        setting: name of the setting in errors.
 
     Raises:
-        DlmBridgeError: a path does not exist, a weight has no path, a path has no weight, or a weight is not positive.
+        InputFileError: a path does not exist or cannot be read.
+        SettingError: a weight has no path, a path has no weight, or a weight is not positive.
     """
     if _weight(items[0]) is None:
         return DataSources((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []
-    for place in range(0, len(items), 2):
-        weight = _weight(items[place])
-        if weight is None:
-            raise DlmBridgeError(f"{flag} {items[place]}: no weight before it: a blend is W PATH W PATH ...")
-        if not (math.isfinite(weight) and weight > 0):
-            raise DlmBridgeError(f"{flag} {items[place]}: a weight must be a positive number")
-        if place + 1 == len(items) or _weight(items[place + 1]) is not None:
-            raise DlmBridgeError(f"{flag} {items[place]}: no path after this weight: a blend is W PATH W PATH ...")
+    for index in range(0, len(items), 2):
+        weight = _weight(items[index])
+        has_path = index + 1 < len(items) and _weight(items[index + 1]) is None
+        if weight is None or not has_path or not (math.isfinite(weight) and weight > 0):
+            missing = "no weight before" if weight is None else "no positive weight:" if has_path else "no path after"
+            raise SettingError(
+                setting, f"{missing} {items[index]}: a blend is W PATH W PATH ..., with weights above 0"
+            )
         weights.append(weight)
-        parts.append(tuple(find_sources(items[place + 1], load)))
+        parts.append(tuple(find_sources(items[index + 1], load)))
     blend_schedule(weights)
     return DataSources(tuple(parts), tuple(weights))
 
 
 def find_sources(item: str, load: bool = True) -> list[Source | IndexedTokens | str]:
     """Sources of one path: `mock`, a Megatron pair (given by its prefix or either file), a saved dataset, the files of
-    a folder or a glob, or a dataset of the Hub. Raises DlmBridgeError if the path is none of these."""
+    a folder or a glob, or a dataset of the Hub. Raises InputFileError if the path is none of these."""
     path = Path(item)
     if item == MOCK:
         return [MOCK]
@@ -217,7 +218,7 @@ def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any)
             cut.append(split_stream(source, reader.seq_length, reader.seed, fit, shares, reader.with_documents))
         elif source == MOCK:
             if fit.mask_token_id is not None and fit.mask_token_id < 1:
-                raise DlmBridgeError("--data mock needs a mask_token_id above 0, because it uses the ids below it")
+                raise SettingError("data", "mock needs a mask token id above 0, because it uses the ids below it")
             tokens = fit.vocabulary if fit.mask_token_id is None else min(fit.vocabulary, fit.mask_token_id)
             cut.append(split(MockBlocks(reader.seq_length, tokens=tokens, seed=reader.seed), shares))
     train, valid = (tuple(sections[which] for sections in cut) for which in (0, 1))
@@ -255,19 +256,17 @@ def _check_card(folder: Path) -> None:
 
 
 def _one_split(name: str, found: Any, part: str) -> NamedDataset:
-    if not isinstance(found, dict):
-        if part:
-            raise DlmBridgeError(f"{name}: the dataset has no splits: remove :{part}")
-        return NamedDataset(name, found)
-    if (part or "train") not in found:
-        raise DlmBridgeError(f"{name}: no split '{part or 'train'}' (it has {', '.join(found)}): name one")
-    return NamedDataset(name, found[part or "train"])
+    splits = found if isinstance(found, dict) else {"": found}
+    chosen = part or ("train" if isinstance(found, dict) else "")
+    if chosen not in splits:
+        raise InputFileError(name, f"no split '{chosen}' (it has {', '.join(filter(None, splits)) or 'no splits'})")
+    return NamedDataset(name, splits[chosen])
 
 
 def _load_or_refuse(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # datasets may raise anything for damaged files
-        raise DlmBridgeError(
-            f"{name}: not a file or folder, and not a dataset that can be loaded: {one_line(error)}"
+        raise InputFileError(
+            name, f"not a file or folder, and not a dataset that can be loaded: {one_line(error)}"
         ) from error

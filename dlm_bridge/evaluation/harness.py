@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: local tasks, a diffusion model as the harness's model class, running tasks."""
+"""lm-evaluation-harness: local tasks, the harness's model classes for this package's models, running tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -24,8 +24,9 @@ from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
 from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, rows_named
+from dlm_bridge.errors import DlmBridgeError, InputFileError, NonFiniteError, RowError, SettingError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_answers, check_finite, is_greedy, likelihood_bounds
+from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.perplexity import NO_LIKELIHOOD, first_token, windows
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.files.reading import library_cause
@@ -39,62 +40,47 @@ from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
 
-# Tasks whose data come with the package, so that an evaluation runs without a network.
+# Tasks whose data is part of the package, for evaluation without a network.
 FOLDER = Path(__file__).parent / "tasks"
 LOCAL = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 def local_task(name: str) -> dict[str, Any]:
-    """The configuration of one of `LOCAL`, as lm-evaluation-harness's TaskManager loads it."""
+    """Configuration of a task of `LOCAL`, for lm-evaluation-harness's TaskManager."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     data = {"data_files": {"test": str(FOLDER / f"{name}.jsonl")}}
     return {"task": name, "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **config}
 
 
-TOGETHER = 256  # documents of an autoregressive model between which an interrupted evaluation resumes
-NEW_TOKENS = 256  # where neither the task nor the caller sets a length
-# The harness's names for one setting.
+TOGETHER = 256  # documents of an autoregressive model that are saved at a time, for resuming
+NEW_TOKENS = 256  # if neither the task nor the caller sets a length
+# The harness's names for the number of new tokens.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
-@dataclass(frozen=True)
-class HarnessSettings:
-    """Settings of an evaluation, recorded with the results."""
-
-    samples: int = 128  # Monte-Carlo samples of a bound
-    batch_size: int = 8
-    max_length: int = 2048  # tokens of a prompt with its answer; longer prompts lose their beginning
-    seed: int = 0
-    limit: int | None = None  # documents of each task
-    shots: int | None = None  # examples in a prompt; None: the task's default
-    chat: bool = False
-    system: str | None = None  # the system message, without `chat` a text in front of each prompt
-    fewshot_as_multiturn: bool = True  # with `chat`: each example is a message and an answer
-    template_args: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
-    run_unsafe_code: bool = False  # run tasks that execute what the model writes
-    sampler: Mapping[str, Any] = field(default_factory=dict)  # settings of `generate`, before the task's
-
-
 class DiffusionHarness(TemplateLM):
-    """A diffusion model for the harness: Monte-Carlo likelihood bounds, texts by the family's sampler."""
+    """Diffusion model for the harness: Monte-Carlo likelihood bounds, texts by the family's sampler.
+
+    Args:
+        greedy_tasks: tasks with metrics that compare an answer with greedy decoding, which takes additional forward
+            passes. For other tasks False is reported.
+    """
 
     def __init__(
         self,
         opened: LoadedModel,
-        settings: HarnessSettings,
+        options: EvaluationOptions,
         greedy_tasks: frozenset[str] = frozenset(),
         replicas: Replicas = ALONE,
         finished: FinishedParts | None = None,
     ) -> None:
-        """`greedy_tasks` are those whose metrics need to know whether an answer is the greedy one, which takes forward
-        passes of its own; for other tasks that is reported as false."""
         super().__init__()
         self.replicas, self.finished = replicas, finished or FinishedParts()
         self.model = opened.model
         self.tokenizer = opened.tokenizer
-        self.settings = settings
+        self.options = options
         self.greedy_tasks = greedy_tasks
-        self.sampled: dict[str, dict[str, Any]] = {}  # by task: how its texts were made
+        self.sampled: dict[str, dict[str, Any]] = {}  # sampler settings by task
         self._device = opened.model.device
 
     @property
@@ -113,11 +99,11 @@ class DiffusionHarness(TemplateLM):
         return list(self.tokenizer(string, **special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
+        return _chat(self.tokenizer, chat_history, self.options, add_generation_prompt)
 
     def check(self, requests: Sequence[Instance]) -> None:
-        """Raise DlmBridgeError, which names the documents, for requests that cannot be run. A metric without them
-        would be another figure: all are checked before any is run."""
+        """Raise RowError, whose rows are documents, for requests that cannot be run. All requests are checked before
+        the first is run, because a metric without them would not be comparable."""
         answers: list[Answer] = []
         owners: list[Instance] = []
         texts = [request for request in requests if request.request_type == "generate_until"]
@@ -125,10 +111,10 @@ class DiffusionHarness(TemplateLM):
             if request.request_type == "generate_until":
                 continue
             try:
-                rolls = request.request_type == "loglikelihood_rolling"
-                own = self._windows(request) if rolls else [self._pair(*request.args)]
-            except DlmBridgeError as error:
-                raise DlmBridgeError(f"{_documents([request])(0)}: {error}") from error
+                rolling = request.request_type == "loglikelihood_rolling"
+                own = self._windows(request) if rolling else [self._pair(*request.args)]
+            except SettingError as error:
+                raise RowError(str(error), [_documents([request])(0)]) from error
             answers += own
             owners += [request] * len(own)
         if answers:
@@ -137,14 +123,13 @@ class DiffusionHarness(TemplateLM):
         name = _documents(texts)
         for members, settings, _, prompts in self._groups(texts):
             named = [(name(number), prompt) for number, prompt in zip(members, prompts, strict=True)]
-            errors = [str(error) for error in prompt_errors(self.model, named, settings).values()]
-            if errors:
-                more = f" (and {len(errors) - 1} more documents)" if len(errors) > 1 else ""
-                raise DlmBridgeError(f"{errors[0]}{more}")
+            if errors := prompt_errors(self.model, named, settings):
+                reason = next(iter(errors.values())).reason
+                raise RowError(reason, [named[number][0] for number in errors])
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(bound, whether greedy decoding gives it) of each continuation."""
+        """(bound, True if greedy decoding gives the continuation) of each continuation."""
         with rows_named(_documents(requests)):
             found = super().loglikelihood(requests, disable_tqdm=True)
         asked = [number for number, request in enumerate(requests) if request.task_name in self.greedy_tasks]
@@ -166,7 +151,7 @@ class DiffusionHarness(TemplateLM):
 
     @in_all_processes
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The bound of each text, window by window."""
+        """Bound of each text, summed over its windows."""
         totals = []
         for request in requests:
             rows = self._windows(request)
@@ -194,25 +179,22 @@ class DiffusionHarness(TemplateLM):
     def _groups(
         self, requests: Sequence[Instance]
     ) -> Iterator[tuple[list[int], dict[str, Any], list[str], list[list[int]]]]:
-        """Requests of the same settings: their numbers, keyword arguments of `generate`, stop strings, and prompts."""
+        """Group requests by settings: indices of the requests, arguments of `generate`, stop strings, and prompts."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
         for members in groups.values():
             settings, until = self._sampler(requests[members[0]].args[1])
-            new, room = settings["max_new_tokens"], self.settings.max_length - int(settings["max_new_tokens"])
+            new, room = settings["max_new_tokens"], self.options.max_length - int(settings["max_new_tokens"])
             if room < 1:
-                raise DlmBridgeError(
-                    f"{new} new tokens leave no room for a prompt in {self.settings.max_length}: "
-                    "give a longer --max-length"
-                )
+                raise SettingError("max_length", f"{new} new tokens leave no room for a prompt: increase it")
             yield members, settings, until, [self.tok_encode(requests[number].args[0])[-room:] for number in members]
 
     def _texts(
         self, prompts: list[list[int]], settings: dict[str, Any], known: Container[int]
     ) -> Iterator[tuple[int, str]]:
-        """Each prompt's number and text, in any order, of this process's share of the prompts that are not `known`."""
-        size = self.settings.batch_size
+        """Yield (index, text) of this process's prompts that are not `known`, in any order."""
+        size = self.options.rows
         for row in PromptSampler(self.model, self.tokenizer, prompts, settings, size, self.replicas, skip=known):
             if isinstance(row, Failed):
                 raise row.error
@@ -224,13 +206,13 @@ class DiffusionHarness(TemplateLM):
         The caller's settings take precedence over the task's. As with the harness's own models, decoding is greedy
         unless the task or the caller asks for sampling.
         """
-        rest, own = dict(asked), combine_settings(self.model, {}, self.settings.sampler)
+        rest, own = dict(asked), combine_settings(self.model, {}, self.options.set)
         until = rest.pop("until", None) or []
         until = [string for string in ([until] if isinstance(until, str) else until) if string]
         lengths = [rest.pop(name, None) for name in LENGTHS]
         length = next((value for value in lengths if value is not None), NEW_TOKENS)
         temperature, do_sample = rest.pop("temperature", None), rest.pop("do_sample", None)
-        settings: dict[str, Any] = {"max_new_tokens": length, "seed": self.settings.seed}
+        settings: dict[str, Any] = {"max_new_tokens": length, "seed": self.options.seed}
         if "temperature" not in own and "do_sample" not in own:
             draws = bool(temperature) if do_sample is None else do_sample
             settings["temperature"] = (1.0 if temperature is None else temperature) if draws else 0.0
@@ -241,7 +223,7 @@ class DiffusionHarness(TemplateLM):
         return combine_settings(self.model, settings, own), until
 
     def _record(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """All settings of a call of `generate`, defaults included."""
+        """All settings of a call of `generate`, including defaults."""
         found = resolve_settings(self.model, None, settings, prompt_width=1)
         return {
             "algorithm": found.sampler.name,
@@ -255,9 +237,9 @@ class DiffusionHarness(TemplateLM):
         }
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
-        settings = self.settings
+        given = self.options
         return likelihood_bounds(
-            self.model, answers, settings.samples, settings.seed, settings.batch_size, self.replicas, self.finished
+            self.model, answers, given.mc_samples, given.seed, given.rows, self.replicas, self.finished
         )
 
     def _check_answers(self, answers: Sequence[Answer]) -> None:
@@ -265,7 +247,7 @@ class DiffusionHarness(TemplateLM):
 
     def _windows(self, request: Instance) -> list[Answer]:
         ids = self.tok_encode(request.args[0], add_special_tokens=False)
-        return list(windows(ids, self.prefix_token_id, self.settings.max_length))
+        return list(windows(ids, self.prefix_token_id, self.options.max_length))
 
     def _pair(self, context: str, continuation: str) -> Answer:
         if context:
@@ -273,23 +255,21 @@ class DiffusionHarness(TemplateLM):
         return self._fitted([self.prefix_token_id], self.tok_encode(continuation, add_special_tokens=False))
 
     def _fitted(self, context: list[int], continuation: list[int]) -> Answer:
-        room = self.settings.max_length - len(continuation)
+        room = self.options.max_length - len(continuation)
         if room < 1:
-            raise DlmBridgeError(
-                f"an answer of {len(continuation)} tokens is longer than --max-length {self.settings.max_length}"
-            )
+            raise SettingError("max_length", f"must exceed the {len(continuation)} tokens of an answer")
         return Answer(tuple((context or [self.prefix_token_id])[-room:]), tuple(continuation))
 
 
 class GemmaHarness(DiffusionHarness):
-    """DiffusionGemma for the harness: texts, each that of transformers' own `generate` alone, and no likelihoods.
+    """DiffusionGemma for the harness: texts, equal to those of transformers' `generate`, without likelihoods.
 
-    The sampler has temperatures of its own: a task's temperature and `do_sample` have no effect.
+    The sampler has its own temperatures: a task's temperature and `do_sample` have no effect.
     """
 
     def _sampler(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         settings, until = super()._sampler(asked)
-        own = self.settings.sampler
+        own = self.options.set
         return {
             name: value
             for name, value in settings.items()
@@ -303,36 +283,36 @@ class GemmaHarness(DiffusionHarness):
         self._bounds(answers)
 
     def _bounds(self, answers: Sequence[Answer]) -> list[Any]:
-        raise DlmBridgeError(NO_LIKELIHOOD)
+        raise SettingError("tasks", NO_LIKELIHOOD)
 
 
 class AutoregressiveHarness(HFLM):
-    """An autoregressive model: the harness's own class, on this process's share of the documents.
+    """Autoregressive model: the harness's own class, on this process's part of the documents.
 
-    All requests of a document stay together: the harness reuses their common prompt's logits. Each text that is drawn
-    has a seed of its own (`row_seeds`), whatever the batches and the processes.
+    All requests of a document run in one process: the harness reuses the logits of their common prompt. Each sampled
+    text has its own seed (`row_seeds`), which depends on neither batches nor processes.
     """
 
     def __init__(
         self,
         opened: LoadedModel,
-        settings: HarnessSettings,
+        options: EvaluationOptions,
         replicas: Replicas = ALONE,
         finished: FinishedParts | None = None,
     ) -> None:
         super().__init__(
             pretrained=opened.model,
             tokenizer=opened.tokenizer,
-            batch_size=settings.batch_size,
-            max_length=settings.max_length,
+            batch_size=options.rows,
+            max_length=options.max_length,
             truncation=True,
         )
         self.replicas, self.finished = replicas, finished or FinishedParts()
-        self.settings = settings
-        self._seed = settings.seed
-        self._seeds: dict[str, deque[int]] = {}  # of the texts that are not drawn yet, by prompt
-        self._prompts: Sequence[str] = ()  # of the batch at work
-        self._documents: dict[str, str] = {}  # the name of each prompt's document
+        self.options = options
+        self._seed = options.seed
+        self._seeds: dict[str, deque[int]] = {}  # by prompt: seeds of the texts that are not sampled yet
+        self._prompts: Sequence[str] = ()  # prompts of the current batch
+        self._documents: dict[str, str] = {}  # name of each prompt's document
 
     @in_all_processes
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -350,7 +330,7 @@ class AutoregressiveHarness(HFLM):
 
     @in_all_processes
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        # Of all requests, so that those of a repeated prompt differ wherever they are drawn.
+        # Seeds of all requests, so that repeated prompts differ in whichever process they are sampled.
         prompts = [request.args[0] for request in requests]
         seeds = row_seeds(self._seed, [tuple(prompt.encode()) for prompt in prompts])
         name = _documents(requests)
@@ -365,10 +345,10 @@ class AutoregressiveHarness(HFLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         # HFLM drops a system message that the template refuses.
-        return _chat(self.tokenizer, chat_history, self.settings, add_generation_prompt)
+        return _chat(self.tokenizer, chat_history, self.options, add_generation_prompt)
 
     def tok_batch_encode(self, strings: list[str], **options: Any) -> Any:
-        self._prompts = strings  # the next texts are of these
+        self._prompts = strings  # the next call of `_model_generate` completes these
         return super().tok_batch_encode(strings, **options)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **settings: Any) -> Any:
@@ -379,7 +359,7 @@ class AutoregressiveHarness(HFLM):
             found = super()._model_generate(
                 context, max_length, stop, **settings, logits_processor=LogitsProcessorList([check])
             )
-        # The last token that is not padding, and one more: the end-of-sequence token may be the padding token.
+        # Up to one token after the last that is not padding: EOS may be the padding token.
         written = (found[:, context.shape[1] :] != self.tokenizer.pad_token_id).cumsum(dim=1).argmax(dim=1) + 2
         ends = (context.shape[1] + written).clamp(max=found.shape[1]).tolist()
         columns = check.finite(len(found), found.shape[1])
@@ -396,7 +376,8 @@ class AutoregressiveHarness(HFLM):
         disable_tqdm: bool,
         begin: Callable[[list[int]], None] = lambda own: None,
     ) -> list[Any]:
-        """The results of all requests, of which this process computes its share; `begin` gets the numbers of these."""
+        """Results of all requests, of which this process computes its part. `begin` is called with the indices of that
+        part."""
         section, known = self.finished.section(method.__name__, [request.args for request in requests])
         documents: dict[tuple[Any, Any], list[int]] = {}
         for number, request in enumerate(requests):
@@ -419,89 +400,95 @@ class AutoregressiveHarness(HFLM):
 
 
 def _chat(
-    tokenizer: Any, messages: list[dict[str, str]], settings: HarnessSettings, add_generation_prompt: bool
+    tokenizer: Any, messages: list[dict[str, str]], options: EvaluationOptions, add_generation_prompt: bool
 ) -> str:
-    return render_chat(tokenizer, messages, "--chat", settings.template_args, add_generation_prompt)
+    return render_chat(tokenizer, messages, "chat", options.chat_template_args, add_generation_prompt)
 
 
 def run_tasks(
     opened: LoadedModel,
-    names: Sequence[str],
-    settings: HarnessSettings,
+    options: EvaluationOptions,
     replicas: Replicas = ALONE,
     finished: FinishedParts | None = None,
 ) -> dict[str, Any] | None:
-    """Results of lm-evaluation-harness ("results" and "versions" by task, "samples", "n-samples"), with "sampled": by
-    task, the sampler settings of a diffusion model.
+    """Run the tasks of `options`.
 
-    With several processes the first one alone runs the harness; all answer its requests, and None is returned in the
-    others. A name is one of `LOCAL`, a task of lm-evaluation-harness, or a YAML file. Autoregressive models run
-    through its HFLM. Raises DlmBridgeError for an unknown task, or one whose data are not available.
+    Returns:
+        In the main process, the results of lm-evaluation-harness ("results" and "versions" by task, "samples",
+        "n-samples"), with "sampled": by task, the sampler settings of a diffusion model. None in the other processes,
+        which only answer the requests of the main process's harness.
+
+    Raises:
+        SettingError: a task is unknown, or a setting is not supported.
+        InputFileError: the data of a task is not available or damaged.
+        RowError: a document cannot be evaluated.
     """
+    names = options.tasks
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if settings.run_unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # asked for by the metric code_eval
+    if options.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by the metric code_eval
     if not replicas.leads:
-        torch.manual_seed(settings.seed + replicas.number)  # of what beams draw
-        serve(_harness_model(opened, settings, replicas.broadcast(), replicas, finished))
+        torch.manual_seed(options.seed + replicas.number)  # for beam sampling
+        serve(_harness_model(opened, options, replicas.broadcast(), replicas, finished))
         return None
     manager = TaskManager(include_defaults=any(_is_harness_task(name) for name in names))
     known = {*LOCAL, *manager.all_tasks}
     for name in names:
         if _is_harness_task(name) and name not in known:
-            near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "more, which lm-eval ls tasks lists"
-            raise DlmBridgeError(f"--tasks {name}: unknown; here are {', '.join(LOCAL)}; the harness has {near}")
+            near = ", ".join(manager.match_tasks([f"*{name}*"])[:5]) or "those of `lm-eval ls tasks`"
+            raise SettingError("tasks", f"{name} is unknown: built in are {', '.join(LOCAL)}; the harness has {near}")
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise DlmBridgeError(f"--tasks {name}: no such file")
+            raise InputFileError(name, "no such file")
     try:
         asked_for = [local_task(name) if name in LOCAL else name for name in names]
         loaded = manager.load(asked_for)
         kinds = {name: task.get_config("output_type") for name, task in loaded["tasks"].items()}
         unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
-        if unsafe and not settings.run_unsafe_code:
-            raise DlmBridgeError(
-                f"--tasks {unsafe[0]}: executes code that the model writes: start it in a container, with "
-                "--confirm-run-unsafe-code"
+        if unsafe and not options.confirm_run_unsafe_code:
+            raise SettingError(
+                "confirm_run_unsafe_code",
+                f"{unsafe[0]} executes code written by the model: use a container, and set it",
             )
-        if settings.chat and opened.tokenizer.chat_template is None:
-            raise DlmBridgeError(
-                "--chat: the tokenizer has no chat template: leave it out, or name another --tokenizer"
-            )
+        if options.chat and opened.tokenizer.chat_template is None:
+            raise SettingError("chat", "the tokenizer has no chat template: set `tokenizer` to one that has")
         greedy_tasks = frozenset(name for name, kind in kinds.items() if kind == "loglikelihood")
-        asked = _harness_model(opened, settings, replicas.broadcast(greedy_tasks), replicas, finished)
+        asked = _harness_model(opened, options, replicas.broadcast(greedy_tasks), replicas, finished)
         with (
-            patch.object(evaluator, "get_git_commit_hash", lambda: None),  # it logs an error outside of a repository
+            patch.object(evaluator, "get_git_commit_hash", lambda: None),  # logs an error outside of a repository
             _checked_requests(asked),
         ):
             results = evaluator.simple_evaluate(
                 model=asked,
                 tasks=asked_for if loaded["groups"] else list(loaded["tasks"].values()),
                 task_manager=manager,
-                num_fewshot=settings.shots,
-                limit=settings.limit,
-                batch_size=settings.batch_size,
-                apply_chat_template=settings.chat,
-                system_instruction=settings.system,
-                fewshot_as_multiturn=settings.chat and settings.fewshot_as_multiturn,
-                confirm_run_unsafe_code=settings.run_unsafe_code,
-                gen_kwargs=None if isinstance(asked, DiffusionHarness) else _transformers_settings(settings) or None,
-                random_seed=settings.seed,
-                numpy_random_seed=settings.seed,
-                torch_random_seed=settings.seed,
-                fewshot_random_seed=settings.seed,
+                num_fewshot=options.shots,
+                limit=options.limit,
+                batch_size=options.batch_size,
+                apply_chat_template=options.chat,
+                system_instruction=options.system,
+                fewshot_as_multiturn=options.chat and options.fewshot_as_multiturn is not False,
+                confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+                gen_kwargs=None if isinstance(asked, DiffusionHarness) else _transformers_settings(options) or None,
+                random_seed=options.seed,
+                numpy_random_seed=options.seed,
+                torch_random_seed=options.seed,
+                fewshot_random_seed=options.seed,
                 bootstrap_iters=1000,
             )
+    except DlmBridgeError:
+        raise
     except Exception as error:
-        if _is_a_mistake_of_ours(error):
+        if _is_internal(error):
             raise
-        raise DlmBridgeError(f"--tasks {','.join(names)}: {library_cause(error)}") from error
-    replicas.broadcast()  # the others have answered all requests
+        raise InputFileError(",".join(names), library_cause(error)) from error
+    replicas.broadcast()  # ends `serve` in the other processes
     return {**results, "sampled": getattr(asked, "sampled", {})}
 
 
 @contextmanager
 def _checked_requests(asked: Any) -> Iterator[None]:
-    """In which the harness's tasks let a diffusion model check their requests: it makes those of all tasks first."""
+    """Context manager: a diffusion model checks the requests of all tasks, which the harness builds before it runs
+    any."""
     build = Task.build_all_requests
 
     def build_and_check(task: Task, **options: Any) -> None:
@@ -514,32 +501,32 @@ def _checked_requests(asked: Any) -> Iterator[None]:
 
 def _harness_model(
     opened: LoadedModel,
-    settings: HarnessSettings,
+    options: EvaluationOptions,
     greedy_tasks: frozenset[str],
     replicas: Replicas,
     finished: FinishedParts | None,
 ) -> Any:
     if opened.diffusion:
-        return DiffusionHarness(opened, settings, greedy_tasks, replicas, finished)
+        return DiffusionHarness(opened, options, greedy_tasks, replicas, finished)
     if is_gemma(opened.model):
-        return GemmaHarness(opened, settings, replicas=replicas, finished=finished)
-    return AutoregressiveHarness(opened, settings, replicas, finished)
+        return GemmaHarness(opened, options, replicas=replicas, finished=finished)
+    return AutoregressiveHarness(opened, options, replicas, finished)
 
 
-def _transformers_settings(settings: HarnessSettings) -> dict[str, Any]:
+def _transformers_settings(options: EvaluationOptions) -> dict[str, Any]:
     """Sampler settings under the harness's names, for autoregressive models."""
-    given = merge_names(settings.sampler)
-    given.pop("seed", None)  # the harness seeds everything
-    if "max_new_tokens" in given:  # of the harness's names for it the first one wins, which tasks have
+    given = merge_names(options.set)
+    given.pop("seed", None)  # the harness sets all seeds
+    if "max_new_tokens" in given:  # the first of the harness's names takes precedence; tasks use it
         given[LENGTHS[0]] = given.pop("max_new_tokens")
     if "temperature" in given:
         given["do_sample"] = given["temperature"] > 0
     return given
 
 
-def _is_a_mistake_of_ours(error: Exception) -> bool:
-    """Whether an exception that `run_tasks` caught was raised by the model's side, and not by the harness's reading of
-    a task and its data, which may raise anything. Those three types say what is wrong with an input."""
+def _is_internal(error: Exception) -> bool:
+    """True if an exception was raised by a model class of this package, not by the harness reading a task and its
+    data. OSError, ValueError and KeyError describe invalid input."""
     if isinstance(error, (OSError, ValueError, KeyError)):
         return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -547,7 +534,7 @@ def _is_a_mistake_of_ours(error: Exception) -> bool:
 
 
 def _documents(requests: Sequence[Instance]) -> Callable[[int], str]:
-    """Gives the name of a request's document by the request's number."""
+    """Return a function from the index of a request to the name of its document."""
     return [f"task {request.task_name}, document {request.doc_id}" for request in requests].__getitem__
 
 

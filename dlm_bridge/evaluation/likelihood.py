@@ -1,13 +1,13 @@
 """Monte-Carlo likelihood bounds of diffusion models, by the family's own training objective.
 
 The evidence lower bound of an answer of L tokens masks l ~ U{1..L} of them, uniformly over subsets of one size and
-never the prompt, and weights the masked tokens' log-probabilities by L / l (LLaDA, arXiv 2502.09992, equation 6: exact
-in expectation, with less variance than masking each token independently). Where a family denoises block by block,
-given the clean blocks before, the answer's tokens of each block are such an answer of their own (BD3-LM, arXiv
-2503.09573), and one pass computes all blocks. The family's training objective decides the attention mask and which
-logits predict which token.
+without the prompt, and weights the masked tokens' log-probabilities by L / l (LLaDA, arXiv 2502.09992, equation 6:
+exact in expectation, with less variance than masking each token independently). If a family denoises block by block,
+given the clean blocks before, the answer's tokens in each block have their own bound (BD3-LM, arXiv 2503.09573), and
+one pass computes all blocks. The family's training objective determines the attention mask and the tokens that logits
+predict.
 
-A model that was trained with noise of random tokens, as its config says, has the bound of that noise instead: t ~ U(0,
+A model trained with noise of random tokens, as recorded in its config, has the bound of that noise instead: t ~ U(0,
 1), and the loss of every token of the answer with the weights of `objectives.losses`.
 """
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention.masks import MaskDescriptor
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
+from dlm_bridge.errors import NonFiniteError, RowError, SettingError
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
@@ -43,9 +43,9 @@ NO_FIGURE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Token ids of a prompt and of the answer whose likelihood given the prompt is bounded."""
+    """Token ids of a prompt, and of the answer whose likelihood given the prompt is bounded."""
 
-    prompt: tuple[int, ...]  # at least one
+    prompt: tuple[int, ...]  # at least one token
     answer: tuple[int, ...]
 
     @property
@@ -55,8 +55,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class LikelihoodBound:
-    """A bound in nats: the mean over the samples, in expectation at most the log-likelihood, and its standard error
-    (0 with a single sample)."""
+    """Bound in nats: the mean over the samples, whose expectation is at most the log-likelihood, and its standard
+    error (0 with a single sample)."""
 
     value: float
     error: float
@@ -64,10 +64,10 @@ class LikelihoodBound:
 
 @dataclass(frozen=True)
 class BoundEstimator:
-    """How the likelihood of a family's answers is bounded."""
+    """Estimator of likelihood bounds for a family."""
 
     objective: Objective
-    block: int | None  # block size; None where the whole answer is denoised at once
+    block: int | None  # block size; None: the whole answer is denoised at once
 
     @property
     def described(self) -> str:
@@ -78,11 +78,11 @@ class BoundEstimator:
 
 
 def bound_estimator(model: Any) -> BoundEstimator:
-    """The estimator of a model's family. Raises DlmBridgeError for a config without the settings that it needs."""
+    """Estimator for a model. Raises CheckpointError for a config without the values that it needs."""
     chosen = family_objective(model)
     if chosen.noise_process != "mask":
         return BoundEstimator(dataclasses.replace(chosen, eps=0.0, loss_weighting="bound"), None)
-    if chosen.samples_clean_stream:  # in blocks of one token the clean stream predicts each: the bound is exact
+    if chosen.samples_clean_stream:  # with blocks of one token the clean stream predicts every token: exact
         chosen = dataclasses.replace(chosen, block_size=1)  # type: ignore[call-arg]
     if chosen.streams == 2:
         return BoundEstimator(chosen, chosen.block_size)  # type: ignore[attr-defined]
@@ -101,11 +101,14 @@ def likelihood_bounds(
     finished: FinishedParts | None = None,
 ) -> list[LikelihoodBound]:
     """Bound of each answer from `samples` forward passes, `batch_size` rows at a time, on `replicas` together, without
-    those that are `finished`.
+    the samples that are `finished`.
 
     The samples of an answer are stratified over the number of masks. Noise is keyed by (seed, sample, prompt): it
-    depends on neither order nor batch, and answers to one prompt are compared under the same noise. Raises RowError,
-    whose rows are numbers of answers: before the first pass where they hold the mask token, and NonFiniteError.
+    depends on neither order nor batch, and answers to one prompt are compared under the same noise.
+
+    Raises:
+        RowError: answers contain the mask token; raised before the first forward pass. Rows are indices of answers.
+        NonFiniteError: bounds are NaN or infinite.
     """
     estimator = bound_estimator(model)
     check_answers(model, answers)
@@ -131,7 +134,7 @@ def likelihood_bounds(
             for (number, sample), value in zip(part, found, strict=True):
                 values[number, sample] = value
             finished.add(section, dict(zip(chosen, map(float, found), strict=True)))
-    values = np.sum(replicas.gather(values), axis=0)  # each value is one share's, and 0 in the others
+    values = np.sum(replicas.gather(values), axis=0)  # each value is 0 in all processes but one
     check_finite(values.sum(axis=1))
     errors = values.std(axis=1, ddof=1) / math.sqrt(samples) if samples > 1 else np.zeros(len(answers))
     return [
@@ -140,16 +143,16 @@ def likelihood_bounds(
 
 
 def check_answers(model: Any, answers: Sequence[Answer]) -> None:
-    """Raise RowError where an answer or its prompt holds the mask token, which would count as a mask; its rows are
-    their numbers. An ordinary mask token is text."""
+    """Raise RowError for answers or prompts with the mask token, which would count as a mask (unless it is an ordinary
+    token); its rows are indices of answers."""
     mask = bound_estimator(model).objective.mask_token
     bad = [number for number, one in enumerate(answers) if mask in one.prompt or mask in one.answer]
     if mask is not None and bad:
-        raise RowError(f"the text holds the mask token {mask}: leave it out of the data", bad)
+        raise RowError(f"the text contains the mask token {mask}: remove it from the data", bad)
 
 
 def check_finite(values: Sequence[float] | np.ndarray[Any, Any]) -> None:
-    """Raise NonFiniteError where log-likelihoods are NaN or infinite; its rows are their numbers."""
+    """Raise NonFiniteError for log-likelihoods that are NaN or infinite; its rows are their indices."""
     bad = np.flatnonzero(~np.isfinite(np.asarray(values, dtype=np.float64))).tolist()
     if bad:
         raise NonFiniteError(NO_FIGURE, bad if len(bad) < len(values) else ())
@@ -157,18 +160,16 @@ def check_finite(values: Sequence[float] | np.ndarray[Any, Any]) -> None:
 
 @torch.no_grad()
 def is_greedy(model: Any, answer: Answer) -> bool:
-    """Whether greedy decoding gives the answer: per step the most confident token of the first unfinished block.
-    Raises DlmBridgeError for a model of random tokens, which has no such decoding, and NonFiniteError."""
+    """True if greedy decoding gives the answer, committing per step the most confident token of the first unfinished
+    block. Raises SettingError for a model of random tokens, which has no such decoding, and NonFiniteError."""
     estimator = bound_estimator(model)
     if estimator.objective.noise_process != "mask":
-        raise DlmBridgeError(
-            f"a model trained with {estimator.objective.noise_process} noise has no greedy decoding, which this "
-            "task's metric asks for: leave the task out"
-        )
+        noise = estimator.objective.noise_process
+        raise SettingError("tasks", f"a metric needs greedy decoding, which models trained with {noise} noise lack")
     blocks = _block_ids(estimator, answer)
     left = np.ones(len(answer.answer), dtype=bool)
     while left.any():
-        # Later blocks are masked, too, and ignored below.
+        # Later blocks are also masked, and ignored below.
         batch = _bound_batch(estimator, [answer], [MaskSample(left, np.ones(len(left)))])
         logits_MV = _logits(model, batch).float()
         if estimator.objective.mask_token is not None:
@@ -186,7 +187,7 @@ def is_greedy(model: Any, answer: Answer) -> bool:
 
 @dataclass(frozen=True)
 class MaskSample:
-    """One random mask of an answer's tokens, and the weight of each masked token."""
+    """Random mask of an answer's tokens, and the weight of each masked token."""
 
     masked: np.ndarray[Any, Any]  # [L] bool
     weights: np.ndarray[Any, Any]  # [L] float64
@@ -197,7 +198,7 @@ def _sample_mask(estimator: BoundEstimator, answer: Answer, seed: int, sample: i
     blocks = _block_ids(estimator, answer)
     key = zlib.crc32(np.asarray(answer.prompt, dtype=np.int64).tobytes())
     generator = keyed_generator(seed, Purpose.LIKELIHOOD, sample, key)
-    fractions = (sample + generator.random(int(blocks[-1]) + 1)) / samples % 1  # of each block that is masked
+    fractions = (sample + generator.random(int(blocks[-1]) + 1)) / samples % 1  # masked fraction of each block
     numbers = generator.random(count)
     sizes = np.bincount(blocks)
     wanted = 1 + np.minimum((fractions * sizes).astype(np.int64), sizes - 1)
@@ -219,7 +220,7 @@ def _block_ids(estimator: BoundEstimator, answer: Answer) -> np.ndarray[Any, Any
 class BoundBatch:
     """Model inputs of B rows, and the tokens that their M logits predict."""
 
-    noisy: NoisyBatch  # its mask [B, S]: the positions of the logits
+    noisy: NoisyBatch  # `noisy.mask` [B, S]: positions of the logits
     rows: torch.Tensor  # [M] int64
     columns: torch.Tensor  # [M] int64
     targets: torch.Tensor  # [M] int64
@@ -243,14 +244,14 @@ def _random_token_bounds(
     """Sample number `turns[i]` of each row's bound under noise of random tokens."""
     tokens, labels, real = _padded(rows)
     levels = torch.zeros(len(rows), dtype=torch.float64)
-    numbers = torch.zeros(2, *tokens.shape, dtype=torch.float64)  # whether a token is replaced, and by which
+    numbers = torch.zeros(2, *tokens.shape, dtype=torch.float64)  # select replaced tokens, and their replacements
     for place, (row, sample) in enumerate(zip(rows, turns, strict=True)):
         key = zlib.crc32(np.asarray(row.prompt, dtype=np.int64).tobytes())
         generator = keyed_generator(seed, Purpose.LIKELIHOOD, sample, key)
         levels[place] = (sample + generator.random()) / samples % 1
         drawn = torch.from_numpy(generator.random((len(row.answer), 2)))
         numbers[:, place, len(row.prompt) : row.length] = drawn.T
-    levels.clamp_(2**-40, 1 - 2**-40)  # where the weights are finite
+    levels.clamp_(2**-40, 1 - 2**-40)  # weights are infinite at 0 and 1
     whole = torch.ones(len(rows))
     uniforms = Uniforms(levels, numbers[0], whole, whole, torch.zeros(tokens.shape), numbers[1])
     noisy = objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real)
@@ -261,7 +262,7 @@ def _random_token_bounds(
 
 
 def _padded(rows: Sequence[Answer]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[B, L] each: tokens, labels of the answers alone, and true where a token is no padding."""
+    """[B, L] tokens, [B, L] labels of the answers, [B, L] bool: False at padding."""
     length = max(row.length for row in rows)
     tokens, labels = torch.zeros(len(rows), length, dtype=torch.long), torch.full((len(rows), length), IGNORE_INDEX)
     real = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -283,11 +284,11 @@ def _bound_batch(estimator: BoundEstimator, rows: Sequence[Answer], mask_samples
         answer = slice(len(row.prompt), row.length)
         masked[number, answer] = torch.from_numpy(sampled.masked)
         weights[number, answer] = torch.from_numpy(sampled.weights)
-    # Objectives mask tokens whose number is below the mask probability, here one half.
+    # Objectives mask tokens with numbers below the masking probability, here one half.
     number_BL = torch.where(masked, 0.0, 1 - 2**-24)
     half_B, fraction_BL = torch.full((len(rows),), 0.5), torch.full((len(rows), length), 0.5)
     if objective.exact_block_masks and estimator.block is not None:
-        # The lowest numbers of a block are masked, as many as the block's fraction says.
+        # The objective masks a block's fraction of its tokens, those with the lowest numbers.
         fraction_BL = _masked_fractions(masked, labels != IGNORE_INDEX, estimator.block)
     uniforms = Uniforms(level=half_B, token=number_BL, cut=half_B + 0.5, cut_length=half_B, block=fraction_BL)
     noisy = _first_rows(objective.noise(tokens, uniforms, labels, None if bool(real.all()) else real), len(rows))
@@ -310,9 +311,9 @@ def _predicting_positions(
     predicting = noisy.mask.clone()
     if estimator.block is None:
         return predicting, torch.arange(int(masked.sum()))
-    predicting[:, length:] = False  # the clean stream's own predictions
+    predicting[:, length:] = False  # predictions of the clean stream
     if not estimator.objective.shift:
-        # Masks keep their order also where an objective reorders the tokens of a block.
+        # Masks keep their order even if an objective reorders the tokens of a block.
         return predicting, torch.arange(int(masked.sum()))
     # A block's first token is predicted by the last token of the block before, from the clean stream.
     rows, columns = masked.nonzero(as_tuple=True)
@@ -335,7 +336,7 @@ def _first_rows(noisy: NoisyBatch, rows: int) -> NoisyBatch:
 
 
 def _masked_fractions(masked: torch.Tensor, counted: torch.Tensor, block: int) -> torch.Tensor:
-    """[B, L]: in column b the masked fraction of the counted tokens in block b, 0 where it has none."""
+    """[B, L]: in column b the masked fraction of the counted tokens of block b; 0 if it has none."""
     blocks = torch.arange(masked.shape[1]) // block
     zeros = torch.zeros(masked.shape, dtype=torch.float32)
     sums = [zeros.index_add(1, blocks, values.float()) for values in (masked, counted)]
@@ -343,5 +344,5 @@ def _masked_fractions(masked: torch.Tensor, counted: torch.Tensor, block: int) -
 
 
 def _logits(model: Any, batch: BoundBatch) -> torch.Tensor:
-    """[M, V]."""
+    """[M, V] logits of a batch."""
     return batch.noisy.to(model.get_input_embeddings().weight.device).logits(model)

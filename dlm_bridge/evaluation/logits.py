@@ -1,7 +1,7 @@
 """Comparison of two checkpoints' logits (`verify --logits`).
 
-Both models compute the same random tokens in fp32: a Megatron checkpoint with megatron-core on one process where it
-can hold the model, everything else with transformers.
+Both models compute the same random tokens in fp32: a Megatron checkpoint with megatron-core on one process if it
+supports the model, everything else with transformers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from dlm_bridge.bridge import Bridge, PathLike
 from dlm_bridge.convert.checkpoints import open_checkpoint, open_megatron
 from dlm_bridge.convert.verify import Difference, LogitsVerdict, Verdict
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, SettingError
 from dlm_bridge.models.rope import rope_parameters, window_settings
 from dlm_bridge.registration import load
 
-# Absolute, and relative to the largest logit where that is above one: the precision of fp32. (With 32 layers and
-# logits up to 40, two correct implementations differ by 4e-5.)
+# Absolute, and relative to the largest logit if that is above one: the precision of fp32. (With 32 layers and logits
+# up to 40, two correct implementations differ by 4e-5.)
 TOLERANCE = 1e-5
 MEGATRON, TRANSFORMERS = "megatron-core", "transformers"
-CANVAS = 256  # DiffusionGemma's, where config.json leaves it out
+CANVAS = 256  # DiffusionGemma's canvas length if config.json has none
 LENGTH = 32  # minimum number of positions
 BEYOND = 8  # positions past a window or the original context
 CHEAP_WORK = 2**40  # parameters times positions: seconds to a few minutes on one CPU
@@ -31,23 +31,19 @@ CHEAP_SCORES = 2**28  # heads times positions squared: 1 GiB in fp32
 
 
 def check_alone(path: PathLike) -> None:
-    """Raise DlmBridgeError unless a checkpoint's logits can be computed in two ways: it is a Megatron checkpoint, and
+    """Raise SettingError unless a checkpoint's logits can be computed in two ways: it is a Megatron checkpoint, and
     megatron-core is installed and supports its model."""
     bridge = Bridge(open_checkpoint(path))
-    if bridge.checkpoint.iteration is None:
-        raise DlmBridgeError(
-            f"{path}: --logits of one checkpoint compares megatron-core with transformers, so it must be a Megatron "
-            f"one: name a second checkpoint"
-        )
-    if reason := unsupported_reason(bridge):
-        raise DlmBridgeError(f"{path}: nothing to compare its logits with, name a second checkpoint: {reason}")
+    reason = "not a Megatron checkpoint" if bridge.checkpoint.iteration is None else unsupported_reason(bridge)
+    if reason:
+        raise SettingError("logits", f"megatron-core cannot compute {path} ({reason}): name a second checkpoint")
 
 
 def add_logits(verdict: Verdict, a: PathLike, b: PathLike | None = None) -> None:
     """Add the comparison of both models' logits to a verdict; a difference makes it unequal.
 
-    Without `b`, megatron-core's logits are compared with transformers' of the same Megatron checkpoint
-    (see `check_alone`).
+    Without `b`, the logits of megatron-core and transformers for the same Megatron checkpoint are compared (see
+    `check_alone`).
     """
     try:
         found = verdict.logits = compare_logits(a, b)
@@ -64,15 +60,17 @@ def add_logits(verdict: Verdict, a: PathLike, b: PathLike | None = None) -> None
 
 
 def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
-    """Both models' logits on the same tokens.
+    """Compare both models' logits on the same tokens.
 
-    Raises DlmBridgeError where either is not a whole model, their vocabularies differ or a logit is not finite.
+    Raises:
+        CheckpointError: a checkpoint is not a whole model, or the vocabularies differ.
+        NonFiniteError: a logit is NaN or infinite.
     """
     notes: list[str] = []
     first = _open(a, b, notes)
     second = _Computed(first.bridge, TRANSFORMERS) if b is None else _open(b, a, notes)
     if first.vocab != second.vocab:
-        raise DlmBridgeError(f"{a} has {first.vocab} tokens, {b} has {second.vocab}")
+        raise CheckpointError(b, f"has {second.vocab} tokens, {a} has {first.vocab}")
     length = max(side.length(notes) for side in ([first] if b is None else [first, second]))
     tokens = torch.randint(first.vocab, (1, length), generator=torch.Generator().manual_seed(0))
     device = torch.device("cpu")
@@ -81,7 +79,7 @@ def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
     one, two = first.logits(tokens, device), second.logits(tokens, device)
     for path, logits in ((a, one), (a if b is None else b, two)):
         if not logits.isfinite().all():
-            raise DlmBridgeError(f"{path}: its logits are not finite")
+            raise NonFiniteError(rows=[str(path)])
     largest = float(one.abs().max())
     return LogitsVerdict(
         a=first.engine,
@@ -95,54 +93,55 @@ def compare_logits(a: PathLike, b: PathLike | None = None) -> LogitsVerdict:
 
 
 def _open(path: PathLike, other: PathLike | None, notes: list[str]) -> _Computed:
-    """A checkpoint with the engine that computes it; `notes` says why a Megatron one is not on megatron-core."""
+    """Open a checkpoint with the engine that computes it. Appends to `notes` the reason why megatron-core does not
+    compute a Megatron checkpoint."""
     try:
         bridge = Bridge(open_checkpoint(path))
-    except DlmBridgeError:  # a Megatron checkpoint without a manifest: the other names its model
+    except DlmBridgeError:  # a Megatron checkpoint without a manifest: the other one identifies the model
         if other is None:
             raise
         bridge = Bridge(open_megatron(path, like=other))
     if bridge.checkpoint.iteration is None:
         return _Computed(bridge, TRANSFORMERS)
     if reason := unsupported_reason(bridge):
-        notes.append(f"{path}: its logits are {TRANSFORMERS}', not {MEGATRON}'s: {reason}")
+        notes.append(f"{path}: computed by {TRANSFORMERS}, not {MEGATRON}: {reason}")
         return _Computed(bridge, TRANSFORMERS)
     return _Computed(bridge, MEGATRON)
 
 
 @dataclass
 class _Computed:
-    """A checkpoint whose logits are computed by `engine`."""
+    """Checkpoint whose logits are computed by `engine`."""
 
     bridge: Bridge
     engine: str  # MEGATRON or TRANSFORMERS
 
     @property
     def config(self) -> Any:
-        """The Hub-side model's configuration object."""
+        """Configuration object of the Hub model."""
         return self.bridge.family.load("config_class").from_dict(self.bridge.config).get_text_config()
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding and of the logits; on one process megatron-core does not pad them."""
+        """Vocabulary size of the embedding and the logits, which megatron-core does not pad on one process."""
         return self.bridge.dims.vocab
 
     @property
     def canvas(self) -> int:
-        """Tokens of the canvas that follows a prompt where a model has one, else 0."""
+        """Number of tokens of the canvas that follows a prompt; 0 for models without one."""
         if not (self.bridge.family.native and self.bridge.family.kind == "diffusion"):
             return 0
         return int(self.bridge.config.get("canvas_length") or CANVAS)
 
     @property
     def _text(self) -> dict[str, Any]:
-        """The text tower's section of config.json, where it has one."""
+        """Section of config.json for the text tower; empty without one."""
         found: dict[str, Any] = self.bridge.config.get("text_config") or {}
         return found
 
     def length(self, notes: list[str]) -> int:
-        """Number of positions: two and a half blocks, and more than a sliding window and than a scaled RoPE's original
-        context, unless that is expensive, which `notes` says."""
+        """Number of positions: at least two and a half blocks, and, unless expensive, more than a sliding window and a
+        scaled RoPE's original context. Appends to `notes` what was not tested."""
         length = LENGTH + self.canvas
         if self.canvas:
             notes.append(f"{self.bridge.checkpoint.where}: the vision tower was not run")
@@ -157,7 +156,7 @@ class _Computed:
             if self._is_cheap(size + BEYOND):
                 length = size + BEYOND
             else:
-                notes.append(f"{self.bridge.checkpoint.where}: the {name} of {size} positions was too long to pass")
+                notes.append(f"{self.bridge.checkpoint.where}: the {name} of {size} positions was not exceeded")
         return length
 
     def _is_cheap(self, length: int) -> bool:
@@ -167,9 +166,9 @@ class _Computed:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """[1, S, V] on the CPU, of a canvas after its second step, which is conditioned on the first one's logits.
+        """[1, S, V] logits on the CPU; for a canvas, those of its second step, conditioned on the first step's logits.
 
-        The model is freed on return, so that only one is in memory.
+        The model is freed on return, so that only one model is in memory.
         """
         if self.engine == MEGATRON:
             return load("engines", "megatron")().logits(self.bridge, tokens)
@@ -183,7 +182,7 @@ class _Computed:
 
 
 def unsupported_reason(bridge: Bridge) -> str | None:
-    """Why megatron-core cannot compute this model here (not installed, or no such model); None where it can."""
+    """Reason why megatron-core cannot compute a model (not installed, or not supported); None if it can."""
     try:
         load("engines", "megatron")().check_logits(bridge)
     except DlmBridgeError as error:

@@ -6,22 +6,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, rows_named
+from dlm_bridge.errors import CheckpointError, InputFileError, SettingError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, likelihood_bounds
+from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.files.reading import check_text_file
 from dlm_bridge.generation.gemma import is_gemma
 
-WINDOW = 1024
+if TYPE_CHECKING:
+    from dlm_bridge.loading import LoadedModel
+
 NO_LIKELIHOOD = (
-    "DiffusionGemma has no likelihood bound here: its canvas is uniform noise without a mask token. Evaluate it by "
-    "tasks that generate"
+    "DiffusionGemma has no likelihood bound: its canvas is uniform noise without a mask token. Evaluate it on tasks "
+    "that generate texts"
 )
 
 
@@ -29,8 +32,9 @@ NO_LIKELIHOOD = (
 class Perplexity:
     """Perplexity of a text of `tokens` tokens and `bytes` bytes.
 
-    `nats` is the negative log-likelihood per token, or an upper bound of it; `error` its standard error over the
-    noise, 0 where it is exact.
+    Args:
+        nats: negative log-likelihood per token, or an upper bound of it.
+        error: standard error of `nats` over the noise; 0 if it is exact.
     """
 
     exact: bool
@@ -54,53 +58,52 @@ class Perplexity:
 
 
 def text_perplexity(
-    model: Any,
-    tokenizer: Any,
+    opened: LoadedModel,
     file: Path,
-    *,
-    diffusion: bool,
-    samples: int,
-    window: int = WINDOW,
-    limit: int | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
+    options: EvaluationOptions,
     replicas: Replicas = ALONE,
     finished: FinishedParts | None = None,
 ) -> Perplexity:
     """Perplexity of a text file, measured by `replicas` together, without the windows that are `finished`.
 
-    The text is split into windows that begin with the last token of the window before; the first begins with the
-    tokenizer's first token of a text. At most `limit` windows are evaluated. Raises DlmBridgeError for a file that is
-    not UTF-8 text or is empty, NonFiniteError for a window whose likelihood is not finite.
+    The text is split into windows of `options.window` tokens. A window begins with the last token of the previous one;
+    the first begins with the tokenizer's BOS (else EOS) token. At most `options.limit` windows are evaluated.
+
+    Raises:
+        InputFileError: the file is empty or not UTF-8 text.
+        SettingError: the model has no likelihoods.
+        NonFiniteError: the likelihood of a window is NaN or infinite.
     """
+    model, tokenizer = opened.model, opened.tokenizer
     if is_gemma(model):
-        raise DlmBridgeError(f"--perplexity {file}: {NO_LIKELIHOOD}")
-    check_text_file(file, f"--perplexity {file}")
+        raise SettingError("perplexity", NO_LIKELIHOOD)
+    check_text_file(file)
     try:
         text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise DlmBridgeError(f"--perplexity {file}: not UTF-8 text") from None
-    except OSError as error:
-        raise DlmBridgeError(f"--perplexity {file}: {error.strerror}") from None
+    except (UnicodeDecodeError, OSError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputFileError(file, str(cause)) from None
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise DlmBridgeError(f"--perplexity {file}: no text in it")
-    rows = list(windows(ids, first_token(model, tokenizer), window))
-    shortened = rows[:limit]
+        raise InputFileError(file, "no text in it")
+    rows = list(windows(ids, first_token(model, tokenizer), options.window))
+    shortened = rows[: options.limit]
     read = [token for row in shortened for token in row.answer]
     size = len(text.encode()) if len(shortened) == len(rows) else len(tokenizer.decode(read).encode())
-    with rows_named(lambda number: f"--perplexity {file}, window {number + 1}"):
-        if diffusion:
-            found = likelihood_bounds(model, shortened, samples, seed, batch_size, replicas, finished)
+    with rows_named(lambda number: f"{file}, window {number + 1}"):
+        if opened.diffusion:
+            found = likelihood_bounds(
+                model, shortened, options.mc_samples, options.seed, options.rows, replicas, finished
+            )
             total, spread = -sum(bound.value for bound in found), math.sqrt(sum(bound.error**2 for bound in found))
         else:
-            total, spread = -sum(exact_log_likelihoods(model, shortened, batch_size, replicas, finished)), 0.0
+            total, spread = -sum(exact_log_likelihoods(model, shortened, options.rows, replicas, finished)), 0.0
     return Perplexity(
-        exact=not diffusion,
+        exact=not opened.diffusion,
         tokens=len(read),
         bytes=size,
         windows=len(shortened),
-        window=window,
+        window=options.window,
         nats=total / len(read),
         error=spread / len(read),
     )
@@ -115,7 +118,7 @@ def exact_log_likelihoods(
     finished: FinishedParts | None = None,
 ) -> list[float]:
     """Log-likelihood of each answer under an autoregressive model, in nats, computed by `replicas` together, without
-    those that are `finished`. Raises NonFiniteError, whose rows are numbers of answers."""
+    the answers that are `finished`. Raises NonFiniteError, whose rows are indices of answers."""
     finished = finished or FinishedParts()
     section, known = finished.section("likelihoods", [astuple(answer) for answer in answers])
     left, found = [number for number in range(len(answers)) if number not in known], dict(known)
@@ -131,7 +134,7 @@ def exact_log_likelihoods(
 
 
 def _log_likelihoods(model: Any, rows: Sequence[Answer]) -> list[float]:
-    """Those of one batch."""
+    """Log-likelihoods of one batch."""
     device = model.get_input_embeddings().weight.device
     length = max(row.length for row in rows)
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
@@ -148,7 +151,7 @@ def _log_likelihoods(model: Any, rows: Sequence[Answer]) -> list[float]:
 
 
 def first_token(model: Any, tokenizer: Any) -> int:
-    """The token that precedes a text: the bos token, else the eos token."""
+    """Token that precedes a text: BOS, else EOS. Raises CheckpointError if there is neither."""
     for token in (
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
@@ -157,11 +160,12 @@ def first_token(model: Any, tokenizer: Any) -> int:
     ):
         if token is not None:
             return token[0] if isinstance(token, list) else int(token)
-    raise DlmBridgeError("the tokenizer has neither a token that begins a text nor one that ends it")
+    raise CheckpointError(tokenizer.name_or_path, "the tokenizer has neither a BOS nor an EOS token")
 
 
 def windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:
-    """A text's tokens in windows of at most `window`; the prompt of each is the token before it, at first `first`."""
+    """Split a text's tokens into windows of at most `window` tokens. The prompt of each is the token before it; that
+    of the first window is `first`."""
     for start in range(0, len(ids), window - 1):
         before = first if start == 0 else ids[start - 1]
         yield Answer((before,), tuple(ids[start : start + window - 1]))

@@ -1,4 +1,4 @@
-"""Results of an evaluation as a JSON file and as a table, with every setting that the figures depend on."""
+"""Results of an evaluation as JSON, with every setting that affects the figures."""
 
 from __future__ import annotations
 
@@ -13,26 +13,34 @@ from typing import Any
 import torch
 
 from dlm_bridge.evaluation.likelihood import bound_estimator
+from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.perplexity import Perplexity
 from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import is_gemma
 from dlm_bridge.loading import LoadedModel
 
 PACKAGES = ("dlm-bridge", "torch", "transformers", "lm-eval", "datasets")
+RECORDED = (
+    "tasks", "perplexity", "limit", "shots", "chat", "system", "fewshot_as_multiturn", "chat_template_args",
+    "mc_samples", "batch_size", "processes", "max_length", "seed", "sampler",
+)  # fmt: skip
 RESULTS, SAMPLES = "results.json", "samples.jsonl"
 
 
 def report(
     name: str,
     opened: LoadedModel,
-    settings: Mapping[str, Any],
+    options: EvaluationOptions,
+    processes: int,
     found: Mapping[str, Any] | None,
     text: Perplexity | None,
 ) -> dict[str, Any]:
-    """The content of results.json.
+    """Content of results.json.
 
-    `name` is the model as given by the user, `settings` are the command's, `found` is the result of
-    `harness.run_tasks`.
+    Args:
+        name: the model as given by the user.
+        processes: number of processes that shared the rows.
+        found: result of `harness.run_tasks`.
     """
     device = opened.model.device
     facts: dict[str, Any] = {
@@ -42,7 +50,7 @@ def report(
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "likelihood": _likelihood(opened),
-        "settings": dict(settings),
+        "settings": _settings(options, processes, opened.diffusion),
         "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
@@ -63,10 +71,8 @@ def report(
 
 
 def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | None, overwrite: bool) -> None:
-    """Write FOLDER/results.json and, for tasks, FOLDER/samples.jsonl (per line a document, its requests and answers).
-
-    Each is written atomically. Raises DlmBridgeError for files that exist, unless `overwrite`.
-    """
+    """Write FOLDER/results.json and, for tasks, FOLDER/samples.jsonl (one document with its requests and answers per
+    line), each atomically. Raises SettingError for files that exist, unless `overwrite`."""
     if found is not None:
         with atomic_file(folder / SAMPLES, overwrite) as stream:
             for task, rows in found["samples"].items():
@@ -74,6 +80,17 @@ def write(folder: Path, facts: Mapping[str, Any], found: Mapping[str, Any] | Non
                     stream.write(json.dumps({"task": task, **row}, default=str, ensure_ascii=False) + "\n")
     with atomic_file(folder / RESULTS, overwrite) as stream:
         stream.write(json.dumps(facts, indent=2, default=str) + "\n")
+
+
+def _settings(options: EvaluationOptions, processes: int, diffusion: bool) -> dict[str, Any]:
+    changed = {
+        "perplexity": None if options.perplexity is None else str(options.perplexity),
+        "fewshot_as_multiturn": options.fewshot_as_multiturn is not False if options.chat else None,
+        "mc_samples": options.mc_samples if diffusion else None,
+        "processes": processes,
+        "sampler": options.set,
+    }
+    return {name: changed[name] if name in changed else getattr(options, name) for name in RECORDED}
 
 
 def _likelihood(opened: LoadedModel) -> str:

@@ -1,4 +1,4 @@
-"""Finished parts of an evaluation: what an interrupted one has computed is not computed again."""
+"""Finished parts of an interrupted evaluation, which a resumed one does not compute again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dlm_bridge.files.reading import bytes_digest
 class FinishedParts:
     """Values of an evaluation by section (such as the texts of all requests) and index, written as they are computed.
 
-    Sections have the same names in a resumed evaluation: their kind, a digest of what is computed, and their number.
+    A section's name consists of its kind, a digest of its inputs, and a counter, so that it is the same in a resumed
+    evaluation.
     """
 
     def __init__(
@@ -27,7 +28,8 @@ class FinishedParts:
 
     @classmethod
     def open(cls, partial: PartialOutput, resume: bool, overwrite: bool, replicas: Replicas) -> FinishedParts:
-        """With what an interrupted evaluation has left, the same in all processes. Raises DlmBridgeError."""
+        """Load the values of an interrupted evaluation, in all processes. Raises SettingError for values that would be
+        lost, or of other settings."""
         known: dict[str, dict[int, Any]] = {}
         for rows in replicas.gather(partial.start(resume, overwrite)):
             for row in rows.values():
@@ -35,14 +37,14 @@ class FinishedParts:
         return cls(partial if replicas.leads_share else None, known)
 
     def section(self, kind: str, content: Any) -> tuple[str, Mapping[int, Any]]:
-        """The name of the next section of this kind and content, and its known values."""
+        """Return the name of the next section with this kind and content, and its known values."""
         name = f"{kind} {bytes_digest(json.dumps(content, sort_keys=True, default=str).encode())}"
         self._counts[name] += 1
         name = f"{name} {self._counts[name]}"
         return name, self._known.get(name, {})
 
     def add(self, section: str, values: Mapping[int, Any]) -> None:
-        """Write the finite values of a section. Raises DlmBridgeError where the disk refuses."""
+        """Write the finite values of a section. Raises ResourceError for disk errors."""
         values = {index: value for index, value in values.items() if _is_finite(value)}
         if self._partial is not None and values:
             row = {"section": section, "values": list(values.items())}

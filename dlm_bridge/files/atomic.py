@@ -1,7 +1,7 @@
-"""Atomic output files and folders, and the errors of a disk.
+"""Atomic output files and folders, and errors of the disk.
 
 An output folder is written under a hidden sibling's name, flushed, then renamed. A killed run leaves at most a hidden
-sibling; the next run to the same output resumes it, or removes it. A running one holds a file lock on its sibling.
+sibling; the next run with the same output resumes or removes it. A running process holds a file lock on its sibling.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TextIO
 
 from safetensors import SafetensorError
 
-from dlm_bridge.errors import DlmBridgeError, WorkerError, one_line
+from dlm_bridge.errors import ResourceError, SettingError, WorkerError, one_line
 
 _NEW, _OLD = "new", "old"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-_NAMED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")  # as Python and safetensors name it
-_TORCH_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")  # torch.save forgets the errno
-_FULL = 1 << 20  # bytes; with less than this free a disk is full where nothing names the reason
+_NAMED_ERRNO = re.compile(r"\[Errno (\d+)\]|\(os error (\d+)\)")  # messages of Python and safetensors
+_TORCH_WRITER = re.compile(r"PytorchStreamWriter|inline_container|iostream error")  # torch.save's errors have no errno
+_FULL = 1 << 20  # bytes; an error without errno on a disk with less free space means that the disk is full
 
 
 @contextmanager
@@ -39,20 +39,29 @@ def atomic_output(
     resume: Callable[[Path], bool] | None = None,
     keep: Callable[[Path], bool] | None = None,
 ) -> Iterator[Path]:
-    """Yield a folder to write into; it becomes `output` when the block ends without an exception.
+    """Context manager that yields a folder to write into, which becomes `output` if the block succeeds.
 
-    `sources` are never written to: an output that is, holds or lies in one of them is refused. Raises DlmBridgeError
-    for a refused output and for a disk that is full or has no room for `expected` bytes. After any exception nothing
-    is left under the output's name that was not there before, and nothing beside it; but a KeyboardInterrupt and a
-    WorkerError, which pass with a message that says so, leave an unfinished folder of which `keep` is true. The
-    folder of an earlier run of which `resume` is true is yielded again, with what it holds.
+    After an exception the output is unchanged and the unfinished folder is removed. A KeyboardInterrupt or WorkerError
+    keeps an unfinished folder that `keep` accepts, and is raised again with a message that says so.
+
+    Args:
+        output: the folder to create.
+        sources: folders that are only read; `output` must not be, contain or lie in one of them.
+        overwrite: replace an existing `output`.
+        expected: size of the output in bytes; checked against the free space.
+        resume: accepts an earlier run's unfinished folder, which is then yielded with its contents.
+        keep: accepts an unfinished folder that a later run can resume.
+
+    Raises:
+        SettingError: `output` exists, overlaps a source, or is being written by another process.
+        ResourceError: the disk is full or not writable, or has less than `expected` bytes free.
     """
     check_output(output, sources, overwrite)
     output = output.absolute()
     make_parent(output)
     temporary, lock = _recover(output, resume)
     try:
-        check_output(output, sources, overwrite)  # once more: an old one may be back
+        check_output(output, sources, overwrite)  # again, because `_recover` may have restored an old output
         if temporary is None:
             _check_room(output, expected)
             temporary = Path(tempfile.mkdtemp(prefix=_prefix(output, _NEW), dir=output.parent))
@@ -63,14 +72,17 @@ def atomic_output(
             temporary.chmod(0o777 & ~_umask())
             publish_folder(temporary, output, overwrite)
     except (KeyboardInterrupt, WorkerError) as stopped:
-        kind, why = type(stopped), str(stopped) or "interrupted"
         if temporary is None or keep is None or not keep(temporary):
-            raise kind(f"{why}: {output} was not written, nothing is left behind") from None
-        kept, temporary = temporary, None
-        raise kind(
-            f"{why}: {output} was not written; the same command with --resume goes on from what is done "
-            f"({kept.name}), without it starts clean"
-        ) from None
+            result = f"{output} was not written, nothing is left behind"
+        else:
+            result = (
+                f"{output} was not written; the same command with `resume` continues from {temporary.name}, without "
+                "it starts again"
+            )
+            temporary = None
+        if isinstance(stopped, WorkerError):
+            raise WorkerError(stopped.field, f"{stopped.reason}: {result}") from None
+        raise KeyboardInterrupt(f"interrupted: {result}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -80,11 +92,10 @@ def atomic_output(
 
 @contextmanager
 def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> Iterator[Path]:
-    """Yield the new, empty folder `temporary`, a hidden sibling of `output`, which becomes `output` when the block
-    ends without an exception; an older `output` is replaced. For writers of several processes, which all know both
-    names.
+    """Context manager that creates the folder `temporary`, a hidden sibling of `output`, and renames it to `output` if
+    the block succeeds, replacing an older one. For several processes that write together and know both names.
 
-    After an exception nothing is left of `temporary`. Raises DlmBridgeError where the disk refuses, with the `remedy`.
+    `temporary` is removed after an exception. Raises ResourceError with `remedy` if the disk cannot be written.
     """
     with disk_errors(output, remedy):
         try:
@@ -97,20 +108,20 @@ def atomic_folder(output: Path, temporary: Path, remedy: str | None = None) -> I
 
 
 def publish_folder(temporary: Path, output: Path, overwrite: bool = True) -> None:
-    """Flush a written folder and give it its name, in one step where the system can; an older one is then removed.
+    """Flush the folder `temporary` and rename it to `output`, replacing an older one (atomically on Linux).
 
-    Raises DlmBridgeError where there is an older one, unless `overwrite`, and OSError.
+    Raises SettingError if `output` exists and `overwrite` is False, and OSError.
     """
     share_weights(temporary)
     sync_tree(temporary)
     _put_in_place(temporary, output, overwrite)
-    shutil.rmtree(temporary, ignore_errors=True)  # the older one, where the two were exchanged
+    shutil.rmtree(temporary, ignore_errors=True)  # the older output, if the two names were exchanged
 
 
 def share_weights(folder: Path) -> None:
-    """Give the safetensors files in a folder the mode that its other new files have: safetensors creates them readable
-    by their owner alone."""
-    mode = folder.stat().st_mode & 0o666  # of a new folder: by the umask
+    """Set the default file mode on the safetensors files below `folder`, which safetensors creates readable by their
+    owner only."""
+    mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*.safetensors"):
         if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
             file.chmod(mode)
@@ -118,33 +129,36 @@ def share_weights(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(output: Path, remedy: str | None = None) -> Iterator[None]:
-    """Turn what the disk refuses while `output` is written into a DlmBridgeError; `remedy` ends its line."""
+    """Context manager that raises the errors of a disk to which `output` is written as ResourceError; `remedy` ends
+    the message."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        if (reason := disk_refusal(error, output, remedy)) is None:
+        if (refusal := disk_refusal(error, output, remedy)) is None:
             raise
-        raise DlmBridgeError(reason) from error
+        raise refusal from error
 
 
-def disk_refusal(error: BaseException, output: Path, remedy: str | None = None) -> str | None:
-    """One line on an exception of the disk's that ended the writing of `output`; None for any other exception."""
-    wraps = isinstance(error, SafetensorError) or any(p.search(str(error)) for p in (_NAMED_ERRNO, _TORCH_WRITER))
-    if isinstance(error, ConnectionError) or not (wraps or isinstance(error, OSError)):  # a broken pipe is no disk's
+def disk_refusal(error: BaseException, output: Path, remedy: str | None = None) -> ResourceError | None:
+    """ResourceError for an exception raised because the disk could not be written; None for any other exception."""
+    from_disk = isinstance(error, SafetensorError) or any(p.search(str(error)) for p in (_NAMED_ERRNO, _TORCH_WRITER))
+    if isinstance(error, ConnectionError) or not (from_disk or isinstance(error, OSError)):
         return None
     remedy = remedy or f"{output} was not written"
     found, free = _system_error(error), _free(output)
     if found.errno in _NO_SPACE if found is not None else free < _FULL:
-        return f"no space left while writing {output} ({free / 1e6:,.1f} MB free): {remedy}"
+        return ResourceError(output, f"no space left on the disk ({free / 1e6:,.1f} MB free): {remedy}")
     if found is None:
-        return f"{output} cannot be written ({free / 1e6:,.1f} MB free): {one_line(error)[:200]}: {remedy}"
+        return ResourceError(
+            output, f"cannot be written ({free / 1e6:,.1f} MB free): {one_line(error)[:200]}: {remedy}"
+        )
     if found.errno == errno.EFBIG:
-        return f"{output} has a file that is larger than this process may write (see ulimit -f): {remedy}"
-    return f"{found.filename or output}: {found.strerror or found}: {remedy}"
+        return ResourceError(output, f"a file exceeds the size limit of this process (see ulimit -f): {remedy}")
+    return ResourceError(found.filename or output, f"{found.strerror or found}: {remedy}")
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """The operating system's error in an exception, in what it was raised from, or named in its message."""
+    """The OSError that an exception is, was raised from, or names in its message."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -157,22 +171,21 @@ def _system_error(error: BaseException) -> OSError | None:
 
 
 def _free(output: Path) -> int:
-    """Bytes that are free where `output` is, or will be."""
+    """Free bytes on the disk of `output`, which need not exist yet."""
     return shutil.disk_usage(next(parent for parent in output.absolute().parents if parent.exists())).free
 
 
 @contextmanager
 def temporary_folder(prefix: str = "dlm-bridge-", place: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary folder, in `place` or where the system has them, which is removed when the block ends."""
+    """Context manager that yields a temporary folder in `place` (default: the system's) and removes it at the end."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place) as name:
         yield Path(name)
 
 
 @contextmanager
 def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
-    """Yield a text file to write into; it becomes `path` when the block ends without an exception, and else nothing
-    is left of it. Raises DlmBridgeError for a file that exists, unless `overwrite`, and for a place that cannot be
-    written."""
+    """Context manager that yields a text file to write into, which becomes `path` if the block succeeds and is removed
+    otherwise. Raises SettingError if `path` exists, unless `overwrite`, and ResourceError if it cannot be written."""
     check_new_file(path, overwrite)
     make_parent(path.absolute())
     temporary = path.with_name(f".{path.name}.dlm-bridge-{os.getpid()}")
@@ -184,16 +197,16 @@ def atomic_file(path: Path, overwrite: bool = False) -> Iterator[TextIO]:
         os.replace(temporary, path)
     except OSError as error:
         full = disk_refusal(error, path, "make room there") if error.errno in _NO_SPACE else None
-        raise DlmBridgeError(full or f"{path}: cannot be written: {error.strerror or error}") from error
+        raise full or ResourceError(path, f"cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def replaced_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
-    """Yield the name of a hidden sibling of `path`, for a library to write; it becomes `path` when the block ends
-    without an exception, and else nothing is left of it. Raises DlmBridgeError where the disk refuses."""
-    temporary = path.with_name(f".{path.name}")  # the same suffix, by which libraries choose a format
+    """Context manager that yields the path of a hidden sibling of `path` for a library to write. It becomes `path` if
+    the block succeeds and is removed otherwise. Raises ResourceError if the disk cannot be written."""
+    temporary = path.with_name(f".{path.name}")  # the same suffix: libraries choose a format by it
     with disk_errors(path, remedy):
         try:
             yield temporary
@@ -203,36 +216,38 @@ def replaced_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
 
 
 def check_new_file(path: Path, overwrite: bool) -> None:
-    """Raise DlmBridgeError where `path` exists, unless it is a file and `overwrite`."""
+    """Raise SettingError if `path` exists, unless it is a file and `overwrite`."""
     if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise DlmBridgeError(f"{path} exists: choose another name" + (" or give --overwrite" if not overwrite else ""))
+        raise SettingError("output", f"{path} exists: choose another name" + _or_overwrite(overwrite))
 
 
 def append_line(file: io.FileIO, line: str) -> None:
-    """Append a line with one write, so that a reader sees complete lines. Raises OSError where not all of it fits."""
+    """Append a line with one write, so that a reader sees complete lines. Raises OSError if the disk is full."""
     data = f"{line}\n".encode()
     while data:
         data = data[file.write(data) or 0 :]
 
 
 def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Raise DlmBridgeError where `output` exists (and may not be replaced) or would touch a source."""
+    """Raise SettingError if `output` overlaps a source, or exists and must not be replaced."""
     real = output.resolve()
     for source in (source.resolve() for source in sources):
-        if real == source:
-            raise DlmBridgeError(f"{output}: the output is the source: choose another folder")
-        if source in real.parents:
-            raise DlmBridgeError(f"{output}: the output lies inside the source {source}: choose another folder")
-        if real in source.parents:
-            raise DlmBridgeError(f"{output}: the source {source} lies inside the output: choose another folder")
+        if real == source or source in real.parents or real in source.parents:
+            raise SettingError("output", f"{output} overlaps the source {source}: choose another folder")
     if not os.path.lexists(output):
         return
     if not overwrite:
-        raise DlmBridgeError(f"{output} exists: choose another name or give --overwrite")
+        raise SettingError("output", f"{output} exists: choose another name{_or_overwrite(False)}")
     if output.is_symlink() or not output.is_dir():
-        raise DlmBridgeError(f"{output} is not a folder, --overwrite does not replace it: remove it first")
+        raise SettingError("output", f"{output} is not a folder, which `overwrite` does not replace: remove it first")
     if real == Path.cwd() or real in Path.cwd().parents or output.is_mount():
-        raise DlmBridgeError(f"{output} is in use (the working folder or a mount), --overwrite does not replace it")
+        raise SettingError(
+            "output", f"{output} is in use (the working folder or a mount), which `overwrite` does not replace"
+        )
+
+
+def _or_overwrite(overwrite: bool) -> str:
+    return "" if overwrite else " or set `overwrite`"
 
 
 def sync_tree(folder: Path) -> None:
@@ -255,9 +270,9 @@ def _put_in_place(temporary: Path, output: Path, overwrite: bool) -> None:
     if not os.path.lexists(output):
         os.rename(temporary, output)
     elif not overwrite:
-        raise DlmBridgeError(f"{output} appeared while it was being written: nothing was replaced")
+        raise SettingError("output", f"{output} appeared while it was being written: nothing was replaced")
     elif not _exchange(temporary, output):
-        # No atomic exchange on this system: _recover puts the old folder back if we are killed in between.
+        # No atomic exchange on this system: `_recover` restores the old folder after a kill in between.
         old = Path(tempfile.mkdtemp(prefix=_prefix(output, _OLD), dir=output.parent))
         os.rename(output, old)
         os.rename(temporary, output)
@@ -266,7 +281,7 @@ def _put_in_place(temporary: Path, output: Path, overwrite: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step (Linux); False where the system cannot. What was `b` is then removed as `a`."""
+    """Exchange two names atomically (Linux only). Returns False if the system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -276,9 +291,9 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _recover(output: Path, resume: Callable[[Path], bool] | None) -> tuple[Path | None, int | None]:
-    """Put back an old output that a killed run had set aside, and remove what killed runs left.
+    """Restore an old output that a killed run had renamed, and remove the unfinished folders of killed runs.
 
-    Returns the one unfinished folder to go on from, with its lock, where there is one.
+    Returns one unfinished folder that `resume` accepts, and the file descriptor of its lock, or (None, None).
     """
     left = sorted(path for path in output.parent.iterdir() if path.name.startswith(f".{output.name}.dlm-bridge-"))
     found: tuple[Path | None, int | None] = (None, None)
@@ -290,13 +305,13 @@ def _recover(output: Path, resume: Callable[[Path], bool] | None) -> tuple[Path 
             continue
         try:
             fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # removed by its own run in between
+        except FileNotFoundError:  # its own process has removed it
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise DlmBridgeError(f"{output} is being written by another process ({path.name})") from None
+            raise SettingError("output", f"{output} is being written by another process ({path.name})") from None
         if resume is not None and found[0] is None and resume(path):
             found = path, fd
             continue
@@ -308,19 +323,17 @@ def _recover(output: Path, resume: Callable[[Path], bool] | None) -> tuple[Path 
 def _check_room(output: Path, expected: int) -> None:
     free = shutil.disk_usage(output.parent).free
     if expected > free:
-        raise DlmBridgeError(
-            f"no space for {output}: it needs {expected / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
-        )
+        raise ResourceError(output, f"needs {expected / 1e6:,.1f} MB of disk space, {free / 1e6:,.1f} MB are free")
 
 
 def make_parent(output: Path) -> None:
-    """Make the folder of `output`. Raises DlmBridgeError where that, or writing in it, is not possible."""
+    """Create the parent folder of `output`. Raises ResourceError if that fails or the folder is not writable."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DlmBridgeError(f"cannot make the folder {output.parent}: {error.strerror}") from None
+        raise ResourceError(output.parent, f"the folder cannot be created: {error.strerror}") from None
     if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise DlmBridgeError(f"cannot write in {output.parent}: permission denied")
+        raise ResourceError(output.parent, "cannot write in this folder: permission denied")
 
 
 def _prefix(output: Path, kind: str) -> str:

@@ -1,8 +1,8 @@
-"""The restricted unpickler, and `torch.save` files read through it: tensors as places in the file, plain values.
+"""Restricted unpickler, and a reader of `torch.save` files built on it: plain values, and tensors by file offset.
 
-Nothing runs: every class that real checkpoints name (an argparse.Namespace, megatron-core's enums, numpy's random
-state) becomes an inert stand-in, any other name is refused. Time and memory are proportional to the pickle's size. A
-file that a library reads with torch.load is checked here first (`restricted_loading`).
+No code runs: a class that real checkpoints name (argparse.Namespace, megatron-core's enums, numpy's random state)
+becomes an inert stand-in, any other name is refused. Time and memory are proportional to the size of the pickle.
+`restricted_loading` checks the files that libraries read with torch.load.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, one_line
 from dlm_bridge.files.reading import FileWindow, gc_paused
 
-_PICKLE_LIMIT = 1 << 28  # bytes; a rank with 10,000 tensors and an optimizer has a few MB
-_KEY_LIMIT = 5_000  # values in a pickle's keys that are neither text nor small numbers, which is what real ones are
-_SHARED_LIMIT = 500_000  # how many values more than bytes a pickle may have, because some are shared
+_PICKLE_LIMIT = 1 << 28  # bytes; the pickle of a rank with 10,000 tensors and an optimizer has a few MB
+_KEY_LIMIT = 5_000  # cost of all keys that are neither text nor small integers; real pickles have hardly any
+_SHARED_LIMIT = 500_000  # a pickle may have this many values more than bytes, because values can be shared
 _SMALL = 1 << 60
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None), torch.dtype))
 _TORCH_MAGIC = b"PK\x03\x04"
@@ -45,7 +45,7 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-# Classes whose objects real `torch.save` files hold besides tensors, by full name.
+# Full names of classes, other than tensors, whose objects real `torch.save` files contain.
 _SAVED_CLASSES = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.Signals|_io\.BytesIO|pathlib\.\w+"
     r"|functools\.partial|builtins\.(getattr|slice|complex)|datetime\.\w+"
@@ -54,12 +54,12 @@ _SAVED_CLASSES = re.compile(
     r"|torch\.serialization\._get_layout"
     r"|(megatron|transformer_engine|megatron_fsdp|torch\.optim|apex\.optimizers)(\.\w+)+"
 )
-# Of those, the ones that `torch.load` may make of a file which has passed the check.
+# The subset that `torch.load` may construct from a file that has passed the check.
 _LOADED_CLASSES = re.compile(r"torch\.(device|layout)|_io\.BytesIO")
 
 
 class Inert:
-    """Stands for an object of another package: keeps what the pickle sets on it. `name` is the class's full name."""
+    """Stand-in for an object of another package, with the state that the pickle sets. `name`: its class."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -69,25 +69,25 @@ class Inert:
         self.arguments = arguments
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """The items of a dict's subclass."""
+        """Ignore an item of a dict subclass."""
 
     def append(self, value: Any) -> None:
-        """The items of a list's subclass."""
+        """Ignore an item of a list subclass."""
 
     def extend(self, values: Any) -> None:
-        """As `append`."""
+        """Ignore items of a list subclass."""
 
     def __hash__(self) -> int:
         return id(self)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What a Namespace or a dataclass holds; empty for what has no such state."""
+        """Attributes of a Namespace or dataclass; empty for other objects."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 def _checking_keys(opcode: bytes, keys: slice) -> Any:
-    """The base class's method for an opcode, after a check of the `keys` among the values that it takes."""
+    """The base class's method for an opcode, preceded by a check of the `keys` in its part of the stack."""
     method: Any = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(unpickler: RestrictedUnpickler) -> None:
@@ -99,15 +99,21 @@ def _checking_keys(opcode: bytes, keys: slice) -> Any:
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Loads the first pickle of `data` without running anything that it names.
+    """Unpickler of the first pickle in `data` that runs no code which the pickle names.
 
-    Containers and torch's dtypes are themselves, a name in `allowed` is what stands there, a class whose full name
-    matches `inert` becomes a stand-in that is made anew for every pickle, so that none can alter anything lasting.
-    `storage` resolves the persistent ids of tensors' storages. Raises DlmBridgeError, with `where` before it, for any
-    other name, and anything else for a damaged pickle or one that a few bytes make large.
+    Containers and torch's dtypes are loaded as such. A name in `allowed` is replaced by its value there. A class whose
+    full name matches `inert` becomes a stand-in class, created per pickle so that no pickle can change global state.
+    `load` raises CheckpointError for any other name, and arbitrary exceptions for a damaged or expanding pickle.
 
-    The base is Python's own implementation of `pickle`: the C one makes its memo an array, for which one opcode clears
-    32 GB, hashes keys of any size, and cannot be interrupted.
+    Derives from Python's pure implementation, because the C implementation allocates its memo as an array (one opcode
+    can request 32 GB), hashes keys of any size and cannot be interrupted.
+
+    Args:
+        data: the pickle; bytes after it are ignored.
+        where: field of the error.
+        inert: full names of classes to replace by stand-ins.
+        allowed: replacements by full name.
+        storage: resolves the persistent ids of tensor storages.
     """
 
     stack: list[Any]
@@ -148,7 +154,7 @@ class RestrictedUnpickler(pickle._Unpickler):
 
     @property
     def position(self) -> int:
-        """Bytes of `data` up to the end of the pickle, once it is loaded."""
+        """Offset in `data` of the end of the loaded pickle."""
         return self._stream.tell()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -160,30 +166,30 @@ class RestrictedUnpickler(pickle._Unpickler):
             return getattr(torch, name)
         if not self._inert.fullmatch(full):
             asked = " ".join(full.split())[:100]
-            raise DlmBridgeError(f"{self._where}: its pickle asks for {asked}, which no checkpoint needs: refused")
+            raise CheckpointError(self._where, f"its pickle refers to {asked}, which no checkpoint needs: refused")
         self._known[full] = type("Inert", (Inert,), {"name": full})
         return self._known[full]
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
-            raise pickle.UnpicklingError("a storage where none can be")
+            raise pickle.UnpicklingError("unexpected tensor storage")
         return self._storage(pid)
 
     def get_extension(self, code: int) -> None:
-        raise pickle.UnpicklingError(f"the extension {code}")
+        raise pickle.UnpicklingError(f"extension code {code}")
 
     def _copied(self, items: Any) -> Any:
-        """`items`, which a container is made of; all of them together are fewer than the pickle's bytes."""
+        """Return the items of a new container. Their total number is limited by the size of the pickle."""
         self._copies_left -= len(items)
         if self._copies_left < 0:
-            raise pickle.UnpicklingError("it copies more values than it has")
+            raise pickle.UnpicklingError("it copies too many values")
         return items
 
     def _key(self, key: Any) -> Any:
-        """A key, or an element of a set, whose hash takes no longer than it took to read it."""
+        """Return a dict key or set element. The total cost of hashing them is limited."""
         quick = type(key) is int and abs(key) < _SMALL
         if not quick and not isinstance(key, str | bytes | Inert):
-            # Many large numbers may have the same hash, and a larger one takes longer.
+            # Large integers can collide, and hashing takes time proportional to their length.
             cost = 100 + key.bit_length() if isinstance(key, int) else _count_values(key, self._keys_left)
             self._keys_left -= cost
             if self._keys_left < 0:
@@ -194,11 +200,11 @@ class RestrictedUnpickler(pickle._Unpickler):
         state = self.stack.pop()
         if isinstance(self.stack[-1], Inert):
             self.stack[-1].state = state
-        elif not isinstance(self.stack[-1], dict):  # a state dict has attributes (_metadata), which nothing needs
-            raise pickle.UnpicklingError("it sets attributes of a value")
+        elif not isinstance(self.stack[-1], dict):  # attributes of a state dict (_metadata) are ignored
+            raise pickle.UnpicklingError("it sets attributes of a plain value")
 
     def _bytearray(self) -> None:
-        size = int.from_bytes(self.read(8), "little")  # the base class makes room for as many
+        size = int.from_bytes(self.read(8), "little")  # the base class would allocate this size first
         self.append(bytearray(self.read(size)))
 
     dispatch: ClassVar[dict[int, Any]] = {
@@ -214,15 +220,15 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 
 def _as_bytes(text: Any, encoding: Any = "latin1") -> bytes:
-    """Bytes as older protocols write them, as text of Latin-1. Other encodings make more of it."""
+    """Bytes that older protocols store as Latin-1 text. Other encodings are refused, because they could expand it."""
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError("bytes that are not text of Latin-1")
+        raise pickle.UnpicklingError("bytes in an encoding other than Latin-1")
     return text.encode(encoding) if isinstance(text, str) else bytes(text)
 
 
 def _count_values(value: Any, limit: int) -> int:
-    """Number of values in nested containers, a shared one counted wherever it is. Raises UnpicklingError for more than
-    `limit`, and so for a container that contains itself."""
+    """Count the values in nested containers, shared ones at each occurrence. Raises UnpicklingError above `limit`, and
+    for a container that contains itself."""
     count, stack = 1, [value]
     while stack:
         value = stack.pop()
@@ -238,14 +244,14 @@ def _count_values(value: Any, limit: int) -> int:
         for part in parts:
             count += len(part)
             if count > limit:
-                raise pickle.UnpicklingError("its values are shared so often that they are too many")
+                raise pickle.UnpicklingError("too many shared values")
             stack.extend(part)
     return count
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of the file: values of `dtype` from byte `offset` on, in row-major order."""
+    """Location of a stored tensor: row-major values of `dtype` from byte `offset` on."""
 
     path: Path
     dtype: torch.dtype
@@ -259,33 +265,33 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ArchiveRecord:
-    """One stored entry of the archive: `start` and `length` of its bytes in the file."""
+    """One entry of the zip archive: `start` and `length` of its bytes in the file."""
 
-    name: str  # without the archive's own folder: "data/0"
+    name: str  # such as "data/0", without the archive's root folder
     start: int
     length: int
 
 
 def read_torch_file(path: Path) -> Any:
-    """The object that was saved, with a FileTensor for every tensor and an Inert for every foreign object.
+    """Read the saved object, with a FileTensor for each tensor and an Inert for each object of another package.
 
-    Reads the pickle only, no tensor. Raises DlmBridgeError for a file that is truncated, corrupt, of torch before 1.6,
-    or whose pickle asks for anything that no checkpoint needs.
+    Reads no tensor data. Raises CheckpointError for a file that is truncated, damaged, written by torch < 1.6, or
+    refers to a class that no checkpoint needs.
     """
     with path.open("rb") as stream:
         return _read_archive(stream, path, path)
 
 
 def read_torch_item(path: Path, offset: int, length: int, where: object | None = None) -> Any:
-    """The object of a whole `torch.save` file that lies in `length` bytes of `path` from `offset` on; its tensors'
-    places are those in `path`. Raises DlmBridgeError, with `where` (else the path) before it."""
+    """Same as `read_torch_file` for a `torch.save` file embedded in `path` at [offset, offset + length). Offsets of
+    tensors refer to `path`. Raises CheckpointError with the field `where` (default: the path)."""
     with path.open("rb") as stream:
         return _read_archive(FileWindow(stream, offset, length), path, where or path, offset)
 
 
 def check_torch_file(file: Any, where: object) -> None:
-    """Raise DlmBridgeError, with `where` before it, for a `torch.save` file (a path, or a stream from its start on)
-    that is truncated or damaged, of torch before 1.6, or whose pickle holds more than tensors and plain values."""
+    """Raise CheckpointError, with the field `where`, for a `torch.save` file (path or stream) that is damaged, written
+    by torch < 1.6, or contains anything but tensors and plain values."""
     with contextlib.ExitStack() as opened:
         stream = file if hasattr(file, "read") else opened.enter_context(Path(file).open("rb"))
         _read_archive(stream, Path(), where, classes=_LOADED_CLASSES, any_strides=True)
@@ -293,9 +299,8 @@ def check_torch_file(file: Any, where: object) -> None:
 
 @contextlib.contextmanager
 def restricted_loading() -> Iterator[None]:
-    """While this lasts, torch.load checks every file by `check_torch_file`, and then reads tensors and plain values
-    only, whatever its caller asks for: for libraries that read a user's files with it. Calls of other threads are
-    restricted, too."""
+    """Context manager in which torch.load runs `check_torch_file` first and reads tensors and plain values only,
+    regardless of its arguments; also in other threads. For libraries that read a user's files."""
     with _LOCK:
         if not _original.users:
             _original.load = torch.load
@@ -311,8 +316,8 @@ def restricted_loading() -> Iterator[None]:
 
 
 def load_torch_file(path: Path) -> Any:
-    """The object that was saved, with tensors on the CPU. Raises DlmBridgeError as `check_torch_file` does, and
-    whatever torch.load raises."""
+    """Load the saved object with tensors on the CPU. Raises CheckpointError (see `check_torch_file`) and exceptions of
+    torch.load."""
     with restricted_loading():
         return torch.load(path, map_location="cpu")
 
@@ -329,7 +334,7 @@ def _restricted_load(file: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
-    """(dotted name, tensor) of every tensor in nested dicts."""
+    """Yield (dotted name, tensor) for every tensor in nested dicts."""
     if isinstance(value, FileTensor):
         yield prefix, value
     elif isinstance(value, Mapping):
@@ -338,7 +343,7 @@ def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]
 
 
 def read_records(stream: BinaryIO) -> Iterator[ArchiveRecord]:
-    """The entries of an archive, as they are stored. Raises ValueError for what torch.save does not write."""
+    """Yield the entries of an archive in stored order. Raises ValueError if torch.save cannot have written it."""
     stream.seek(0, io.SEEK_END)
     size = left = stream.tell()
     names = set()
@@ -349,9 +354,9 @@ def read_records(stream: BinaryIO) -> Iterator[ArchiveRecord]:
             names.add(info.filename)
             left -= info.file_size
             if left < 0 or len(names) != place:
-                raise ValueError(f"its record {info.filename} is there twice, or shares bytes with another")
-            # The local header's last field gives two lengths to skip; zipfile would check the checksum as well, which
-            # torch may leave out.
+                raise ValueError(f"its record {info.filename} is duplicated or overlaps another")
+            # Skip the local header's name and extra field by their lengths. zipfile would verify the checksum as well,
+            # which torch may omit.
             stream.seek(info.header_offset + 26)
             lengths = stream.read(4)
             start = info.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
@@ -372,25 +377,28 @@ def _read_archive(
         records = {record.name: record for record in read_records(stream)}
         order = records.get("byteorder")
         if order is not None and _bytes_of(stream, order) != b"little":
-            raise DlmBridgeError(f"{where}: it was saved big-endian, which is not supported")
+            raise CheckpointError(where, "was saved in big-endian byte order, which is not supported")
         if records["data.pkl"].length > _PICKLE_LIMIT:
-            raise DlmBridgeError(f"{where}: its pickle has {records['data.pkl'].length} bytes, too many")
+            raise CheckpointError(
+                where, f"its pickle has {records['data.pkl'].length} bytes, more than {_PICKLE_LIMIT}"
+            )
         tensors = _SavedTensors(path, where, records, offset, any_strides)
         data = _bytes_of(stream, records["data.pkl"])
         return RestrictedUnpickler(data, where, classes, tensors.allowed, tensors.storage).load()
-    except DlmBridgeError:
+    except CheckpointError:
         raise
-    except Exception as error:  # a damaged archive or pickle raises nearly anything
+    except Exception as error:  # a damaged archive or pickle can raise any exception
         if not _is_archive(stream):
-            raise DlmBridgeError(
-                f"{where}: not a torch.save file of torch 1.6 or later (no zip archive): load it "
-                "with torch.load(..., weights_only=True) and save it again"
+            raise CheckpointError(
+                where,
+                "is not a zip archive, which torch.save of torch >= 1.6 writes: load it with "
+                "torch.load(..., weights_only=True) and save it again",
             ) from None
-        raise DlmBridgeError(f"{where}: not a whole torch.save file: {one_line(error)[:200]}") from None
+        raise CheckpointError(where, f"truncated or damaged torch.save file: {one_line(error)[:200]}") from None
 
 
 def _is_archive(stream: Any) -> bool:
-    """Whether a file begins as a zip archive does, or cannot be read."""
+    """True if a file starts with the signature of a zip archive, or cannot be read."""
     try:
         stream.seek(0)
         return stream.read(4) == _TORCH_MAGIC
@@ -399,13 +407,13 @@ def _is_archive(stream: Any) -> bool:
 
 
 class _SavedTensors:
-    """Turns the tensors of an archive's pickle into their places in the file."""
+    """Converts the tensors in an archive's pickle to FileTensors."""
 
     def __init__(
         self, path: Path, where: object, records: dict[str, ArchiveRecord], offset: int, any_strides: bool
     ) -> None:
         self._path, self._where, self._records, self._offset = path, where, records, offset
-        self._any_strides = any_strides  # of tensors whose places nobody asks for
+        self._any_strides = any_strides  # accept strided tensors, if their values are not read
         self.allowed: dict[str, Any] = {
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -414,7 +422,7 @@ class _SavedTensors:
         }
 
     def storage(self, pid: Any) -> tuple[torch.dtype, ArchiveRecord]:
-        """dtype and bytes of a storage."""
+        """dtype and archive entry of a storage."""
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
             raise pickle.UnpicklingError("not the pickle of a tensor")
@@ -429,13 +437,13 @@ class _SavedTensors:
         if not isinstance(record, ArchiveRecord) or len(numbers) > 200 or not all(map(_is_size, numbers)):
             raise pickle.UnpicklingError("not the pickle of a tensor")
         if not self._any_strides and not _is_row_major(tuple(shape), tuple(stride)):
-            raise DlmBridgeError(
-                f"{self._where}: a tensor of shape {list(shape)} is stored with strides {list(stride)}"
+            raise CheckpointError(
+                self._where, f"a tensor of shape {list(shape)} has strides {list(stride)}, which are not row-major"
             )
         end = (start + prod(shape)) * dtype.itemsize
         if end > record.length:
-            raise DlmBridgeError(
-                f"{self._where}: a tensor of shape {list(shape)} needs {end} bytes, its data has {record.length}"
+            raise CheckpointError(
+                self._where, f"a tensor of shape {list(shape)} needs {end} bytes, its record has {record.length}"
             )
         return FileTensor(self._path, dtype, tuple(shape), self._offset + record.start + start * dtype.itemsize)
 

@@ -22,7 +22,7 @@ from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.distributed import from_all, is_main, local_rank, raised_everywhere, start_process_group, world_size
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import LayoutError, SettingError, printable
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import opening
@@ -76,22 +76,23 @@ def load_model(
         tokenizer: folder or id of another tokenizer.
 
     Raises:
-        DlmBridgeError: `place` has no model that can be sampled from, there is no tokenizer, or the machine does not
-            have the devices of `placement`.
+        CheckpointError: `place` has no model that can be sampled from, or no tokenizer.
+        SettingError: a setting is invalid or does not apply to `place`.
+        LayoutError: the model or the number of processes does not fit `placement`.
+        MissingExtraError: the machine does not have the devices of `placement`.
     """
     where = (placement or Placement()).arguments()
     wanted = parse_dtype(dtype)
     path = checkpoint_folder(place)
     if path.is_dir() and is_megatron(path):
-        if revision is not None:
-            raise DlmBridgeError(f"--revision {revision} needs a Hub id, but {path} is a local folder")
+        resolve(path, revision)  # refuses a revision of a local folder
         base = (like or named_base(path)) if (path / ADAPTER_MANIFEST).is_file() else None
         with _exported(path, like, family, base) as folder:
             if base is not None:
                 return _load_adapter(folder, str(path), base, placement, dtype, family, tokenizer)
             return _load_folder(folder, where, wanted, family, str(path), tokenizer)
     if like is not None:
-        raise DlmBridgeError(f"--like {like} names the Hub model of a Megatron checkpoint, which {path} is not")
+        raise SettingError("like", f"{like} is for Megatron checkpoints, and {path} is not one")
     folder = resolve(path, revision)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_FILE).is_file():
         return _load_adapter(folder, str(folder), named_base(folder), placement, dtype, family, tokenizer)
@@ -106,8 +107,7 @@ def _load_folder(
     name: str,
     tokenizer: str | None,
 ) -> LoadedModel:
-    remedy = "" if tokenizer else ": name one with --tokenizer"
-    loaded = load_tokenizer(tokenizer or folder, f"--tokenizer {tokenizer}" if tokenizer else name, remedy)
+    loaded = load_tokenizer(tokenizer) if tokenizer else load_tokenizer(folder, name, ": set `tokenizer`")
     model, spec = load_hub_model(folder, name, family, dtype, **where)
     if "distributed_config" in where:
         from dlm_bridge.generation.runtime.tensor_parallel import use_plain_shards
@@ -126,11 +126,11 @@ def _load_folder(
 
 
 def precision_note(name: str, dtype: torch.dtype, device: str) -> str | None:
-    """Note about sampling in a slow stored precision; None if it is not slow."""
+    """Note about sampling in fp32 on a GPU; None for other dtypes and devices."""
     if device != "cuda" or dtype != torch.float32:
         return None
     return printable(
-        f"{name}: weights and computation are fp32, the precision that training saves: --dtype bf16 is several times "
+        f"{name}: weights and computation are fp32, the precision that training saves: `dtype=bf16` is several times "
         "faster on a GPU"
     )
 
@@ -148,15 +148,15 @@ def _load_adapter(
     from peft import PeftConfig, PeftModel
 
     if placement is not None and placement.tensor_parallel:
-        cut = "--tp-plan" if placement.tp is None else "--tp"
-        raise DlmBridgeError(f"{cut} cuts whole models: merge {name} first (dlm-bridge adapter export --merge)")
-    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known():
+        setting = "tp_plan" if placement.tp is None else "tp"
+        raise LayoutError(setting, f"does not support adapters: merge {name} first (dlm-bridge adapter export)")
+    with opening(folder, name, f"is not an adapter of {base}"), key_is_known():
         adapter = PeftConfig.from_pretrained(str(folder))
     refuse_prompt_learning(adapter, name)
     own = folder if tokenizer is None and (folder / "tokenizer_config.json").is_file() else tokenizer
     opened = load_model(base, placement, dtype=dtype, family=family, tokenizer=None if own is None else str(own))
     token = mask_only_token(folder)
-    with opening(folder, f"{name}: is not an adapter of {base}"), key_is_known(), restricted_loading():
+    with opening(folder, name, f"is not an adapter of {base}"), key_is_known(), restricted_loading():
         model = PeftModel.from_pretrained(opened.model, str(folder))
         if token is not None:
             restrict_to_masks(model, token)

@@ -1,8 +1,7 @@
-"""Weights of a model on the meta device that are read from its checkpoint by ranges of elements, and its shards.
+"""Reading of a model's weights from its checkpoint by ranges of elements, and by shards.
 
-Under FSDP2 no process has room for a whole model: each reads the elements of its own shards, and draws those of a
-model that is trained from scratch. Where a checkpoint cannot be read so, the shards come from the first process's
-whole model (`shard_source`).
+Under FSDP2 no process has memory for a whole model: each reads, or initialises from scratch, the elements of its own
+shards. If a checkpoint cannot be read in ranges, the shards come from the main process's whole model (`shard_source`).
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dlm_bridge.convert.checkpoint import Checkpoint, TensorSpec
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 
-_DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # of old checkpoints, as in transformers
-MAGNITUDE = ".lora_magnitude_vector."  # in the name of a magnitude of DoRA's
-_BASE_LAYER = re.compile(r"(\.base_layer)+\.")  # in the name of a weight beside which PEFT has put adapters
+_DROPPED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")  # tensors of old checkpoints, as in transformers
+MAGNITUDE = ".lora_magnitude_vector."  # part of the name of a DoRA magnitude
+_BASE_LAYER = re.compile(r"(\.base_layer)+\.")  # part of the name of a weight with PEFT adapters
 
 
 class NotInRangesError(Exception):
-    """Why a checkpoint's tensors cannot be read as ranges of a model's: names the tensor."""
+    """A checkpoint's tensors cannot be read as ranges of the model's; the message names the tensor."""
 
 
 @dataclass(frozen=True)
 class HubRange:
-    """A whole Hub tensor, whose `size` elements are those of a model's tensor from `start` on, in row-major order."""
+    """Hub tensor whose elements are the elements `start` to `start + size` of a model's tensor, in row-major order."""
 
     name: str
     start: int
@@ -43,16 +42,17 @@ class HubRange:
 
 
 class LazyWeights:
-    """The tensors of `model`, on the meta device, in `checkpoint`: nothing but headers is read before they are asked
-    for.
+    """Lazy reader of a model's tensors from `checkpoint`; creating it reads headers only.
 
-    transformers merges some Hub tensors into one parameter (experts). Its own conversion, run backwards on the numbers
-    of a parameter's rows, says where each of them lies there.
+    transformers merges some Hub tensors into one parameter (experts). Its own conversion, reversed on the row numbers
+    of a parameter, gives the position of each Hub tensor in the parameter.
 
-    `unused` are the stored tensors that the model has no place for, but for those that its class is known to drop.
+    Attributes:
+        unused: stored tensors that the model does not have, without those that its class ignores.
 
-    Raises NotInRangesError where a tensor is missing, of another shape, no float, or stored in another order of
-    elements than the model's.
+    Raises:
+        NotInRangesError: a tensor is missing, has another shape, is not floating-point, or is stored in another order
+            of elements than the model's.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
@@ -73,20 +73,23 @@ class LazyWeights:
         self._specs = {name: stored[name] for name in used}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint holds the model's tensor `name`, which an adapter may have moved."""
+        """True if the checkpoint contains the model's tensor `name`, which may be below an adapter's `base_layer`."""
         return _plain(name) in self._ranges
 
     def leave_out(self, name: str) -> None:
-        """Forget the model's tensor `name`, which has other values than those stored."""
+        """Exclude the model's tensor `name`, whose values differ from the stored ones."""
         self._ranges.pop(name, None)
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype that the model's tensor `name` is stored in; of several Hub tensors, the first one's."""
+        """Stored dtype of the model's tensor `name`; that of the first Hub tensor, if it has several."""
         return self._specs[self._ranges[_plain(name)][0].name][0]
 
     def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Elements `start` to `stop` of the model's tensor `name` in row-major order, a Hub tensor's at a time: (where
-        they begin, counted from `start`; they, in one dimension, in the stored dtype). Raises DlmBridgeError."""
+        """Read the elements `start` to `stop` of the model's tensor `name`, in row-major order.
+
+        Yields, per Hub tensor, (offset from `start`, elements in one dimension and the stored dtype). Raises
+        CheckpointError.
+        """
         for part in self._ranges[_plain(name)]:
             low, high = max(start, part.start), min(stop, part.start + part.size)
             if low < high:
@@ -94,32 +97,32 @@ class LazyWeights:
                 yield low - start, values
 
     def whole(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """One of the model's tensors, in the stored dtype. Raises DlmBridgeError."""
+        """Read a tensor of the model in the stored dtype. Raises CheckpointError."""
         parts = [values for _, values in self.read(name, 0, prod(shape))]
         return torch.cat(parts).view(shape)
 
     def digest(self) -> str:
-        """Of the names, dtypes and shapes of all tensors: equal in all processes that read the same checkpoint."""
+        """Digest of the names, dtypes and shapes of all tensors: equal in all processes that read the same
+        checkpoint."""
         text = repr(sorted((name, str(dtype), shape) for name, (dtype, shape) in self._specs.items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def shard_source(model: nn.Module, weights: LazyWeights | None, device: torch.device) -> ShardSource:
-    """The source of a model that is not sharded yet: `weights`, which every process reads, or where there are none the
-    tensors of rank 0's model. Every process calls this together. Raises DlmBridgeError where they read different
-    checkpoints."""
+    """Source of the shards of a model that is not sharded yet: `weights`, which every process reads, or rank 0's model
+    if that is None. A collective call. Raises CheckpointError if processes read different checkpoints."""
     own = None if weights is None else weights.digest()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     if odd := next((rank for rank, digest in enumerate(found) if digest != found[0]), None):
-        raise DlmBridgeError(
-            f"--model: rank {odd} finds another checkpoint there than rank 0: give every node the same files"
+        raise CheckpointError(
+            "model", f"rank {odd} reads another checkpoint than rank 0: copy the files to every node"
         )
     return FirstProcess(model, device) if weights is None else OwnSlices(model, weights, device)
 
 
 class ShardSource(ABC):
-    """The tensors of a model before it was sharded; every process asks for the same ones in the same order."""
+    """Tensors of a model before it was sharded. All processes request the same tensors in the same order."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -128,26 +131,26 @@ class ShardSource(ABC):
     @property
     @abstractmethod
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor."""
+        """Dtype of each tensor."""
 
     @abstractmethod
     def shard(self, name: str, weight: DTensor) -> torch.Tensor:
-        """This process's shard of the parameter `name`, on the device; `weight` says which it is."""
+        """Return this process's shard of the parameter `name`, on the device. `weight`: the sharded parameter."""
 
     @abstractmethod
     def buffer(self, name: str) -> torch.Tensor:
-        """A whole buffer, on the device."""
+        """Return a whole buffer, on the device."""
 
     @torch.no_grad()
     def shards(self, model: nn.Module) -> Iterator[torch.Tensor]:
-        """This process's shard of each parameter of a sharded model, one at a time."""
+        """Yield this process's shard of each parameter of a sharded model."""
         for name, weight in model.named_parameters():
             assert isinstance(weight, DTensor)
             yield self.shard(name, weight)
 
 
 class FirstProcess(ShardSource):
-    """Rank 0's model, whose tensors the processes get one at a time; on other ranks it may be on the meta device."""
+    """Rank 0's model, scattered tensor by tensor; on other ranks the model may be on the meta device."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model, device)
@@ -169,16 +172,15 @@ class FirstProcess(ShardSource):
         return whole
 
     def _mine(self, name: str) -> torch.Tensor:
-        """The tensor on rank 0, room for it on the others."""
+        """Return the tensor on rank 0, an uninitialised one on the other ranks."""
         if dist.get_rank() == 0:
             return self.tensors[name].detach().to(self.device)
         return torch.empty(self.tensors[name].shape, dtype=self._dtypes[name], device=self.device)
 
 
 class OwnSlices(ShardSource):
-    """A checkpoint, of which each process reads the elements of its shards and nothing else. What is not there (an
-    adapter, buffers that are computed) every process has whole, but for DoRA's new magnitudes: they are the norms of
-    the rows of its shards."""
+    """Checkpoint of which each process reads only the elements of its shards. Tensors that are not in it (adapters,
+    computed buffers) are whole in every process; new DoRA magnitudes are the row norms of the shards."""
 
     def __init__(self, model: nn.Module, weights: LazyWeights, device: torch.device) -> None:
         super().__init__(model, device)
@@ -199,7 +201,7 @@ class OwnSlices(ShardSource):
         return self._rows(name, first, shape)
 
     def _rows(self, name: str, first: int, shape: torch.Size) -> torch.Tensor:
-        """Those of the checkpoint's tensor `name` from `first` on, in `shape`."""
+        """Read rows of the checkpoint's tensor `name`, from `first` on, in `shape`."""
         local = torch.empty(shape, dtype=self.tensors[name].dtype, device=self.device)
         start = first * prod(shape[1:])
         for place, values in self.weights.read(name, start, start + local.numel()):
@@ -214,7 +216,7 @@ class OwnSlices(ShardSource):
 
 
 def first_row(weight: DTensor) -> int:
-    """The first row of this process's shard; all but the last shards have as many."""
+    """First row of this process's shard. Shards have equal numbers of rows, except the last."""
     mesh = weight.device_mesh
     assert weight.placements[-1] == Shard(0), "FSDP2 cuts rows"
     rows = weight.shape[0]
@@ -222,13 +224,13 @@ def first_row(weight: DTensor) -> int:
 
 
 def magnitude_of(name: str, parameter: torch.Tensor) -> str | None:
-    """The name of the weight whose rows' norms a new magnitude has to become, as `add_adapter` had no weights; None of
-    any other parameter."""
+    """Name of the weight whose row norms initialise a new DoRA magnitude, which `add_adapter` created without weights;
+    None for any other parameter."""
     return f"{name.partition(MAGNITUDE)[0]}.base_layer.weight" if getattr(parameter, "is_new", False) else None
 
 
 def replace_parameters(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:
-    """Put another in place of each parameter that has one in `others`, by its `id`; tied ones stay tied."""
+    """Replace the parameters whose `id` is in `others`; tied parameters stay tied."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) in others:
@@ -240,9 +242,9 @@ def _plain(name: str) -> str:
 
 
 def hub_ranges(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[HubRange, tuple[int, ...]]]:
-    """The Hub tensors of a model's tensor, which may be on the meta device, and their shapes. Raises NotInRangesError
-    where one of them has its elements in another order."""
-    # A parameter's last dimension is not needed to tell where its rows are.
+    """Yield the Hub tensors of a model's tensor (which may be on the meta device) and their shapes. Raises
+    NotInRangesError for a Hub tensor with its elements in another order."""
+    # The positions of rows do not depend on the last dimension.
     columns = tensor.shape[-1] if tensor.dim() > 1 else 1
     shape = (*tensor.shape[:-1], 1) if tensor.dim() > 1 else tuple(tensor.shape)
     parts = hub_tensors(model, {name: torch.empty(tensor.shape, device="meta")})
@@ -263,7 +265,7 @@ def hub_ranges(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[Hu
 
 
 def _check_stored(name: str, shape: tuple[int, ...], stored: dict[str, TensorSpec]) -> None:
-    """Raise NotInRangesError for a Hub tensor that is missing, of another shape, or no float."""
+    """Raise NotInRangesError for a Hub tensor that is missing, has another shape, or is not floating-point."""
     if name not in stored:
         raise NotInRangesError(f"{name} is not stored")
     dtype, found = stored[name]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dlm_bridge.distributed import Replicas, local_rank, world_size
-from dlm_bridge.errors import DlmBridgeError
-from dlm_bridge.settings import LoadingOptions, check_minimum
+from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
+from dlm_bridge.settings import LoadingOptions, check_choice, check_minimum
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -44,33 +44,43 @@ class Placement:
         return (self.tp or world_size()) if self.tensor_parallel else 1
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments for `from_pretrained`. Raises DlmBridgeError for devices that do not exist."""
+        """Arguments for `from_pretrained`.
+
+        Raises:
+            SettingError: settings are invalid or exclude each other.
+            LayoutError: the settings do not fit the number of processes.
+            MissingExtraError: the device does not exist.
+        """
         processes = world_size()
         check_minimum("tp", self.tp)
-        if sum([self.device is not None, self.device_map is not None, self.tensor_parallel]) > 1:
-            cut = "--tp-plan" if self.tp is None else "--tp"
-            raise DlmBridgeError(f"--device, --device-map and {cut} exclude each other: set one of them")
-        if self.offload_folder is not None and self.device_map is None:
-            raise DlmBridgeError("--offload-folder needs --device-map")
-        if self.tp_plan not in (None, "auto"):
-            raise DlmBridgeError(f"--tp-plan {self.tp_plan}: the only choice is auto")
+        given = {"device": self.device, "device_map": self.device_map, self._tp_setting: self.tensor_parallel or None}
+        chosen = [name for name, value in given.items() if value is not None]
+        if len(chosen) > 1:
+            raise SettingError(chosen[0], f"excludes `{chosen[1]}`: set one of them")
+        if self.tp_plan is not None:
+            check_choice("tp_plan", self.tp_plan, ("auto",))
         if self.tensor_parallel:
             return self._tensor_parallel(processes)
         if processes > 1 and not self.replicated:
-            raise DlmBridgeError(
-                f"{processes} processes would each hold the whole model: add --tp-plan auto, or start one process"
+            raise LayoutError(
+                "tp_plan",
+                f"each of {processes} processes would load the whole model: set `tp_plan=auto`, or start one",
             )
         if processes > 1:
             device = self._own_device()
             if device.type == "cpu":
                 return {}
-            torch.accelerator.set_device_index(device.index)  # so that no tensor of this process is on the first GPU
+            torch.accelerator.set_device_index(device.index)  # keeps this process's tensors off the first GPU
             return {"device_map": {"": str(device)}}
         if self.device_map is not None:
             more = {} if self.offload_folder is None else {"offload_folder": self.offload_folder}
             return {"device_map": _device_map(self.device_map), **more}
         device = self._device()
         return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+    @property
+    def _tp_setting(self) -> str:
+        return "tp_plan" if self.tp is None else "tp"
 
     def _device(self) -> torch.device:
         best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -79,49 +89,43 @@ class Placement:
         try:
             device = torch.device(self.device)
         except RuntimeError:
-            raise DlmBridgeError(f"--device {self.device}: no such device: such as cpu, cuda or cuda:1") from None
+            raise SettingError("device", f"{self.device} is not a device, such as cpu, cuda or cuda:1") from None
         if device.type != "cpu":
             count = torch.accelerator.device_count() if best is not None and best.type == device.type else 0
             if (device.index or 0) >= count:
-                raise DlmBridgeError(f"--device {self.device}: this machine has {count} of them")
+                raise MissingExtraError("device", f"{self.device} is missing: this machine has {count} {device.type}")
         return device
 
     def _own_device(self) -> torch.device:
         """Device of this process."""
         if self.device_map is not None:
-            raise DlmBridgeError(
-                "--device-map distributes a model over all GPUs, in every process: start one process, or remove "
-                "--device-map to use one GPU per process"
-            )
+            raise LayoutError("device_map", "distributes the model over all GPUs in every process: start one process")
         device = self._device()
         if device.type == "cpu":
             return device
         if device.index is not None:
-            raise DlmBridgeError(f"--device {self.device}: each process uses its own GPU: set --device {device.type}")
+            raise LayoutError(
+                "device", f"each process uses its own GPU, not {self.device}: set `device={device.type}`"
+            )
         local, count = local_rank() or 0, torch.accelerator.device_count()
         if local >= count:
-            raise DlmBridgeError(
-                f"one process per GPU is needed, and this machine has {count}: start fewer, or set --device cpu"
+            raise LayoutError(
+                "device", f"each process needs its own GPU, and there are {count}: start fewer, or set `device=cpu`"
             )
         return torch.device(device.type, local)
 
     def _tensor_parallel(self, processes: int) -> dict[str, Any]:
-        if processes == 1:
-            cut, count = ("--tp-plan", "N") if self.tp is None else (f"--tp {self.tp}", str(self.tp))
-            raise DlmBridgeError(
-                f"{cut} cuts the model over several processes: start them with "
-                f"torchrun --nproc-per-node {count} -m dlm_bridge.cli ..."
-            )
         copies, rest = divmod(processes, self.tp_size)
-        if rest:
-            raise DlmBridgeError(
-                f"--tp {self.tp} does not divide {processes} processes: give a divisor, or start a multiple of it"
-            )
-        if copies > 1 and not self.replicated:
-            raise DlmBridgeError(
-                f"{processes} processes with --tp {self.tp} hold {copies} models for one prompt: start {self.tp}, or "
-                "give a file of prompts with --jsonl"
-            )
+        if processes == 1:
+            problem = f"shards the model over several processes: start {self.tp or 'them'} with torchrun"
+        elif rest:
+            problem = f"{self.tp} does not divide {processes} processes: choose a divisor"
+        elif copies > 1 and not self.replicated:
+            problem = f"{processes} processes load {copies} copies of the model for one prompt: start {self.tp}"
+        else:
+            problem = None
+        if problem is not None:
+            raise LayoutError(self._tp_setting, problem)
         from dlm_bridge.generation.runtime.tensor_parallel import distributed_config
 
         return {"distributed_config": distributed_config(self.tp_size, copies)}
@@ -135,18 +139,18 @@ def _device_map(choice: str) -> Any:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise DlmBridgeError(
-            f'--device-map {choice}: one of {", ".join(DEVICE_MAPS)}, or a JSON object such as \'{{"": "cpu"}}\''
+        raise SettingError(
+            "device_map", f'{choice} is neither {", ".join(DEVICE_MAPS)} nor a JSON object such as {{"": "cpu"}}'
         )
     return parsed
 
 
 def join_replicas(placement: Placement) -> Replicas:
-    """The launcher's processes, each with its model, or its shard of one, loaded."""
+    """Return the launcher's processes as replicas, each a model or a group of shards."""
     return Replicas.of_launcher(placement.tp_size)
 
 
-# By the last part of a plan's rule: what it cuts, in words, and the configuration's field that counts it.
+# Dimension that a plan's rule splits, by the rule's last part: its description, and the config's field with its size.
 _SPLIT_DIMENSIONS = {
     "q_proj": ("attention heads", "num_attention_heads"),
     "k_proj": ("key/value heads", "num_key_value_heads"),
@@ -155,17 +159,22 @@ _SPLIT_DIMENSIONS = {
 
 
 def check_tensor_parallel_split(
-    config: Any, processes: int, name: str, flag: str = "--tp", otherwise: str = "use --device-map auto"
+    config: Any, processes: int, setting: str = "tp", otherwise: str = "set `device_map=auto`"
 ) -> None:
-    """Raise DlmBridgeError, which calls the model `name`, where transformers' tensor parallel plan for the config's
-    class would split a head or an expert between processes, or where that class has no plan: it says to give `flag`
-    another number, or what to do `otherwise`."""
+    """Check that transformers' tensor parallel plan splits a model between heads and experts.
+
+    Args:
+        setting: name of the tensor parallel size in errors.
+        otherwise: remedy if no size fits.
+
+    Raises:
+        LayoutError: a head or an expert would be split, or the config's class has no plan.
+    """
     config = config.get_text_config()
     plan = config.base_model_tp_plan
     if not plan:
-        raise DlmBridgeError(
-            f"{name}: transformers has no tensor parallelism for {type(config).__name__}: {otherwise}"
-        )
+        name = type(config).__name__
+        raise LayoutError(setting, f"transformers has no tensor parallelism for {name}: {otherwise}")
     cut = [rule.rsplit(".", 1)[-1] for rule, style in plan.items() if style in ("colwise", "packed_colwise")]
     counts = {
         _SPLIT_DIMENSIONS[part][0]: getattr(config, _SPLIT_DIMENSIONS[part][1], None)
@@ -177,7 +186,8 @@ def check_tensor_parallel_split(
         if count % processes:
             whole = gcd(*known.values())
             fits = ", ".join(str(number) for number in range(2, whole + 1) if whole % number == 0)
-            raise DlmBridgeError(
-                f"{name}: {count} {what} cannot be shared by {processes} processes: "
-                + (f"give {flag} {fits}, or {otherwise}" if fits else otherwise)
+            raise LayoutError(
+                setting,
+                f"{count} {what} cannot be split over {processes} processes: "
+                + (f"choose {fits}, or {otherwise}" if fits else otherwise),
             )

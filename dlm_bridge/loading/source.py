@@ -1,4 +1,4 @@
-"""The model that a run trains, of every form: whole, without weights, read in parts, or as Megatron's source."""
+"""Loading of a model to train: whole, without weights, in parts, or for the Megatron engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlm_bridge.bridge import Bridge
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, MissingExtraError, SettingError, printable
 from dlm_bridge.files.reading import opening, reading
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, TRACKER, from_hub, resolve
 from dlm_bridge.loading.lazy import LazyWeights, NotInRangesError
@@ -31,17 +31,17 @@ from dlm_bridge.loading.pretrained import (
 )
 
 logger = logging.getLogger(__name__)
-_ANEW = ": add --from-scratch to start anew"
+_ANEW = ": set `from_scratch` to train a new model"
 
 
 @dataclass(frozen=True)
 class StartingModel:
-    """The model that a run starts with.
+    """Initial model of a run.
 
     Args:
-        model: with its weights; with `weights` on the meta device, apart from computed buffers. Where FSDP cannot read
-            a checkpoint in parts, it has its weights in the main process and is on the meta device in the others.
-        weights: of which every process reads its own parts; None: `model` has them.
+        model: model with its weights, or on the meta device (apart from computed buffers) if `weights` is set. If FSDP
+            cannot read a checkpoint in parts, the main process has the weights, the others the meta device.
+        weights: checkpoint of which every process reads its shards; None: `model` has the weights.
     """
 
     model: Any
@@ -50,8 +50,8 @@ class StartingModel:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """What a Megatron run starts with: `bridge` to the checkpoint of its weights, and `model`, the Hub model on the
-    meta device, which gives family, config and sizes."""
+    """Initial model of a Megatron run: `bridge` to the checkpoint of its weights, and `model`, the Hub model on the
+    meta device, for family, config and sizes."""
 
     bridge: Bridge
     model: Any
@@ -59,15 +59,15 @@ class MegatronSource:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model that is trained comes from. Every method raises DlmBridgeError for bad input.
+    """Source of a model to train. Every method raises CheckpointError for a checkpoint that does not load.
 
     Args:
         path: a Hub folder or id, a Megatron checkpoint, or with `seed` the folder of a config.json.
-        family: name of the family, where the config does not say it.
-        seed: of weights that are initialised by the family's rule, and not loaded.
-        mask_token_id: in place of the config's; saved with every checkpoint.
-        dtype: of loaded weights. Initialised ones are fp32.
-        quantize: "4bit" or "8bit": linear layers are quantized, with bitsandbytes.
+        family: name of the family, if the config does not identify it.
+        seed: seed of weights that are initialised by the family's rule; None: weights are loaded.
+        mask_token_id: replaces the config's; saved with every checkpoint.
+        dtype: dtype of loaded weights. Initialised weights are fp32.
+        quantize: "4bit" or "8bit": linear layers are quantized with bitsandbytes.
     """
 
     path: str
@@ -78,7 +78,7 @@ class ModelSource:
     quantize: str | None = None
 
     def load(self) -> Any:
-        """The PreTrainedModel, whole."""
+        """Load the whole PreTrainedModel."""
         self.check_quantization()
         if self.seed is not None:
             self._class_and_config()  # refuses a config of another family than the named one
@@ -87,49 +87,41 @@ class ModelSource:
             model = self._bridge().build_hf_model(self.dtype)
         else:
             folder, quantization = self._folder(), self._quantization()
-            model, _ = load_hub_model(folder, self.name, self.family, self.dtype, _ANEW, **quantization)
+            model, _ = load_hub_model(folder, self.path, self.family, self.dtype, _ANEW, **quantization)
         self._set_mask_token(model.config)
         return model
 
     def empty(self) -> Any:
-        """The PreTrainedModel on the meta device, from config.json alone."""
+        """Create the PreTrainedModel on the meta device, from config.json alone."""
         model_class, hub_config = self._class_and_config()
-        with torch.device("meta"), reading(f"{self.name}: its config makes no model"):
+        with torch.device("meta"), reading(self.path, "the model cannot be built from its config"):
             return model_class(hub_config)
 
     def in_parts(self, main: bool) -> StartingModel:
-        """A model without weights, of which no process loads all. Where the checkpoint's tensors cannot be read in
-        parts, the `main` process loads it whole and logs why."""
+        """Create the model without weights, and open its checkpoint for reading by parts. If its tensors cannot be
+        read in parts, the `main` process loads the whole model and logs the reason."""
         try:
             return self._lazy()
         except NotInRangesError as reason:
             if main:
-                logger.warning(printable(f"{self.name}: the first process reads the whole model, since {reason}"))
+                logger.warning(printable(f"{self.path}: the main process loads the whole model: {reason}"))
         return StartingModel(self.load() if main else self.empty())
 
     def megatron(self, checkpoint: Path | None = None) -> MegatronSource:
-        """The source of megatron-core models, or that of the run's own `checkpoint`."""
+        """Open the model for the Megatron engine; `checkpoint`: the run's own checkpoint, to resume from."""
         if checkpoint is not None:
             bridge = Bridge.from_megatron(checkpoint)
         elif self.seed is None and (Path(self.path).parent / TRACKER).is_file():
-            raise DlmBridgeError(
-                f"{self.name}: it is an iteration of a Megatron checkpoint: give the folder that holds it and "
-                f"{TRACKER}, or export this one"
-            )
+            raise CheckpointError(self.path, f"one iteration of a Megatron checkpoint: use its parent, with {TRACKER}")
         else:
             bridge = self._bridge()
         model_class, hub_config = self._megatron_class_and_config(bridge)
-        with torch.device("meta"), reading(f"{self.name}: its config makes no model"):
+        with torch.device("meta"), reading(self.path, "the model cannot be built from its config"):
             model = model_class(hub_config)
         if (folder := bridge.checkpoint.hub.folder) is not None:
-            with opening(folder, f"{self.name}: does not load"):
+            with opening(folder, self.path, "does not load"):
                 read_generation_config(model, folder)
         return MegatronSource(bridge, model)
-
-    @property
-    def name(self) -> str:
-        """What errors call the model."""
-        return f"--model {self.path}"
 
     @property
     def _is_megatron(self) -> bool:
@@ -143,20 +135,20 @@ class ModelSource:
         return Bridge.from_hf(self.path, family=self.family)
 
     def _check_place(self) -> None:
-        check_exists(self.path, self.name)
+        check_exists(self.path, self.path)
         if (Path(self.path) / ADAPTER_CONFIG).is_file():
-            raise DlmBridgeError(f"{self.name}: is an adapter: give its base as --model and it as --adapter")
+            raise SettingError("model", f"{self.path} is an adapter: set `adapter` to it, and `model` to its base")
 
     def _folder(self) -> Path:
-        """The folder of a Hub model, in the Hub's cache that of a Hub id."""
+        """Folder of a Hub model; a Hub id is downloaded."""
         self._check_place()
         if Path(self.path).is_dir():
             return Path(self.path)
-        find_config(self._config_folder(), self.name, self.family)  # before weights are fetched
+        find_config(self._config_folder(), self.path, self.family)  # before weights are downloaded
         return resolve(self.path)
 
     def _config_folder(self) -> Path:
-        """As `_folder`; of a Hub id only config.json is fetched."""
+        """Folder of a Hub model's config.json; nothing else of a Hub id is downloaded."""
         from huggingface_hub import hf_hub_download
 
         def fetch(local: bool) -> Path:
@@ -164,24 +156,24 @@ class ModelSource:
 
         self._check_place()
         if Path(self.path).is_dir():
-            check_weights(Path(self.path), self.name, _ANEW)
+            check_weights(Path(self.path), self.path, _ANEW)
             return Path(self.path)
-        return from_hub(fetch, self.name, f"its {CONFIG_FILE}")
+        return from_hub(fetch, self.path, f"its {CONFIG_FILE}")
 
     def _class_and_config(self) -> tuple[Callable[[Any], Any], Any]:
-        """The class, or another factory, of the model, and the configuration object to call it with."""
+        """Factory of the model, and the configuration object to call it with."""
         from transformers import AutoModelForCausalLM
 
         if self._is_megatron:
             return self._megatron_class_and_config(self._bridge())
         folder = Path(self.path) if self.seed is not None else self._config_folder()
-        spec, hub_config = find_config(folder, self.name, self.family)
+        spec, hub_config = find_config(folder, self.path, self.family)
         self._set_mask_token(hub_config)
         return (AutoModelForCausalLM.from_config if spec is None else spec.load("model_class")), hub_config
 
     def _megatron_class_and_config(self, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
-        """As `_class_and_config`, of the model behind `bridge`."""
-        with reading(f"{self.name}: its config makes no model"):
+        """Factory and configuration object of the model behind `bridge`."""
+        with reading(self.path, "the model cannot be built from its config"):
             hub_config = bridge.family.load("config_class").from_dict(bridge.config)
         hub_config.name_or_path = bridge.code_place
         self._set_mask_token(hub_config)
@@ -192,7 +184,7 @@ class ModelSource:
             hub_config.mask_token_id = self.mask_token_id
 
     def _lazy(self) -> StartingModel:
-        """A model without weights, and the checkpoint to read them from. Raises NotInRangesError where only
+        """Create the model without weights, and open the checkpoint to read them from. Raises NotInRangesError if only
         transformers' own loading can read the checkpoint."""
         folder, bridge = None, None
         checkpoint: Checkpoint
@@ -202,7 +194,7 @@ class ModelSource:
             checkpoint.check()
         else:
             folder = self._folder()
-            check_weights(folder, self.name, _ANEW)
+            check_weights(folder, self.path, _ANEW)
             try:
                 checkpoint = HubCheckpoint(folder)
             except DlmBridgeError as error:
@@ -213,37 +205,35 @@ class ModelSource:
             model_class, hub_config = self._megatron_class_and_config(bridge)
         if getattr(hub_config, "quantization_config", None) is not None:
             raise NotInRangesError("its weights are quantized")
-        with reading(f"{self.name}: its config makes no model"):
+        with reading(self.path, "the model cannot be built from its config"):
             model = model_without_weights(model_class, hub_config, self.dtype)
         if folder is not None:
-            with opening(folder, f"{self.name}: does not load"):
+            with opening(folder, self.path, "does not load"):
                 read_generation_config(model, folder)
         weights = LazyWeights(model, checkpoint)
-        if folder is not None and weights.unused:  # of other checkpoints `check` has accounted for it
-            # A second copy of a tied weight, or a tensor for which a model of this package, which is refused, has no
-            # place.
+        if folder is not None and weights.unused:  # `check` accounts for the tensors of other checkpoints
+            # A second copy of a tied weight, or a tensor that a model of this package does not have: transformers'
+            # loading decides.
             if hasattr(model, "family") or not model.state_dict().keys().isdisjoint(weights.unused):
-                raise NotInRangesError(f"{weights.unused[0]} is stored besides the model's tensors")
-            log_unused(self.name, weights.unused)
-        for name, tensor in stored_tensors(model):  # as transformers loads those that it does not cast: routers
+                raise NotInRangesError(f"{weights.unused[0]} is not a tensor of the model")
+            log_unused(self.path, weights.unused)
+        for name, tensor in stored_tensors(model):  # tensors that transformers does not cast, such as routers
             for pattern, dtype in model._get_dtype_plan(self.dtype).items():
                 if re.search(pattern, name):
                     tensor.data = tensor.data.to(dtype or weights.stored_dtype(name))
         return StartingModel(model.eval(), weights)
 
     def check_quantization(self) -> None:
-        """Raise DlmBridgeError where the model cannot be quantized as asked for."""
+        """Raise SettingError or MissingExtraError if the model cannot be quantized."""
         if self.quantize is None:
             return
         if self._is_megatron:
-            raise DlmBridgeError(
-                f"--lora-quantize: {self.name} is a Megatron checkpoint: export it to the Hub's layout first"
-            )
+            raise SettingError("lora_quantize", f"{self.path} is a Megatron checkpoint: export it first")
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise DlmBridgeError("--lora-quantize needs bitsandbytes: pip install 'dlm-bridge[quantize]'")
+            raise MissingExtraError("lora_quantize", "needs bitsandbytes: pip install 'dlm-bridge[quantize]'")
 
     def _quantization(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained` that quantize the weights on this process's device."""
+        """Arguments of `from_pretrained` that quantize the weights on this process's device."""
         if self.quantize is None:
             return {}
         from transformers import BitsAndBytesConfig

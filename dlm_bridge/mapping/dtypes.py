@@ -1,4 +1,4 @@
-"""Weight dtypes and byte sizes: names, parsing, exact casts. Imports torch where a dtype or a tensor is asked for."""
+"""Weight dtypes and byte sizes: names, parsing, exact casts. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
+from dlm_bridge.settings import check_choice
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     SAFETENSORS_NAMES: dict[torch.dtype, str]  # the inverse
     WEIGHT_DTYPES: dict[str, torch.dtype]  # by torch's names
 
-# The dtypes that a weight can have, by safetensors' names, with torch's and their bytes; in the order in which
-# safetensors sorts them inside a file (widest first).
+# Dtypes of weights by safetensors' name: torch's name and bytes per value, in the order in which safetensors sorts
+# tensors inside a file (widest first).
 STORED_DTYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "BF16": ("bfloat16", 2), "F16": ("float16", 2)}
-QUANTISED_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1), "U8": ("uint8", 1)}  # those of parts of quantised weights
+QUANTISED_DTYPES = {"F8_E4M3": ("float8_e4m3fn", 1), "U8": ("uint8", 1)}  # of the parts of quantised weights
 CAST_DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -38,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def torch_dtype(stored: str) -> torch.dtype:
-    """That of a name in `STORED_DTYPES` or `QUANTISED_DTYPES`."""
+    """torch's dtype for a name in `STORED_DTYPES` or `QUANTISED_DTYPES`."""
     import torch
 
     dtype: torch.dtype = getattr(torch, (STORED_DTYPES | QUANTISED_DTYPES)[stored][0])
@@ -46,11 +47,10 @@ def torch_dtype(stored: str) -> torch.dtype:
 
 
 def parse_dtype(choice: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype that `--dtype` names, None where the stored one is kept. Raises DlmBridgeError."""
+    """torch's dtype for a value of the setting `dtype`, None for "keep". Raises SettingError."""
     if choice is None or not isinstance(choice, str):
         return choice
-    if choice not in CAST_DTYPES:
-        raise DlmBridgeError(f"--dtype {choice}: choose one of {', '.join(CAST_DTYPES)}")
+    check_choice("dtype", choice, CAST_DTYPES)
     import torch
 
     name = CAST_DTYPES[choice]
@@ -63,7 +63,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as whole numbers of the same width, which compare bit by bit."""
+    """View of the tensor's elements as integers of the same width, for bitwise comparison."""
     import torch
 
     whole = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]
@@ -71,7 +71,7 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit (so that NaN equals itself)."""
+    """True if two tensors are equal in dtype, shape and every bit (NaN equals the same NaN)."""
     import torch
 
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -80,7 +80,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def promote(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that holds every value of all of `dtypes` exactly."""
+    """The narrowest dtype that represents every value of all `dtypes` exactly."""
     import torch
 
     result = dtypes[0]
@@ -90,9 +90,9 @@ def promote(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.Tensor:
-    """`tensor` in `dtype` (None keeps its own), rounded to nearest.
+    """Cast `tensor` to `dtype` (None: unchanged), rounding to nearest. `name`: the tensor's name in errors.
 
-    Raises DlmBridgeError where a finite value would become infinite: that is a loss of the weight, not a rounding.
+    Raises SettingError if a finite value would become infinite.
     """
     import torch
 
@@ -102,12 +102,12 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype | None, name: str) -> torch.Te
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not torch.equal(
         torch.isfinite(result), torch.isfinite(tensor)
     ):
-        raise DlmBridgeError(f"{name}: a value does not fit {dtype_name(dtype)} (it would become infinite)")
+        raise SettingError("dtype", f"a value of {name} does not fit {dtype_name(dtype)} (it would become infinite)")
     return result
 
 
 def narrow_exactly(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The inverse of a widening cast, bit for bit. Raises DlmBridgeError where bits would be lost."""
+    """Invert a widening cast bit for bit. Raises SettingError if values changed so that bits would be lost."""
     import torch
 
     if tensor.dtype == dtype:
@@ -120,21 +120,22 @@ def narrow_exactly(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch
         result = tensor.to(dtype)
         exact = same_bits(result.to(tensor.dtype), tensor)
     if not exact:
-        raise DlmBridgeError(
-            f"{name}: its values were {dtype_name(dtype)} when imported and no longer fit: give --dtype"
+        raise SettingError(
+            "dtype",
+            f"choose one: the values of {name} were {dtype_name(dtype)} when imported and no longer fit that dtype",
         )
     return result
 
 
-def parse_size(text: str | int | None, option: str = "--shard-size") -> int | None:
-    """ "5GB" is 5 * 10**9 bytes and "5GiB" 5 * 2**30, as the Hub writes sizes. Raises DlmBridgeError."""
+def parse_size(text: str | int | None, field: str = "shard_size") -> int | None:
+    """Parse a size in bytes: "5GB" is 5 * 10**9, "5GiB" is 5 * 2**30. Raises SettingError for the setting `field`."""
     if text is None or isinstance(text, int):
         return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
     if not match or (match[3] and not match[2]):
-        raise DlmBridgeError(f"{option} {text}: write a size such as 5GB or 500MB")
+        raise SettingError(field, f"{text} is not a size such as 5GB or 500MB")
     unit = match[2].upper()
     size = int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
     if size < 1:
-        raise DlmBridgeError(f"{option} {text}: must be at least one byte")
+        raise SettingError(field, f"{text} must be at least one byte")
     return size

@@ -1,7 +1,4 @@
-"""Mapping rules where the Hub holds several of Megatron's tensors in one, or one tensor for two of Megatron's.
-
-Fused QKV, fused gate and up, keys that are the values, all experts of a layer.
-"""
+"""Mapping rules for fused Hub tensors: QKV, gate and up projections, shared keys and values, stacked experts."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import QKV, Dims, GatedMLP, Rule
 
 if TYPE_CHECKING:
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FusedQKV(QKV):
-    """One Hub tensor of [all q rows; all k rows; all v rows], interleaved per query group as `QKV` is."""
+    """One Hub tensor [all q rows; all k rows; all v rows], interleaved per query group on the Megatron side."""
 
     name: str = ""
 
@@ -44,7 +41,7 @@ class FusedQKV(QKV):
 
 @dataclass(frozen=True)
 class SharedKV(QKV):
-    """Query and key projections of attention whose values are its keys; Megatron's tensor has the key rows twice."""
+    """Query and key projections of attention that uses the keys as values; Megatron's has the key rows twice."""
 
     @property
     def hub(self) -> tuple[str, ...]:
@@ -62,7 +59,7 @@ class SharedKV(QKV):
 
         q, k, v = super().to_hub(tensor, dims)
         if not torch.equal(k.view(torch.uint8), v.view(torch.uint8)):
-            raise DlmBridgeError("its value rows differ from its key rows, which this model shares")
+            raise CheckpointError(self.megatron, "its value rows differ from its key rows, which this model shares")
         return q, k
 
     def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
@@ -71,7 +68,7 @@ class SharedKV(QKV):
 
 @dataclass(frozen=True)
 class FusedGatedMLP(GatedMLP):
-    """One Hub tensor of [all gate rows; all up rows], as Megatron's is."""
+    """One Hub tensor [all gate rows; all up rows], equal to Megatron's."""
 
     name: str = ""
 
@@ -92,13 +89,13 @@ class FusedGatedMLP(GatedMLP):
 
 @dataclass(frozen=True)
 class StackedExperts(Rule):
-    """Hub tensors that hold those of all experts on a first axis; `each` maps one expert's.
+    """Hub tensors with all experts of a layer stacked on the first axis; `each` maps one expert.
 
-    The slice has the experts' rows one after the other. Megatron holds each expert apart (`ParamMapping.pieces`).
+    The slice concatenates the rows of the experts. Megatron stores each expert separately (`ParamMapping.pieces`).
     """
 
     each: Rule | None = None  # type: ignore[misc]
-    tp_axis: ClassVar[int | None] = None  # a piece has one
+    tp_axis: ClassVar[int | None] = None  # the rule of one expert has it
 
     @property
     def _each(self) -> Rule:
@@ -128,7 +125,7 @@ class StackedExperts(Rule):
         return tuple(torch.stack(parts) for parts in zip(*experts, strict=True))
 
     def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
-        """Where an expert's Hub tensor is Megatron's."""
+        """Views, if the Hub tensor of one expert equals Megatron's."""
         first = tensor[: self._each.megatron_shape(dims)[0]]
         views = self._each.hub_views(first, dims)
         if views is None or len(views) != 1 or views[0] is not first:
@@ -140,5 +137,5 @@ class StackedExperts(Rule):
 
 
 def stacked(each: Rule) -> StackedExperts:
-    """`StackedExperts` of a rule whose Megatron name has `{expert}` in it."""
+    """Make `StackedExperts` from a rule whose Megatron name contains `{expert}`."""
     return StackedExperts(each.megatron, when=each.when, own_dtype=each.own_dtype, each=each)

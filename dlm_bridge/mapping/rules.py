@@ -1,13 +1,12 @@
 """Declarative mapping between a family's Hub tensors and Megatron's: a flat table of a few rule types.
 
 Everything that moves weights (import, export, reshard, verify, live hand-over, the plan table) is derived from the
-`ParamMapping`s that a table expands to. One ties a few whole Hub tensors to one layer's (or expert's) slice of one
-global, unsharded Megatron tensor; sharding that slice over ranks is the job of `ParamMapping.tp_slices` and of the
-formats.
+`ParamMapping`s that a table expands to. A `ParamMapping` maps one or more whole Hub tensors to the slice of one layer
+(or expert) in one global, unsharded Megatron tensor. `ParamMapping.tp_slices` and the formats shard that slice.
 
-Name templates hold `{layer}` and `{expert}`. On the Megatron side they mark the axes that `torch_dist` stacks. `{mtp}`
-counts multi-token prediction layers, which follow the model's own in `{layer}` and are never stacked.
-Shapes are written in the words of `Dims`, as in "vocab hidden".
+Name templates contain `{layer}` and `{expert}`, which on the Megatron side mark the axes that `torch_dist` stacks.
+`{mtp}` counts multi-token prediction layers, which follow the model's layers in `{layer}` and are never stacked.
+Shapes are written with the names of `Dims`, such as "vocab hidden".
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, LayoutError, SettingError
 
 if TYPE_CHECKING:
-    import torch  # imported where tensors are moved: a family's table alone must not cost that
+    import torch  # imported on first use, because a family's table does not need it
 
 
 @dataclass(frozen=True)
 class Dims:
-    """A model's sizes, read from its Hub config. Rows and columns of every tensor follow from these."""
+    """Sizes of a model, read from its Hub config. They determine the shape of every tensor."""
 
     layers: int
     hidden: int
@@ -34,16 +33,16 @@ class Dims:
     groups: int  # query groups, that is key/value heads
     head_dim: int
     ffn: int
-    vocab: int  # rows of the embedding as the Hub has it
+    vocab: int  # rows of the Hub's embedding
     tied: bool = False  # the output layer is the embedding
     experts: int = 0  # routed experts of a mixture-of-experts layer
     moe_ffn: int = 0  # width of one expert
     shared_ffn: int = 0  # width of the shared expert
-    dense_layers: frozenset[int] = frozenset()  # layers without experts, where a model has experts in others
-    full_layers: frozenset[int] = frozenset()  # layers of full attention with sizes of their own, where others slide
-    facts: frozenset[str] = frozenset()  # what else rules may ask for with `when`, such as "qkv_bias"
+    dense_layers: frozenset[int] = frozenset()  # layers without experts in a mixture-of-experts model
+    full_layers: frozenset[int] = frozenset()  # full-attention layers with sizes of their own; the others are sliding
+    facts: frozenset[str] = frozenset()  # further conditions for a rule's `when`, such as "qkv_bias"
     mtp: int = 0  # multi-token prediction layers, after the last layer
-    sizes: tuple[tuple[str, int], ...] = ()  # a family's own words for shapes
+    sizes: tuple[tuple[str, int], ...] = ()  # further names for shapes, specific to a family
 
     @property
     def q_rows(self) -> int:
@@ -55,14 +54,14 @@ class Dims:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all layers hold the same tensors; megatron-core stacks them only then."""
+        """True if all layers have the same tensors, which megatron-core then stacks."""
         return not self.full_layers and (not self.experts or not self.dense_layers)
 
     def is_moe(self, layer: int) -> bool:
         return self.experts > 0 and layer not in self.dense_layers
 
     def shape(self, words: str) -> tuple[int, ...]:
-        """The sizes that `words` name: "ffn hidden" is (ffn, hidden)."""
+        """Sizes by their names: "ffn hidden" is (ffn, hidden)."""
         if words not in self._shapes:
             own = dict(self.sizes)
             named = (own[word] if word in own else int(getattr(self, word)) for word in words.split())
@@ -71,73 +70,75 @@ class Dims:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """What was asked for: a model with many experts asks for the same few shapes for each."""
+        """Cache of `shape`, which is called with the same names for every expert."""
         return {}
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """One row of a mapping table: how some Hub tensors and one Megatron tensor become each other.
+    """One row of a mapping table: conversion between one or more Hub tensors and one Megatron tensor.
 
-    `when` lists the conditions under which the row holds: "tied", "moe" and "dense", "full" and "sliding" (of the
-    layer), or one of `Dims.facts`; "!" before a word means that it must not be so. `own_dtype`: the tensor keeps the
-    dtype that it is stored in where the others are cast to a narrower one (a router in fp32).
+    Args:
+        megatron: name template of the Megatron tensor.
+        when: conditions under which the rule applies, separated by spaces: "tied", "moe" or "dense", "full" or
+            "sliding" (of the layer), or one of `Dims.facts`; "!" negates a condition.
+        own_dtype: keep the stored dtype if the model is cast to a narrower one (an fp32 router).
     """
 
     megatron: str
     when: str = ""
     own_dtype: bool = False
-    each: ClassVar[Rule | None] = None  # the rule of one expert, where the Hub tensors hold all of them
+    each: ClassVar[Rule | None] = None  # the rule of one expert, if the Hub tensors stack all experts
     tp_axis: ClassVar[int | None] = None  # axis of the Megatron tensor that tensor parallelism splits
 
     @property
     @abstractmethod
     def hub(self) -> tuple[str, ...]:
-        """Hub name templates, in the order that `to_megatron` takes and `to_hub` gives."""
+        """Hub name templates, in the order of `to_megatron`'s argument and `to_hub`'s result."""
 
     @abstractmethod
     def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
-        """The shapes of those Hub tensors."""
+        """Shapes of the Hub tensors, in the order of `hub`."""
 
     @abstractmethod
     def megatron_shape(self, dims: Dims) -> tuple[int, ...]:
-        """The unsharded shape of one layer's slice."""
+        """Unsharded shape of one layer's slice."""
 
     @abstractmethod
     def to_megatron(self, tensors: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
-        """One layer's unsharded Megatron slice; values are moved, never changed."""
+        """Unsharded Megatron slice of one layer, with unchanged values."""
 
     @abstractmethod
     def to_hub(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...]:
-        """The inverse of `to_megatron`. May return views."""
+        """Inverse of `to_megatron`. May return views."""
 
     def hub_views(self, tensor: torch.Tensor, dims: Dims) -> tuple[torch.Tensor, ...] | None:
-        """Views of one layer's contiguous Megatron slice that hold the Hub tensors' values in their row-major order,
-        so that these can be read and written in place; None where there are no such views.
+        """Views of one layer's contiguous Megatron slice whose row-major order is that of the Hub tensors, for reading
+        and writing in place; None if the rule has no such views.
 
         A view may have more axes than its Hub tensor (rows in groups).
         """
         return None
 
     def segments(self, dims: Dims) -> tuple[int, ...]:
-        """Lengths along `tp_axis` that are split over ranks each on its own (gate and up are two)."""
+        """Lengths along `tp_axis` that are split over ranks separately (gate and up are two)."""
         assert self.tp_axis is not None, f"{self.megatron} is not split"
         return (self.megatron_shape(dims)[self.tp_axis],)
 
     def check_tp(self, tp: int, dims: Dims) -> None:
-        """Raise DlmBridgeError where `tp` cannot split this tensor, saying which number to change."""
+        """Raise LayoutError if `tp` ranks cannot split this tensor."""
         if self.tp_axis is None:
             return
         for length in self.segments(dims):
             if length % tp:
-                raise DlmBridgeError(f"--tp {tp} does not divide {length}, the size that it splits in {self.megatron}")
+                raise LayoutError("tp", f"{tp} does not divide {length}, the size that it splits in {self.megatron}")
 
     def holds(self, dims: Dims, layer: int | None = None) -> bool:
         return holds(self.when, dims, layer)
 
 
 def holds(when: str, dims: Dims, layer: int | None = None) -> bool:
-    """Whether every condition of `when` is met by a model, or by one of its layers."""
+    """True if a model, or one of its layers, meets every condition of `when`."""
     facts = set(dims.facts) | ({"tied"} if dims.tied else set())
     if layer is not None:
         facts |= {"moe" if dims.is_moe(layer) else "dense", "full" if layer in dims.full_layers else "sliding"}
@@ -146,7 +147,7 @@ def holds(when: str, dims: Dims, layer: int | None = None) -> bool:
 
 @dataclass(frozen=True)
 class Direct(Rule):
-    """One Hub tensor that is one Megatron tensor, unchanged. `axis` is the one that tensor parallelism splits."""
+    """One Hub tensor equal to one Megatron tensor. `axis`: the axis that tensor parallelism splits."""
 
     name: str = ""
     shape: str = ""
@@ -179,19 +180,19 @@ class Direct(Rule):
 
 @dataclass(frozen=True)
 class Vocabulary(Direct):
-    """Rows are tokens: Megatron may pad them to a multiple; the padding is trimmed by this role on the way back."""
+    """Tensor with one row per token. Megatron may pad the rows to a multiple; export removes the padding."""
 
     axis: int | None = 0
 
     def check_tp(self, tp: int, dims: Dims) -> None:
-        """Any tp: an uneven vocabulary is cut in uneven chunks, which load into a padded model all the same."""
+        """Accept any `tp`: an uneven vocabulary is split into uneven chunks, which also load into a padded model."""
 
 
 @dataclass(frozen=True)
 class QKV(Rule):
     """Separate query, key and value projections, interleaved per query group: [q heads of the group, k, v].
 
-    `groups` and `head_dim` are words of `Dims`, for layers with sizes of their own.
+    `groups` and `head_dim` name sizes of `Dims`, for layers with sizes of their own.
     """
 
     q: str = ""
@@ -210,7 +211,7 @@ class QKV(Rule):
         return () if self.bias else (dims.hidden,)
 
     def rows(self, dims: Dims) -> tuple[int, int, int]:
-        """Rows of query, key and value."""
+        """Number of query, key and value rows."""
         groups, head_dim = dims.shape(f"{self.groups} {self.head_dim}")
         return dims.heads * head_dim, groups * head_dim, groups * head_dim
 
@@ -242,17 +243,16 @@ class QKV(Rule):
     def check_tp(self, tp: int, dims: Dims) -> None:
         (groups,) = dims.shape(self.groups)
         if groups % tp:
-            raise DlmBridgeError(
-                f"--tp {tp} does not divide the {groups} query groups (key/value heads): "
-                f"choose a --tp that divides {groups}"
+            raise LayoutError(
+                "tp", f"{tp} does not divide the {groups} query groups (key/value heads): choose a divisor of {groups}"
             )
 
 
 @dataclass(frozen=True)
 class GatedMLP(Rule):
-    """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks on its own.
+    """SwiGLU's gate and up projections: [all gate rows, all up rows], each split over ranks separately.
 
-    `width` is the word of `Dims` for the rows of one: "ffn", "moe_ffn" or "shared_ffn".
+    `width` names the size of `Dims` for the rows of one: "ffn", "moe_ffn" or "shared_ffn".
     """
 
     gate: str = ""
@@ -290,7 +290,7 @@ class GatedMLP(Rule):
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """A rule at one layer and expert: the unit of work of every conversion."""
+    """A rule applied to one layer and expert: the unit of work of every conversion."""
 
     rule: Rule
     dims: Dims
@@ -299,7 +299,7 @@ class ParamMapping:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether it belongs to a multi-token prediction layer, which transformers' models leave out."""
+        """True for a parameter of a multi-token prediction layer, which transformers' models do not have."""
         return self.layer is not None and self.layer >= self.dims.layers
 
     @property
@@ -308,7 +308,7 @@ class ParamMapping:
 
     @property
     def on_first_stage(self) -> bool:
-        """Whether a parameter of no layer makes the first layer's input."""
+        """True for a parameter outside the layers that computes the first layer's input."""
         return self.rule.megatron.startswith(("embedding.", "self_conditioning.", "vision_tower.", "embed_vision."))
 
     def _fill(self, template: str) -> str:
@@ -324,13 +324,13 @@ class ParamMapping:
 
     @cached_property
     def megatron_key(self) -> str:
-        """The `torch_dist` key, without the axes that it stacks: "decoder.layers.mlp.linear_fc2.weight"."""
+        """The `torch_dist` key, without stacked axes: "decoder.layers.mlp.linear_fc2.weight"."""
         key = self.rule.megatron.replace("{expert}.", "").replace("{mtp}", str(self._mtp))
         return key.replace("{layer}.", "" if self.dims.homogeneous else f"{self.layer}.")
 
     @cached_property
     def stack(self) -> tuple[tuple[int, int], ...]:
-        """(index, size) on each axis that the `torch_dist` tensor has before this slice's own: layer, expert."""
+        """(index, size) on each leading axis of the `torch_dist` tensor that stacks slices: layer, expert."""
         axes = []
         if self.layer is not None and not self.is_mtp and self.dims.homogeneous:
             axes.append((self.layer, self.dims.layers))
@@ -340,21 +340,21 @@ class ParamMapping:
 
     @cached_property
     def megatron_name(self) -> str:
-        """The name with the global layer (and expert) number in it: "decoder.layers.3.mlp.linear_fc2.weight"."""
+        """Name with the global layer (and expert) number: "decoder.layers.3.mlp.linear_fc2.weight"."""
         template = self.rule.megatron
         return self._fill(template if self.rule.each is None else template.replace("{expert}.", ""))
 
     @cached_property
     def pieces(self) -> tuple[ParamMapping, ...]:
-        """What Megatron holds apart, in the order of the slice's rows: each expert where the Hub has all in one
-        tensor, else the parameter itself. A piece knows Megatron's side only."""
+        """The separate Megatron parameters of this slice, in the order of its rows: one per expert if the Hub tensor
+        stacks all experts, else the parameter itself. Only the Megatron side of a piece is valid."""
         if self.rule.each is None:
             return (self,)
         return tuple(ParamMapping(self.rule.each, self.dims, self.layer, n) for n in range(self.dims.experts))
 
     @cached_property
     def megatron_shape(self) -> tuple[int, ...]:
-        """The unsharded shape of this layer's slice."""
+        """Unsharded shape of this layer's slice."""
         return self.rule.megatron_shape(self.dims)
 
     def to_megatron(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -363,33 +363,33 @@ class ParamMapping:
     def to_hub(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
             return self.rule.to_hub(tensor, self.dims)
-        except DlmBridgeError as error:
-            raise DlmBridgeError(f"tensor {self.megatron_name}: {error}") from None
+        except CheckpointError as error:
+            raise CheckpointError(self.megatron_name, error.reason) from None
 
     def hub_views(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return self.rule.hub_views(tensor, self.dims)
 
     @cached_property
     def hub_rows(self) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-        """For each Hub tensor the (start, length) runs of this slice's rows that are its own rows, in order; None
-        where it is not made of whole rows of the slice."""
+        """Runs (start, length) of this slice's rows that make up each Hub tensor, in order; None if a Hub tensor does
+        not consist of whole rows of the slice."""
         return _hub_rows(self.rule, self.dims)
 
     def tp_slices(self, tp_rank: int, tp: int) -> tuple[tuple[int, int], ...]:
-        """The (start, length) ranges along `rule.tp_axis` that a tensor parallel rank holds; in memory it holds
-        them concatenated. Empty tuple where the tensor is replicated over tensor parallel ranks."""
+        """Ranges (start, length) along `rule.tp_axis` of a tensor parallel rank, which stores them concatenated; empty
+        if the tensor is replicated over tensor parallel ranks."""
         if self.rule.tp_axis is None:
             return ()
         slices, base = [], 0
         for length in self.rule.segments(self.dims):
-            share = -(-length // tp)  # uneven only for a vocabulary
-            start = min(tp_rank * share, length)
-            slices.append((base + start, min(share, length - start)))
+            per_rank = -(-length // tp)  # uneven only for a vocabulary
+            start = min(tp_rank * per_rank, length)
+            slices.append((base + start, min(per_rank, length - start)))
             base += length
         return tuple(slices)
 
     def shard(self, tensor: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
-        """What a tensor parallel rank holds of this layer's unsharded slice (a view where one range serves)."""
+        """Shard of this layer's unsharded slice on a tensor parallel rank; a view if it is one range."""
         import torch
 
         axis = self.rule.tp_axis
@@ -401,22 +401,26 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class Passthrough:
-    """A Hub tensor that Megatron has no place for, kept beside the checkpoint and given back bit for bit.
+    """Hub tensor without a Megatron counterpart, stored beside the checkpoint and exported bit for bit.
 
-    `name` may hold `{layer}`, which then stands for every layer that meets `when`, or with `mtp` for every multi-token
-    prediction layer. `copy_of` names the tensor that it must equal (a redundant tied head); a difference is an error.
-    `shared_with` names the tensor that a live Megatron model has in its place, which a run trains for both.
+    Args:
+        name: Hub name; `{layer}` is replaced by every layer that meets `when`.
+        when: conditions, as in `Rule`.
+        copy_of: name of the tensor that it must equal (a redundant tied head); a difference is an error.
+        in_model: the transformers model has the tensor.
+        mtp: `{layer}` is replaced by every multi-token prediction layer instead.
+        shared_with: name of the tensor that a live Megatron model uses and trains instead.
     """
 
     name: str
     when: str = ""
     copy_of: str = ""
-    in_model: bool = True  # whether the transformers model has it
+    in_model: bool = True
     mtp: bool = False
     shared_with: str = ""
 
     def entries(self, dims: Dims) -> Iterator[Passthrough]:
-        """One for each Hub tensor that the template stands for."""
+        """Expand the template: one entry per Hub tensor."""
         if "{layer}" not in self.name:
             if holds(self.when, dims):
                 yield self
@@ -429,19 +433,19 @@ class Passthrough:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A family's whole mapping: the table, the sizes it is read with, and megatron-core's configuration."""
+    """Complete mapping of a family: rules, sizes and megatron-core's configuration."""
 
     rules: tuple[Rule, ...]
-    dims: Callable[[dict[str, Any]], Dims]  # from config.json's dict; raises DlmBridgeError on what the body cannot do
-    # megatron-core keyword arguments, see parallel/; not asked where `engine_lacks` says that it cannot compute it
+    dims: Callable[[dict[str, Any]], Dims]  # reads config.json's dict; raises CheckpointError for unsupported settings
+    # Reads megatron-core's keyword arguments (see parallel/) from config.json's dict; not called with `engine_lacks`.
     transformer: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
     passthrough: tuple[Passthrough, ...] = ()
-    hub_only: str = ""  # why Megatron cannot hold such a model, where it cannot
-    engine_lacks: str = ""  # why megatron-core cannot compute one that it can hold
-    other_towers: Callable[[Dims], Iterable[Rule]] = lambda dims: ()  # a vision tower's tensors, each with its rule
+    hub_only: str = ""  # the reason why Megatron's formats cannot store the model, if they cannot
+    engine_lacks: str = ""  # the reason why megatron-core cannot compute a model that its formats can store
+    other_towers: Callable[[Dims], Iterable[Rule]] = lambda dims: ()  # rules for a vision tower's tensors
 
     def params(self, dims: Dims) -> Iterator[ParamMapping]:
-        """Every parameter of a model, layer by layer after the tensors that belong to none."""
+        """Every parameter of a model: first those outside the layers, then layer by layer."""
         in_layers = [rule for rule in self.rules if "{layer}" in rule.megatron]
         in_mtp = [rule for rule in self.rules if "{mtp}" in rule.megatron]
         alone = [rule for rule in self.rules if rule not in in_layers and rule not in in_mtp]
@@ -454,25 +458,27 @@ class Mapping:
                     yield from (ParamMapping(rule, dims, layer, expert) for expert in experts)
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`transformer` of a config.json that may be damaged. Raises DlmBridgeError where it cannot be read, and where
-        megatron-core cannot compute the model."""
-        if self.engine_lacks:
-            raise DlmBridgeError(self.engine_lacks)
+        """`transformer` of a config.json that may be damaged.
+
+        Raises SettingError if megatron-core cannot compute the model, CheckpointError for a damaged config.
+        """
+        if reason := self.hub_only or self.engine_lacks:
+            raise SettingError("engine", reason)
         try:
             return self.transformer(config)
+        except DlmBridgeError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, DlmBridgeError):
-                raise
-            raise DlmBridgeError(f"config.json: its settings cannot be read: {error!r}") from None
+            raise CheckpointError("config.json", f"its settings cannot be read: {error!r}") from None
 
     def passthrough_names(self, dims: Dims) -> dict[str, Passthrough]:
-        """Hub names that may be present and are kept beside the Megatron checkpoint."""
+        """Passthrough entries by Hub name, for all tensors that may be present."""
         return {found.name: found for entry in self.passthrough for found in entry.entries(dims)}
 
 
 @lru_cache(maxsize=1024)
 def _hub_rows(rule: Rule, dims: Dims) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """`ParamMapping.hub_rows`: the same for all layers and experts."""
+    """`ParamMapping.hub_rows`, cached: equal for all layers and experts."""
     import torch
 
     shape = rule.megatron_shape(dims)

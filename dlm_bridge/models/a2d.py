@@ -47,7 +47,7 @@ QWEN2 = FamilySpec(
     config_class="dlm_bridge.models.modeling_a2d:A2DQwen2Config",
     model_class="dlm_bridge.models.modeling_a2d:A2DQwen2LMHeadModel",
     mapping=QWEN2_MAPPING,
-    mask_token_id=151665,  # <|mask|>, the first id that Qwen2.5's tokenizer leaves free
+    mask_token_id=151665,  # <|mask|>, the first free id of Qwen2.5's tokenizer
     **COMMON,
 )
 
@@ -60,6 +60,6 @@ LLAMA = FamilySpec(
     config_class="dlm_bridge.models.modeling_a2d:A2DLlamaConfig",
     model_class="dlm_bridge.models.modeling_a2d:A2DLlamaLMHeadModel",
     mapping=LLAMA_MAPPING,
-    mask_token_id=None,  # whatever was added to the tokenizer: no checkpoint is published
+    mask_token_id=None,  # no checkpoint is published
     **COMMON,
 )

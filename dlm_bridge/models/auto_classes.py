@@ -1,14 +1,12 @@
 """Registration of the families with transformers' Auto classes, without importing transformers.
 
-If transformers' Auto modules are already imported, registration happens at once. Otherwise an import hook waits for
-them: a `sys.meta_path` finder that finds nothing itself, lets the normal import machinery load
-`transformers.models.auto.configuration_auto` and `.tokenization_auto`, and registers right after each has run. It
-touches no other module and removes nothing.
+If transformers' Auto modules are imported already, registration is immediate. Otherwise an import hook waits for them:
+a `sys.meta_path` finder lets the normal import machinery load `transformers.models.auto.configuration_auto` and
+`.tokenization_auto`, and registers the families after each. It affects no other module.
 
-transformers' model modules import the Auto modules while they are being imported, so a family's classes cannot exist
-yet: AutoConfig and AutoTokenizer get stand-ins that delegate to the family's classes when they are used. Model classes
-are registered when the first config object of their family is made (`models.hub_config`), which is before any Auto
-class can look for them.
+transformers' model modules import the Auto modules, so a family's classes cannot exist at that time. AutoConfig and
+AutoTokenizer get stand-ins that delegate to the family's classes on use. Model classes are registered when the first
+config object of their family is created (`models.hub_config`), before an Auto class can look for them.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ TOKENIZATION_AUTO = "transformers.models.auto.tokenization_auto"
 
 
 def install() -> None:
-    """Register now where transformers is loaded, else when it is. Calling it again changes nothing."""
+    """Register with transformers now if it is imported, else on its import. Idempotent."""
     for name, action in _ACTIONS.items():
         if name in sys.modules:
             action()
@@ -37,8 +35,8 @@ def install() -> None:
 
 
 def register_model_names() -> None:
-    """Put the diffusion families' classes under their Hub names into transformers itself, where its own command line
-    looks for them (`getattr(transformers, config.architectures[0])`), beside no Auto class."""
+    """Add the diffusion families' model classes to the module transformers under their Hub names, where its command
+    line looks for them (`getattr(transformers, config.architectures[0])`)."""
     import transformers
 
     for family in families():
@@ -49,7 +47,8 @@ def register_model_names() -> None:
 
 
 def _model_stand_in(family: FamilySpec, name: str) -> type:
-    """A model class that loads what AutoModelForCausalLM does, or the family's own class where that knows none."""
+    """Stand-in that loads through AutoModelForCausalLM, or through the family's class if it is not registered
+    there."""
 
     class StandIn:
         @classmethod
@@ -67,8 +66,8 @@ def _register_configs() -> None:
     warn_if_untested("torch")
     warn_if_untested("transformers")
     auto = sys.modules[CONFIGURATION_AUTO]
-    # Where families share a model type the first one's config dispatches on `architectures`; never that of a family
-    # that a key tells from another, which takes every config for its own.
+    # If families share a model type, the config of the first one dispatches on `architectures`. A family with
+    # `told_from` must not be the first, because its config accepts every dict.
     own_configs_first = sorted(families(), key=lambda family: family.told_from is not None)
     for family in reversed(own_configs_first):
         for model_type in (family.model_type, *family.other_model_types):
@@ -80,14 +79,14 @@ def _register_tokenizers() -> None:
     auto = sys.modules[TOKENIZATION_AUTO]
     for family in families():
         if family.tokenizer_class:
-            # Found by its name, so also where a folder has a tokenizer and no config.json.
+            # Found by name, so that a folder with a tokenizer needs no config.json.
             tokenizer_class = _tokenizer_stand_in(family)
             stand_in = _config_stand_in(family, family.model_type)
             auto.AutoTokenizer.register(stand_in, tokenizer_class=tokenizer_class, exist_ok=True)
 
 
 def _config_stand_in(family: FamilySpec, model_type: str) -> type:
-    """A config class that makes objects of the family's own, under one of its model types."""
+    """Stand-in for the family's config class, under one of its model types."""
     from transformers.configuration_utils import PreTrainedConfig
 
     class StandIn(PreTrainedConfig):
@@ -104,7 +103,7 @@ def _config_stand_in(family: FamilySpec, model_type: str) -> type:
 
 
 def _tokenizer_stand_in(family: FamilySpec) -> type:
-    """A tokenizer class that makes objects of the family's own."""
+    """Stand-in for the family's tokenizer class."""
 
     class StandIn:
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +124,7 @@ _ACTIONS: dict[str, Callable[[], None]] = {
 
 
 class _AfterImport:
-    """A meta path finder that runs an action after a module has been loaded by the normal machinery."""
+    """Meta path finder that runs an action after the normal machinery has loaded a module."""
 
     def __init__(self) -> None:
         self._busy: set[str] = set()
@@ -135,7 +134,7 @@ class _AfterImport:
     ) -> ModuleSpec | None:
         if fullname not in _ACTIONS or fullname in self._busy:
             return None
-        self._busy.add(fullname)  # the normal search must not come back here
+        self._busy.add(fullname)  # prevents recursion
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
@@ -146,7 +145,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """Delegates to the real loader, then runs the action."""
+    """Loader that delegates to the original one, then runs an action."""
 
     def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self._loader, self._action = loader, action

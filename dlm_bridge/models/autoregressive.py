@@ -1,7 +1,6 @@
-"""Autoregressive families of transformers: specs and mappings of the dense models, Qwen3-MoE, Mixtral and OLMoE.
+"""Autoregressive families of transformers: specs and mappings of Llama, Qwen, Mistral, Qwen3-MoE, Mixtral and OLMoE.
 
-Every family is a class of transformers, found by its name in `architectures`. The mappings' defaults are those of
-transformers' config classes, for keys that a config.json leaves out.
+The mappings' defaults are those of transformers' config classes, for keys that config.json omits.
 """
 
 from __future__ import annotations
@@ -34,8 +33,17 @@ def autoregressive_spec(
     config_class: str | None = None,
     **fields: Any,
 ) -> FamilySpec:
-    """The spec of transformers' `{prefix}ForCausalLM` and its `config_class`, by default `{prefix}Config`; `name` is
-    also its model type."""
+    """Spec of transformers' `{prefix}ForCausalLM`.
+
+    Args:
+        name: name of the family, and its model type.
+        title: name for people.
+        hub_ids: public checkpoints.
+        prefix: prefix of the class name.
+        mapping: between Hub and Megatron tensors.
+        config_class: name of the config class; default: `{prefix}Config`.
+        fields: further fields of FamilySpec.
+    """
     return FamilySpec(
         name=name,
         title=title,
@@ -45,7 +53,7 @@ def autoregressive_spec(
         config_class=f"transformers:{config_class or prefix + 'Config'}",
         model_class=f"transformers:{prefix}ForCausalLM",
         mapping=mapping,
-        auto_classes=(),  # transformers' own entries stay as they are
+        auto_classes=(),  # transformers registers its own
         kind="autoregressive",
         attention_pattern="causal",
         shift=True,
@@ -56,7 +64,7 @@ def autoregressive_spec(
 
 
 def _dense(defaults: dict[str, Any], *facts: str) -> Mapping:
-    # The first Llama checkpoints store the rotary frequencies, which follow from the config.
+    # The first Llama checkpoints store the rotary frequencies, which the config determines.
     frequencies = Passthrough("model.layers.{layer}.self_attn.rotary_emb.inv_freq", in_model=False)
     return dense_mapping(
         {"rms_norm_eps": 1e-6, **defaults},
@@ -112,7 +120,7 @@ QWEN3_MOE = autoregressive_spec(
 
 
 def _mixtral_experts(layer: str) -> tuple[Rule, ...]:
-    """Experts under the names of the original release: w1 is the gate, w3 the up and w2 the down projection."""
+    """Rules of experts under the original names: w1 is the gate, w3 the up and w2 the down projection."""
     mlp = layer + "block_sparse_moe."
     expert, megatron = mlp + "experts.{expert}.", LAYER + "mlp."
     return (
@@ -151,8 +159,8 @@ MIXTRAL = autoregressive_spec(
 # ------------------------------------------------------------------------------------------------ OLMoE
 
 NO_OLMOE = (
-    "OLMoE normalises whole query and key rows, megatron-core's QK norm is per head, so Megatron cannot hold it: "
-    "use it on the Hub side"
+    "OLMoE normalises whole query and key rows, but megatron-core's QK norm is per head: Megatron's formats are not "
+    "supported, only the Hub's"
 )
 
 
@@ -181,5 +189,5 @@ OLMOE = autoregressive_spec(
         hub_only=NO_OLMOE,
     ),
     lora_targets=ATTENTION_TARGETS,
-    training=("accelerate",),  # whole rows are normalised
+    training=("accelerate",),
 )

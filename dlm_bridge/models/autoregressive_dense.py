@@ -1,14 +1,14 @@
 """More dense autoregressive families of transformers: Seed-OSS, SmolLM3, Phi-3, Granite, OLMo 2 and 3, Gemma 2 and 3.
 
-What differs from Llama: biases, layers without rotary embedding, fused matrices, multipliers, norms behind sublayers.
-The mappings' defaults are those of transformers' config classes, for keys that a config.json leaves out.
+They differ from Llama in biases, layers without rotary embedding, fused projections, multipliers and norms after
+sublayers. The mappings' defaults are those of transformers' config classes, for keys that config.json omits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.fused import FusedGatedMLP, FusedQKV
 from dlm_bridge.mapping.rules import Direct, GatedMLP, Rule
 from dlm_bridge.models.autoregressive import SUPPORTED, autoregressive_spec
@@ -40,14 +40,14 @@ SEED_OSS = autoregressive_spec(
 
 
 def _layers_without_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's setting. A layer has a rotary embedding where `no_rope_layers` is 1."""
+    """megatron-core's setting. Layers with a 1 in `no_rope_layers` have a rotary embedding."""
     layers = int(config["num_hidden_layers"])
     rotary = config.get("no_rope_layers")
     if rotary is None:
         every = int(config.get("no_rope_layer_interval") or 4)
         rotary = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotary, list) or len(rotary) < layers:
-        raise DlmBridgeError(f"config.json: no_rope_layers {rotary!r} is not a list of {layers} numbers")
+        raise CheckpointError("config.json", f"no_rope_layers {rotary!r} is not a list of {layers} numbers")
     without = [int(not has) for has in rotary[:layers]]
     return {"no_rope_freq": without} if any(without) else {}
 
@@ -68,7 +68,7 @@ SMOLLM3 = autoregressive_spec(
 
 
 def _phi3_rules() -> tuple[Rule, ...]:
-    """Query, key and value in one matrix, gate and up in another."""
+    """Rules of layers with fused QKV and fused gate and up projections."""
     attention = LAYER + "self_attention."
     return (
         Direct(attention + "linear_qkv.layer_norm_weight", name=HUB + "input_layernorm.weight", shape="hidden"),
@@ -95,16 +95,17 @@ PHI3 = autoregressive_spec(
 
 # ------------------------------------------------------------------------------------------------ Granite
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # but attention_multiplier
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # attention_multiplier is supported
 
 
 def _softmax_scale(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's setting. Raises DlmBridgeError for multipliers, which it has none of but attention's."""
+    """megatron-core's setting. Raises CheckpointError for a multiplier other than attention's, which it lacks."""
     for name in _MULTIPLIERS:
         if float(config.get(name) or 1.0) != 1.0:
-            raise DlmBridgeError(
-                f"config.json: {name} {config[name]}: megatron-core 0.16.1 multiplies neither embeddings nor the "
-                "outputs of sublayers nor logits, so it cannot run this model"
+            raise CheckpointError(
+                "config.json",
+                f"{name} {config[name]}: megatron-core 0.16.1 has no multipliers of embeddings, sublayer outputs or "
+                "logits",
             )
     return {"softmax_scale": float(config.get("attention_multiplier") or 1.0)}
 
@@ -119,7 +120,7 @@ GRANITE = autoregressive_spec(
 )
 
 # ------------------------------------------------------------------------------------------------ OLMo 2, OLMo 3
-# Megatron's names of norms behind a sublayer are those that Megatron Bridge gives Gemma's.
+# Megatron's names of norms after a sublayer are those of Megatron Bridge for Gemma.
 
 POST_ATTENTION = LAYER + "self_attention.linear_proj.post_layernorm.weight"
 POST_MLP = LAYER + "mlp.linear_fc2.post_layernorm.weight"
@@ -130,8 +131,8 @@ _QK_NORM = frozenset({"qk_norm"})
 
 def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> FamilySpec:
     reason = (
-        f"{title} norms the outputs of attention and MLP and whole query and key rows; megatron-core 0.16.1 has no "
-        "norm behind a sublayer, and its QK norm is per head, so Megatron cannot hold it: use it on the Hub side"
+        f"{title} normalises the outputs of attention and MLP, and whole query and key rows; megatron-core 0.16.1 has "
+        "no norm after a sublayer, and its QK norm is per head: Megatron's formats are not supported, only the Hub's"
     )
     attention = [rule for rule in attention_rules(HUB) if "input_layernorm" not in rule.hub[0]]
     queries, keys = LAYER + "self_attention.q_layernorm.weight", LAYER + "self_attention.k_layernorm.weight"
@@ -156,7 +157,7 @@ def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> Famil
 
 
 def _mlp() -> tuple[Rule, ...]:
-    """SwiGLU or GeGLU without its norm."""
+    """Rules of SwiGLU or GeGLU without a norm."""
     mlp = HUB + "mlp."
     return (
         GatedMLP(LAYER + "mlp.linear_fc1.weight", gate=mlp + "gate_proj.weight", up=mlp + "up_proj.weight"),
@@ -178,7 +179,7 @@ _GEMMA_REQUIRED = {
 
 
 def _gemma_initialisation(config: dict[str, Any]) -> InitialisationRule:
-    """transformers' rule: a norm multiplies by one plus its weight, which begins at zero."""
+    """transformers' rule: a norm multiplies by one plus its weight, which is initialised to zero."""
     normal = normal_rule(config)
 
     def distribution(name: str) -> Distribution:
@@ -203,8 +204,8 @@ def _gemma(
         Direct(POST_MLP, name=HUB + "post_feedforward_layernorm.weight", shape="hidden"),
     )
     reason = (
-        f"{title} norms the outputs of attention and MLP and {reason}; megatron-core 0.16.1 has neither, so Megatron "
-        "cannot hold it: use it on the Hub side"
+        f"{title} normalises the outputs of attention and MLP and {reason}; megatron-core 0.16.1 has neither: "
+        "Megatron's formats are not supported, only the Hub's"
     )
     return autoregressive_spec(
         name,
@@ -223,7 +224,7 @@ GEMMA2 = _gemma(
     "Gemma 2",
     ("google/gemma-2-2b", "google/gemma-2-9b-it", "google/gemma-2-27b"),
     "Gemma2",
-    "caps the scores of attention and the logits",
+    "caps attention scores and logits",
     head_norm=False,
 )
 GEMMA3 = _gemma(
@@ -231,7 +232,7 @@ GEMMA3 = _gemma(
     "Gemma 3 (text)",
     ("google/gemma-3-270m", "google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
     "Gemma3",
-    "rotates its sliding layers by another base than its full ones",
+    "has different RoPE bases in sliding and full layers",
     head_norm=True,
     config_class="Gemma3TextConfig",
 )

@@ -1,6 +1,6 @@
-"""Ling-2.0 and Ring-2.0 (Bailing-MoE-V2), LLaDA2's parents: spec, mapping.
+"""Ling-2.0 and Ring-2.0 (Bailing-MoE-V2), from which LLaDA2 was adapted: spec, mapping.
 
-transformers has no class of theirs: their body is LLaDA2's, under a causal mask. With multi-token prediction layers.
+transformers has no class for them; the body is LLaDA2's with a causal mask. They have multi-token prediction layers.
 
 Source: inclusionAI/Ling-V2 (af8837e): models/modeling_bailing_moe_v2.py, examples/pretrain.
 """
@@ -23,12 +23,12 @@ from dlm_bridge.models.decoder_mapping import (
 )
 from dlm_bridge.models.families import FamilySpec
 
-# Defaults of the public config class, for keys that config.json leaves out.
+# Defaults of the public config class, for keys that config.json omits.
 DEFAULTS: dict[str, Any] = {**llada2_moe.DEFAULTS, "routed_scaling_factor": 1.0}
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """Bailing-MoE-V2's sizes."""
+    """Sizes of Bailing-MoE-V2."""
     config = _complete(config)
     return decoder_dims(
         config,
@@ -48,7 +48,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults, and Glm4-MoE's name of the shared experts."""
+    """Check the config; add defaults and Glm4-MoE's key for the shared experts."""
     require_values(config, llada2_moe.REQUIRED)
     config = {**DEFAULTS, **config}
     return config | {"n_shared_experts": config["num_shared_experts"]}

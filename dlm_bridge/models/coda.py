@@ -1,4 +1,4 @@
-"""CoDA-1.7B, Qwen3 adapted to masked diffusion of code: spec, mapping. The body bidirectional, with shifted logits.
+"""CoDA-1.7B, Qwen3 adapted to masked diffusion of code, bidirectional with shifted logits: spec, mapping.
 
 Source: SalesforceAIResearch/CoDA (CoDALanguageModel, config.json, README).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dlm_bridge.models.decoder_mapping import SUPPORTED_VALUES, dense_mapping
 from dlm_bridge.models.families import FamilySpec
 
-REQUIRED = {**SUPPORTED_VALUES, "tie_word_embeddings": False}  # the original code never ties, whatever a config says
+REQUIRED = {**SUPPORTED_VALUES, "tie_word_embeddings": False}  # the original code ignores the config here
 MAPPING = dense_mapping(
     {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6},
     frozenset({"qk_norm"}),

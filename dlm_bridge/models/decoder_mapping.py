@@ -1,4 +1,4 @@
-"""Mapping of decoders whose Hub names are Llama-like, dense or with experts: rules, sizes, megatron-core settings."""
+"""Mapping of decoders with Llama-like Hub names, dense or with experts: rules, sizes, megatron-core settings."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.rope import rope_settings, window_settings
 
 LAYER = "decoder.layers.{layer}."
 HUB_LAYER = "layers.{layer}."
 MTP = "mtp.layers.{mtp}."
-# Config values that the rules and settings here assume; a config with another one is refused.
+# Config values that the rules and settings here assume; others are refused.
 SUPPORTED_VALUES: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -25,7 +25,7 @@ TIED_HEAD = (Passthrough("lm_head.weight", when="tied", copy_of="model.embed_tok
 
 
 def decoder_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
-    """All rules of a decoder. Some apply by `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also
+    """All rules of a decoder. Some need a fact of `Dims.facts`: "qkv_bias", "qk_norm"; in layers with experts also
     "router_bias" (a selection bias `e_score_correction_bias`) and "shared_expert"."""
     layer = root + HUB_LAYER
     return (
@@ -37,7 +37,7 @@ def decoder_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[R
 
 
 def outer_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rule, ...]:
-    """Tensors outside the layers: embedding, final norm and, where it is not tied, the output layer."""
+    """Tensors outside the layers: embedding, final norm and, if not tied, the output layer."""
     return (
         Vocabulary("embedding.word_embeddings.weight", name=root + "embed_tokens.weight", shape="vocab hidden"),
         Direct("decoder.final_layernorm.weight", name=root + "norm.weight", shape="hidden"),
@@ -46,7 +46,7 @@ def outer_rules(root: str = "model.", head: str = "lm_head.weight") -> tuple[Rul
 
 
 def attention_rules(layer: str) -> tuple[Rule, ...]:
-    """Norm, fused QKV (with bias by "qkv_bias"), per-head QK norm (by "qk_norm") and output projection."""
+    """Norm, fused QKV (bias with "qkv_bias"), per-head QK norm (with "qk_norm") and output projection."""
     attention = layer + "self_attn."
     megatron = LAYER + "self_attention."
     return (
@@ -96,8 +96,14 @@ def expert_rules(
     router_bias: str = "gate.e_score_correction_bias",
     own_dtype: bool = False,
 ) -> tuple[Rule, ...]:
-    """Norm, router, routed and shared experts of a mixture-of-experts layer; `mlp` is the Hub prefix. `own_dtype` says
-    that the router is kept in the dtype that it is stored in."""
+    """Norm, router, routed and shared experts of a mixture-of-experts layer.
+
+    Args:
+        mlp: Hub prefix of the layer's MLP.
+        norm: Hub name of the norm before it.
+        router_bias: Hub name of the router's bias, after `mlp`.
+        own_dtype: keep the router's stored dtype.
+    """
     expert = mlp + "experts.{expert}."
     megatron = LAYER + "mlp."
     return (
@@ -148,19 +154,24 @@ def expert_rules(
 
 
 def decoder_dims(config: dict[str, Any], facts: frozenset[str] = frozenset(), **more: Any) -> Dims:
-    """Sizes from transformers' key names; `config` must already hold the family's defaults. `more` are Dims fields."""
+    """Sizes from transformers' key names in `config`, which includes the family's defaults. `more`: fields of Dims.
+
+    Raises CheckpointError for missing, invalid or contradictory sizes.
+    """
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         layers, vocab = int(config["num_hidden_layers"]), int(config["vocab_size"])
         ffn = int(config["intermediate_size"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DlmBridgeError(f"config.json: a size is missing or not a number ({error})") from None
+        raise CheckpointError("config.json", f"a size is missing or not a number ({error})") from None
     groups = config.get("num_key_value_heads") or heads
     if min(hidden, heads, groups, layers, vocab) < 1 or heads % groups:
-        raise DlmBridgeError(f"config.json: num_key_value_heads {groups} does not divide num_attention_heads {heads}")
+        raise CheckpointError(
+            "config.json", f"num_key_value_heads {groups} does not divide num_attention_heads {heads}"
+        )
     head_dim = config.get("head_dim")
     if not head_dim and hidden % heads:
-        raise DlmBridgeError(f"config.json: num_attention_heads {heads} does not divide hidden_size {hidden}")
+        raise CheckpointError("config.json", f"num_attention_heads {heads} does not divide hidden_size {hidden}")
     return Dims(
         layers=layers,
         hidden=hidden,
@@ -180,7 +191,7 @@ def decoder_settings(
 ) -> dict[str, Any]:
     """megatron-core's settings beyond the sizes, for a pre-norm RMSNorm SwiGLU decoder.
 
-    `sliding_window`: whether the model applies the config's window. Raises DlmBridgeError for a RoPE scaling that
+    `sliding_window`: the model applies the config's window. Raises CheckpointError for a RoPE scaling that
     megatron-core cannot compute.
     """
     return {
@@ -197,10 +208,10 @@ def decoder_settings(
 
 
 def require_values(config: dict[str, Any], values: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a config key that is there and says something else."""
+    """Raise CheckpointError for a config key with another value; missing keys and nulls pass."""
     for key, value in values.items():
         if (found := config.get(key)) not in (None, value):
-            raise DlmBridgeError(f"config.json: {key} = {found!r} is not supported for this family, only {value!r}")
+            raise CheckpointError("config.json", f"{key} = {found!r} is not supported for this family, only {value!r}")
 
 
 def dense_mapping(
@@ -214,12 +225,18 @@ def dense_mapping(
     experts: bool = False,
     hub_only: str = "",
 ) -> Mapping:
-    """The mapping of a model without experts, or with `experts` in every layer, which have the config's
-    `intermediate_size`.
+    """Mapping of a dense model, or of one with experts of the config's `intermediate_size` in every layer.
 
-    `defaults` are those of its config class, for keys that config.json leaves out; `required` the config values that
-    the rules depend on; `sliding_window` as in `decoder_settings`. `rules` take the place of `decoder_rules`;
-    `more_settings` are added to megatron-core's; `hub_only` says why megatron-core cannot hold the model.
+    Args:
+        defaults: defaults of the config class, for keys that config.json omits.
+        facts: conditions that hold, for `Dims.facts`.
+        required: config values that the rules depend on.
+        sliding_window: as in `decoder_settings`.
+        passthrough: tensors without a Megatron counterpart.
+        rules: replace `decoder_rules`.
+        more_settings: computes further megatron-core settings from the config.
+        experts: every layer has experts.
+        hub_only: as in `Mapping`.
     """
 
     def dims(config: dict[str, Any]) -> Dims:
@@ -229,8 +246,6 @@ def dense_mapping(
         return decoder_dims(config, facts, **sizes)
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        if hub_only:
-            raise DlmBridgeError(hub_only)
         config = {**defaults, **config}
         more = more_settings(config)
         if experts:
@@ -246,9 +261,13 @@ def dense_mapping(
 def mtp_rules(layer: str, rules: Iterable[Rule], final: str = "shared_head.norm.weight") -> tuple[Rule, ...]:
     """Rules of multi-token prediction layers, which on the Hub follow the model's layers.
 
-    Each is one more transformer layer; its input is made of the normed embedding of the next token and the normed
-    hidden state. `rules` are those of a transformer layer of the model; `layer` is the Hub prefix, `final` the name of
-    the last norm.
+    Each is one more transformer layer, whose input combines the normed embedding of the next token and the normed
+    hidden state.
+
+    Args:
+        layer: Hub prefix of the layer.
+        rules: rules of the model's transformer layers.
+        final: Hub name of the last norm, after `layer`.
     """
     return (
         Direct(MTP + "enorm.weight", name=layer + "enorm.weight", shape="hidden"),
@@ -260,7 +279,7 @@ def mtp_rules(layer: str, rules: Iterable[Rule], final: str = "shared_head.norm.
 
 
 def mtp_passthrough(layer: str) -> tuple[Passthrough, ...]:
-    """The Hub's own copies of embedding and head in each MTP layer, which Megatron shares with the model."""
+    """The Hub's copies of embedding and head in each MTP layer, which in Megatron share the model's tensors."""
     shared = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     return tuple(
         Passthrough(layer + name, in_model=False, mtp=True, shared_with=other) for name, other in shared.items()
@@ -268,37 +287,37 @@ def mtp_passthrough(layer: str) -> tuple[Passthrough, ...]:
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """Number of multi-token prediction layers. Raises DlmBridgeError for anything but a number."""
+    """Number of multi-token prediction layers. Raises CheckpointError for any other value."""
     found = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0
     if type(found) is not int or found < 0:
-        raise DlmBridgeError(f"config.json: num_nextn_predict_layers {found!r} is not a number of layers")
+        raise CheckpointError("config.json", f"num_nextn_predict_layers {found!r} is not a number of layers")
     return found
 
 
 # -- mixture of experts
 
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # LoRA's targets: the experts' weights are stacks
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # LoRA's targets beside stacked experts
 
 
-def moe_settings(dims: Dims, chosen: int, score: str = "softmax", renormalised: bool = True) -> dict[str, Any]:
-    """megatron-core's settings of experts and their router, which gives a token `chosen` of them.
+def moe_settings(dims: Dims, top_k: int, score: str = "softmax", renormalised: bool = True) -> dict[str, Any]:
+    """megatron-core's settings of experts and a router that selects `top_k` of them.
 
-    A softmax over all experts whose best are renormalised is a softmax over the best alone, which is megatron-core's
-    default; without renormalisation its softmax has to come first (`moe_router_pre_softmax`).
+    A softmax over all experts, renormalised over the selected ones, equals a softmax over the selected ones, which is
+    megatron-core's default. Without renormalisation the softmax precedes the selection (`moe_router_pre_softmax`).
     """
     return {
         "num_moe_experts": dims.experts,
-        "moe_router_topk": chosen,
+        "moe_router_topk": top_k,
         "moe_ffn_hidden_size": dims.moe_ffn,
         "moe_shared_expert_intermediate_size": dims.shared_ffn or None,
         "moe_router_score_function": score,
         "moe_router_pre_softmax": score == "softmax" and not renormalised,
         "moe_layer_freq": [int(dims.is_moe(layer)) for layer in range(dims.layers)] if dims.dense_layers else 1,
-        "moe_router_load_balancing_type": "none",  # the objectives have no balancing term
+        "moe_router_load_balancing_type": "none",  # the objectives add no balancing loss
     }
 
 
-# Defaults of config classes of the models that were made of Qwen3-30B-A3B, for keys that a config.json leaves out.
+# Defaults of the config classes of models adapted from Qwen3-30B-A3B, for keys that config.json omits.
 QWEN3_30B_A3B: dict[str, Any] = {
     "head_dim": 128,
     "num_key_value_heads": 4,
@@ -313,7 +332,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 def qwen3_moe_mapping(
     defaults: dict[str, Any], required: dict[str, Any] = SUPPORTED_VALUES, sliding_window: bool = False
 ) -> Mapping:
-    """The mapping of a family with Qwen3-MoE's tensors; arguments as in `decoder_mapping.dense_mapping`."""
+    """Mapping of a family with Qwen3-MoE's tensors; see `dense_mapping` for the arguments."""
     facts = frozenset({"qk_norm"})
 
     def dims(config: dict[str, Any]) -> Dims:
@@ -331,7 +350,7 @@ def qwen3_moe_mapping(
         )
 
     def transformer(config: dict[str, Any]) -> dict[str, Any]:
-        config = {**defaults, **config, "max_window_layers": None}  # a window is every layer's
+        config = {**defaults, **config, "max_window_layers": None}  # a window applies to every layer
         renormalised = bool(config.get("norm_topk_prob"))
         settings = moe_settings(dims(config), config["num_experts_per_tok"], renormalised=renormalised)
         return decoder_settings(config, facts, sliding_window) | settings
@@ -340,24 +359,28 @@ def qwen3_moe_mapping(
 
 
 def routed_experts(config: dict[str, Any]) -> int:
-    """Number of experts that the router selects from, by any of the names that families and transformers give it.
+    """Number of routed experts, under any of the config keys that families and transformers use.
 
-    Raises DlmBridgeError unless a token can be routed to `num_experts_per_tok` of them.
+    Raises CheckpointError unless a token can be routed to `num_experts_per_tok` of them.
     """
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((config[name] for name in names if config.get(name) is not None), None)
     top_k = config.get("num_experts_per_tok")
     if type(experts) is not int or type(top_k) is not int or not 1 <= top_k <= experts:
-        raise DlmBridgeError(f"config.json: num_experts_per_tok {top_k!r} cannot be chosen of num_experts {experts!r}")
+        raise CheckpointError(
+            "config.json", f"num_experts_per_tok {top_k!r} cannot be chosen of num_experts {experts!r}"
+        )
     return experts
 
 
 def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of Dims that describe the experts. Raises DlmBridgeError for impossible numbers."""
+    """Fields of Dims that describe the experts. Raises CheckpointError for contradictory numbers."""
     experts = routed_experts(config)
     groups, chosen = config["n_group"], config["topk_group"]
     if experts % groups or experts // groups < 2 or not 1 <= chosen <= groups:
-        raise DlmBridgeError(f"config.json: topk_group {chosen} of n_group {groups} of {experts} experts is unsound")
+        raise CheckpointError(
+            "config.json", f"topk_group {chosen}, n_group {groups} and {experts} experts are contradictory"
+        )
     return {
         "experts": experts,
         "moe_ffn": config["moe_intermediate_size"],
@@ -367,12 +390,15 @@ def expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def router_settings(config: dict[str, Any], dims: Dims) -> dict[str, Any]:
-    """megatron-core's settings. Raises DlmBridgeError where its router is another one: it scores a group by its best
-    `num_experts_per_tok / topk_group` experts, these models by the best two, and it always renormalises."""
+    """megatron-core's settings of a sigmoid router over expert groups.
+
+    Raises CheckpointError if its router computes something else: it scores a group by its best
+    `num_experts_per_tok / topk_group` experts, these models by the best two, and it always renormalises.
+    """
     chosen, groups = config["num_experts_per_tok"], config["n_group"]
     if not config["norm_topk_prob"] or chosen == 1:
-        raise DlmBridgeError(
-            "config.json: megatron-core's sigmoid router needs norm_topk_prob and two experts a token"
+        raise CheckpointError(
+            "config.json", "megatron-core's sigmoid router needs norm_topk_prob and num_experts_per_tok of at least 2"
         )
     settings = moe_settings(dims, chosen, score="sigmoid") | {
         "moe_router_enable_expert_bias": True,
@@ -383,8 +409,9 @@ def router_settings(config: dict[str, Any], dims: Dims) -> dict[str, Any]:
     if groups == 1:
         return settings
     if chosen != 2 * config["topk_group"]:
-        raise DlmBridgeError(
-            f"config.json: megatron-core scores expert groups as this model does only where num_experts_per_tok "
-            f"{chosen} is twice topk_group {config['topk_group']}"
+        raise CheckpointError(
+            "config.json",
+            f"num_experts_per_tok {chosen} must be twice topk_group {config['topk_group']}: otherwise megatron-core "
+            "scores expert groups differently",
         )
     return settings | {"moe_router_num_groups": groups, "moe_router_group_topk": config["topk_group"]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import Dims, Direct, Mapping, Rule
 from dlm_bridge.models.autoregressive import autoregressive_spec
 from dlm_bridge.models.decoder_mapping import (
@@ -29,7 +29,7 @@ from dlm_bridge.models.decoder_mapping import (
 from dlm_bridge.models.rope import rope_parameters, yarn_numbers
 
 HUB = "model." + HUB_LAYER
-# Defaults of transformers' config class, for keys that config.json leaves out.
+# Defaults of transformers' config class, for keys that config.json omits.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "q_lora_rank": 1536,
@@ -55,7 +55,7 @@ REQUIRED: dict[str, Any] = {
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """DeepSeek-V3's sizes: every head has its own key and value, made of one latent vector."""
+    """Sizes of DeepSeek-V3. Every head computes its key and value from one shared latent vector."""
     config = {**DEFAULTS, **config}
     require_values(config, REQUIRED)
     heads = int(config["num_attention_heads"])
@@ -71,7 +71,7 @@ def dims(config: dict[str, Any]) -> Dims:
         sizes=(
             ("q_lora", q_lora),
             ("kv_lora", kv_lora),
-            ("kv_down", kv_lora + rope),  # the latent vector and the key part that all heads rotate together
+            ("kv_down", kv_lora + rope),  # the latent vector and the rotary key, which the heads share
             ("kv_up", heads * (nope + value)),
             ("values", heads * value),
             ("mtp_input", 2 * int(config["hidden_size"])),
@@ -85,9 +85,9 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
     config = {**DEFAULTS, **config}
     sizes = dims(config)
     if not config["rope_interleave"]:
-        raise DlmBridgeError("config.json: megatron-core's latent attention rotates interleaved pairs only")
+        raise CheckpointError("config.json", "megatron-core's latent attention supports interleaved RoPE only")
     rope = rope_parameters(config)
-    # Its attention has fields of its own for the scaling.
+    # The scaling has separate fields in MLATransformerConfig.
     settings = decoder_settings(
         {**config, "rope_theta": rope["rope_theta"], "rope_scaling": None, "rope_parameters": None}, sizes.facts
     )
@@ -102,7 +102,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
             "qk_head_dim": config["qk_nope_head_dim"],
             "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
             "v_head_dim": config["v_head_dim"],
-            "qk_layernorm": True,  # of the latent vectors
+            "qk_layernorm": True,  # norms of the latent vectors
         }
     )
 
@@ -111,17 +111,17 @@ def _rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {"rope_type": "rope"}
     if rope["rope_type"] != "yarn":
-        raise DlmBridgeError(
-            f"config.json: megatron-core's latent attention has no RoPE scaling '{rope['rope_type']}', only yarn"
+        raise CheckpointError(
+            "config.json", f"megatron-core's latent attention supports RoPE scaling 'yarn', not '{rope['rope_type']}'"
         )
     numbers = yarn_numbers(config, rope)
     if numbers["mscale"] is None or rope.get("attention_factor") is not None:
-        raise DlmBridgeError("config.json: megatron-core's latent attention needs YaRN's mscale and mscale_all_dim")
+        raise CheckpointError("config.json", "megatron-core's latent attention needs YaRN's mscale and mscale_all_dim")
     return {"rope_type": "yarn", **numbers}
 
 
 def _attention() -> tuple[Rule, ...]:
-    """Down to the latent vectors (held whole by every rank), their norms, up to the heads (cut by heads)."""
+    """Down-projections to the latent vectors (replicated), their norms, up-projections (sharded by heads)."""
     hub, megatron = HUB + "self_attn.", LAYER + "self_attention."
     return (
         Direct(LAYER + "input_layernorm.weight", name=HUB + "input_layernorm.weight", shape="hidden"),
@@ -172,6 +172,6 @@ SPEC = autoregressive_spec(
     ("deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1"),
     "DeepseekV3",
     MAPPING,
-    # Of the queries those that the model has: with q_lora_rank null they are one matrix.
+    # Targets that a model does not have are ignored: with q_lora_rank null queries have one projection.
     lora_targets=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 )

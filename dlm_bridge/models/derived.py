@@ -1,8 +1,8 @@
-"""Diffusion forms of the autoregressive families, which `convert-to-dlm` makes: specs.
+"""Specs of the diffusion forms of autoregressive families, the targets of `convert-to-dlm`.
 
-Each has three: bidirectional, bidirectional with shifted logits, and block-causal.
-The tensors, their mapping and the body are those of the autoregressive family; `modeling_derived` makes the classes.
-A form that a published family has already (`PUBLISHED`) is not made a second time.
+Each family has three forms: bidirectional, bidirectional with shifted logits, and block-causal. Tensors, mapping and
+body are those of the autoregressive family; `modeling_derived` creates the classes. A published family with the same
+form (`PUBLISHED`) replaces it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ BODIES = (
 
 @dataclass(frozen=True)
 class Form:
-    """What a diffusion form adds to a body: `word` names it on the command line, `suffix` in class names."""
+    """Diffusion form of a body. `word`: its name on the command line; `suffix`: of its class names."""
 
     word: str
     suffix: str
-    fields: dict[str, Any] = field(default_factory=dict)  # of FamilySpec
+    fields: dict[str, Any] = field(default_factory=dict)  # fields of FamilySpec
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ FORMS = (
     ),
 )
 
-# Published families with the tensors of an autoregressive one, by form.
+# Published families with the tensors of an autoregressive family, by form.
 PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {"bidirectional": "a2d_llama"},
     "qwen2": {"bidirectional": "a2d_qwen2"},
@@ -70,7 +70,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
 
 
 def forms_of(family: FamilySpec) -> dict[str, str]:
-    """The names of the diffusion families that an autoregressive one becomes, by form; the default form first."""
+    """Names of the diffusion families with the body of an autoregressive one, by form; the default form first."""
     published = PUBLISHED.get(family.name, {})
     return published | {form.word: f"{family.name}_{form.name}" for form in FORMS if form.word not in published}
 
@@ -92,7 +92,7 @@ def _derived(body: FamilySpec, form: Form) -> FamilySpec:
         derived_from=body.name,
         sft={"eos_padding": "block" if block_causal else "row"},
         lora_targets=body.lora_targets,
-        # megatron-core's windows are causal, and no published gpt-oss is without.
+        # All published gpt-oss models have sliding windows, which are causal in megatron-core.
         training=("accelerate",) if body is gpt_oss.SPEC else body.training,
         checked_against=f"{body.checked_against}, under a causal mask",
         **form.fields,

@@ -1,10 +1,10 @@
-"""DiffusionGemma, transformers' own DiffusionGemmaForBlockDiffusion: spec, mapping.
+"""DiffusionGemma (transformers' DiffusionGemmaForBlockDiffusion): spec, mapping.
 
-One Gemma 4 text tower serves as encoder of the prompt and as decoder of the canvas; checkpoints hold it once, under
-the decoder's names, but for one scalar a layer. Sliding and full layers have head sizes of their own, and full ones
-no value projection. Every layer has a dense MLP and experts side by side.
-Megatron's names are those of Megatron Bridge (models/gemma/gemma4_bridge.py, diffusion/conversion/diffusion_gemma and,
-for the vision tower, models/gemma_vl/gemma4_vl_bridge.py), where the dense MLP is the shared expert.
+One Gemma 4 text tower is both encoder of the prompt and decoder of the draft. Checkpoints store it once, under the
+decoder's names, except for one scalar per layer. Sliding and full layers have different head sizes, and full layers
+have no value projection. Every layer has a dense MLP and experts in parallel.
+Megatron's names follow Megatron Bridge (models/gemma/gemma4_bridge.py, diffusion/conversion/diffusion_gemma and, for
+the vision tower, models/gemma_vl/gemma4_vl_bridge.py), where the dense MLP is the shared expert.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.fused import FusedGatedMLP, SharedKV, stacked
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.decoder_mapping import LAYER, decoder_dims, require_values, routed_experts
@@ -25,10 +25,10 @@ ATTENTION, MLP = LAYER + "self_attention.", LAYER + "mlp."
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 NO_MEGATRON_ENGINE = (
-    "megatron-core 0.16.1 cannot compute DiffusionGemma, which --engine accelerate trains: docs/diffusion_gemma.md "
-    "lists the parts that it lacks"
+    "megatron-core 0.16.1 cannot compute DiffusionGemma (docs/diffusion_gemma.md lists the missing parts): train it "
+    "with `engine=accelerate`"
 )
-# Defaults of transformers' config classes, for keys that config.json leaves out.
+# Defaults of transformers' config classes, for keys that config.json omits.
 TEXT_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_144,
     "hidden_size": 2304,
@@ -53,8 +53,8 @@ _LAYER_SIZES = ("head_dim", "num_key_value_heads")
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """Sizes of the text tower, and of the vision tower in words of their own. Raises DlmBridgeError for a config that
-    the class does not accept or that this mapping does not describe."""
+    """Sizes of the text tower, and those of the vision tower under names of their own. Raises CheckpointError for a
+    config that the class or this mapping does not support."""
     text = {**TEXT_DEFAULTS, **_section(config, "text_config")}
     _check_sizes("text_config", text, [*TEXT_DEFAULTS, "moe_intermediate_size"])
     require_values(config, {"tie_word_embeddings": True})
@@ -85,26 +85,26 @@ def dims(config: dict[str, Any]) -> Dims:
 def _section(config: dict[str, Any], key: str) -> dict[str, Any]:
     found = config.get(key) or {}
     if not isinstance(found, dict):
-        raise DlmBridgeError(f"config.json: {key} is {found!r}, not a table of sizes")
+        raise CheckpointError("config.json", f"{key} is {found!r}, not an object of sizes")
     return found
 
 
 def _layer_types(text: dict[str, Any]) -> list[str]:
-    """The attention of each layer; of the last one it is full whatever the config says, as in the class."""
+    """Type of attention of each layer; always full in the last one, as in transformers."""
     layers = text["num_hidden_layers"]
     types = text.get("layer_types")
     if types is None:
         types = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
-        raise DlmBridgeError(
-            f"config.json: text_config.layer_types must name {SLIDING} or {FULL} for each of the {layers} layers"
+        raise CheckpointError(
+            "config.json", f"text_config.layer_types must name {SLIDING} or {FULL} for each of the {layers} layers"
         )
     return [*types[:-1], FULL]
 
 
 def _head_sizes(text: dict[str, Any], types: list[str]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(head size, key/value heads) of sliding layers, and of full ones, which `per_layer_config` says in place of the
-    two keys for global attention where transformers 5.17 or later saved the config."""
+    """(head size, key/value heads) of sliding layers and of full layers. A config saved by transformers >= 5.17 has
+    `per_layer_config` instead of the two keys for global attention."""
     common = {key: text[key] for key in _LAYER_SIZES}
     overrides = text.get("per_layer_config")
     if overrides is None:
@@ -112,36 +112,39 @@ def _head_sizes(text: dict[str, Any], types: list[str]) -> tuple[tuple[int, int]
         own = {"head_dim": text["global_head_dim"], **({} if groups is None else {"num_key_value_heads": groups})}
         overrides = {layer: own for layer, kind in enumerate(types) if kind == FULL}
     if not isinstance(overrides, dict) or not all(isinstance(own, dict) for own in overrides.values()):
-        raise DlmBridgeError("config.json: text_config.per_layer_config must give each layer a table of sizes")
+        raise CheckpointError("config.json", "text_config.per_layer_config must have an object of sizes per layer")
     by_layer = {int(layer): own for layer, own in overrides.items()}
     if odd_layers := sorted(by_layer.keys() - range(len(types))):
-        raise DlmBridgeError(f"config.json: text_config.per_layer_config: there is no layer {odd_layers[0]}")
+        raise CheckpointError("config.json", f"text_config.per_layer_config: layer {odd_layers[0]} does not exist")
     found: dict[str, tuple[int, int]] = {}
     for layer, kind in enumerate(types):
         own = by_layer.get(layer, {})
         if odd := sorted(own.keys() - set(_LAYER_SIZES)):
-            raise DlmBridgeError(f"config.json: text_config.per_layer_config of layer {layer} sets {odd[0]}")
+            raise CheckpointError("config.json", f"text_config.per_layer_config of layer {layer} sets {odd[0]}")
         head_dim, groups = ({**common, **own}[key] for key in _LAYER_SIZES)
         _check_heads(text["num_attention_heads"], head_dim, groups, layer)
         if found.setdefault(kind, (head_dim, groups)) != (head_dim, groups):
-            raise DlmBridgeError(f"config.json: text_config.per_layer_config: layer {layer} differs from other {kind}")
+            raise CheckpointError(
+                "config.json", f"text_config.per_layer_config: layer {layer} differs from other {kind}"
+            )
     return found.get(SLIDING, (common["head_dim"], common["num_key_value_heads"])), found[FULL]
 
 
 def _check_heads(heads: Any, head_dim: Any, groups: Any, layer: int) -> None:
     if not all(type(size) is int and size > 0 for size in (heads, head_dim, groups)) or heads % groups:
-        raise DlmBridgeError(
-            f"config.json: text_config: layer {layer} has {groups!r} key/value heads of size {head_dim!r} for "
-            f"{heads!r} attention heads"
+        raise CheckpointError(
+            "config.json",
+            f"text_config: layer {layer} has {groups!r} key/value heads of size {head_dim!r} for "
+            f"{heads!r} attention heads",
         )
 
 
 def _check_sizes(where: str, section: dict[str, Any], keys: Iterable[str]) -> None:
-    """Raise DlmBridgeError where one is not a number from 1 to a million, or of layers to a thousand."""
+    """Raise CheckpointError unless all sizes are integers from 1 to 10^6, numbers of layers to 1000."""
     for key in keys:
         size, most = section.get(key), 1000 if key == "num_hidden_layers" else 10**6
         if type(size) is not int or not 1 <= size <= most:
-            raise DlmBridgeError(f"config.json: {where}.{key} {size!r} is not a whole number from 1 to {most:,}")
+            raise CheckpointError("config.json", f"{where}.{key} {size!r} is not a whole number from 1 to {most:,}")
 
 
 def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
@@ -163,8 +166,8 @@ def _vision_sizes(vision: dict[str, Any]) -> dict[str, int]:
 
 
 def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the two keys for global attention in place of `per_layer_config`, which transformers reads and
-    vLLM 0.26.0 needs. Raises DlmBridgeError as `dims` does."""
+    """A config with the two keys for global attention instead of `per_layer_config`; transformers reads them, and vLLM
+    0.26.0 needs them. Raises CheckpointError as `dims` does."""
     text = _section(config, "text_config")
     if "per_layer_config" not in text:
         return config
@@ -175,8 +178,8 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def initialisation(config: dict[str, Any]) -> InitialisationRule:
-    """The class's: N(0, `initializer_range`), which the vision tower has of its own; norms, scales and position
-    embeddings one."""
+    """transformers' rule: N(0, `initializer_range`), with a separate range for the vision tower; ones for norms,
+    scales and position embeddings."""
     vision = initializer_range(_section(config, "vision_config"))
     text = initializer_range(config)
     ones = ("layer_scalar", "scale", "std_scale", "position_embedding_table")
@@ -224,7 +227,7 @@ def _attention() -> tuple[Rule, ...]:
 
 
 def _feed_forward() -> tuple[Rule, ...]:
-    """The dense MLP and the experts, each with a norm before and after it, and one after their sum."""
+    """The dense MLP and the experts, each with a norm before and after, and a norm after their sum."""
     return (
         Direct(
             LAYER + "pre_shared_expert_layernorm.weight", name=HUB + "pre_feedforward_layernorm.weight", shape="hidden"
@@ -273,7 +276,7 @@ def _feed_forward() -> tuple[Rule, ...]:
 
 
 def _self_conditioning() -> tuple[Rule, ...]:
-    """The block that adds the last step's expected embeddings to the canvas; every rank holds it whole."""
+    """Block that adds the previous step's expected embeddings to the draft; replicated on every rank."""
     shapes = {
         "pre_norm": "hidden",
         "gate_proj": "shared_ffn hidden",
@@ -287,7 +290,7 @@ def _self_conditioning() -> tuple[Rule, ...]:
 
 
 def vision_rules(dims: Dims) -> Iterator[Rule]:
-    """The vision tower and its projection, tensor by tensor as they are; every rank holds them whole."""
+    """The vision tower and its projection, unchanged and replicated on every rank."""
     layer = {
         "input_layernorm.weight": "vision_hidden",
         "post_attention_layernorm.weight": "vision_hidden",
@@ -326,7 +329,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _copies() -> Iterator[Passthrough]:
-    """What a checkpoint may hold once more: the output layer, and the encoder's text tower."""
+    """Tensors that a checkpoint may store twice: the output layer and the encoder's text tower."""
     yield Passthrough("lm_head.weight", copy_of=DECODER + "embed_tokens.weight")
     for rule in RULES:
         for name in rule.hub:
@@ -352,7 +355,7 @@ SPEC = FamilySpec(
     model_class="transformers:DiffusionGemmaForBlockDiffusion",
     mapping=MAPPING,
     initialisation=initialisation,
-    auto_classes=(),  # transformers' own entries stay as they are
+    auto_classes=(),  # transformers registers its own
     attention_pattern="block_causal",
     objective="canvas",
     sft={"eos_padding": "block"},

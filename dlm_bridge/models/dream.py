@@ -1,4 +1,4 @@
-"""Dream, Dream-Coder and DiffuCoder: spec, mapping. The Qwen2 body, bidirectional, with shifted logits.
+"""Dream, Dream-Coder and DiffuCoder, Qwen2 bidirectional with shifted logits: spec, mapping.
 
 Source: public modeling_dream.py, generation_utils.py and configs; arXiv 2508.15487, 2506.20639.
 """

@@ -1,7 +1,6 @@
 """DreamReasoner, block diffusion on Qwen3 under Dream's model type: spec, mapping.
 
-Source: arXiv 2606.19257 and what public ports say of the Hub's config and sampler; the Hub's own code was not
-available.
+Source: arXiv 2606.19257, and public ports of the Hub's config and sampler; the Hub's code was not available.
 """
 
 from __future__ import annotations
@@ -26,5 +25,5 @@ SPEC = FamilySpec(
     mask_token_id=151669,
     objective="block",
     sampler={"algorithm": "sdar", "temperature": 0.0, "threshold": 0.9},
-    checked_against="own maths, and SDAR's public modeling_sdar.py, which has the same layers",
+    checked_against="independent maths, and SDAR's public modeling_sdar.py, which has the same layers",
 )

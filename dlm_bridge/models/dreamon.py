@@ -1,4 +1,4 @@
-"""DreamOn, Dream-Coder with tokens that change the length of what is filled: spec. Tensors and body are Dream's.
+"""DreamOn, Dream-Coder with tokens that expand and delete masks: spec. Tensors and body are Dream's.
 
 Source: DreamLM/DreamOn (evaluation, training), public copies of the Hub's generation_utils.py, arXiv 2602.01326.
 """
@@ -16,13 +16,13 @@ SPEC = replace(
     name="dreamon",
     title="DreamOn",
     hub_ids=("Dream-org/DreamOn-v0-7B",),
-    architectures=(),  # Dream's, without which it is told by its name or by the key
+    architectures=(),  # Dream's: it is identified by `told_from`, or chosen by name
     told_from=("dream", "expand_token_id"),
     config_class="dlm_bridge.models.modeling_dreamon:DreamOnConfig",
     model_class="dlm_bridge.models.modeling_dreamon:DreamOnModel",
-    tokenizer_class="",  # Dream's, found by its name
+    tokenizer_class="",  # Dream's, which is registered
     objective="dreamon",
-    sft={},  # the end of text, with which Dream's rows are filled, deletes
+    sft={},  # rows are not padded with the end of text as Dream's, because it deletes masks
     sampler={"algorithm": "dreamon"},
-    checked_against="what Dream's classes were; sampler and objective against the code of DreamLM/DreamOn",
+    checked_against="the same as Dream; sampler and objective against the code of DreamLM/DreamOn",
 )

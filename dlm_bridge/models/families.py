@@ -1,6 +1,6 @@
-"""Model families: the table of them, what a `FamilySpec` says of one, and the family of a Hub config.
+"""Model families: the table of families, `FamilySpec`, and the family of a Hub config.
 
-Nothing here loads a model, and a spec is imported only when the table is read.
+Nothing here loads a model. Specs are imported when the table is first read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, MissingExtraError, SettingError
 from dlm_bridge.mapping.rules import Mapping
 from dlm_bridge.models.initialisation import InitialisationRule, initialise, normal_rule
 from dlm_bridge.registration import load_entry_points
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENTRY_POINTS = "dlm_bridge.families"  # each names a FamilySpec of another package
+ENTRY_POINTS = "dlm_bridge.families"  # entry points of other packages, each a FamilySpec
 
 FAMILY_SPECS = (
     "dlm_bridge.models.llada:SPEC",
@@ -74,46 +74,48 @@ FAMILY_SPECS = (
     "dlm_bridge.models.autoregressive_dense:GEMMA2",
     "dlm_bridge.models.autoregressive_dense:GEMMA3",
 )
-DERIVED_SPECS = "dlm_bridge.models.derived:SPECS"  # what `convert-to-dlm` makes of the autoregressive ones
+DERIVED_SPECS = "dlm_bridge.models.derived:SPECS"  # diffusion forms of the autoregressive families
 
-# Checkpoints that people will try, and why they do not load or what of them is left out. Keyed by Hub architecture;
-# "A in B" is a checkpoint B that names the architecture A of a family above.
+# Published checkpoints that are not or only partly supported, with the reason. Keyed by Hub architecture; "A in B" is
+# a checkpoint B that names the architecture A of a family above.
 UNSUPPORTED: dict[str, str] = {
-    "BD3LM": "BD3LM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
+    "BD3LM": "BD3LM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm: not supported",
     "CausalLM": "MegaDLMs' autoregressive baselines have no model type: load them with their own code",
-    "DFlashDraftModel": "DFlash models draft for another model's speculative decoding and cannot run alone",
-    "DiffEncoderModel": "Efficient-DLM's facts (mask token 151662, blocks of 32) were not checked against its code",
-    "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases): no body for it here",
-    "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: no body for it here",
+    "DFlashDraftModel": "DFlash models draft tokens for another model's speculative decoding and cannot run alone",
+    "DiffEncoderModel": "Efficient-DLM's settings (mask token 151662, blocks of 32) were not checked against its code",
+    "DiscreteDiffusionModel": "DiffuGPT is GPT-2 (learned positions, LayerNorm, biases), which is not supported",
+    "GPT2LMHeadModel": "GPT-2 (also DiffuGPT's base) has learned positions, LayerNorm and biases: not supported",
     "Gemma3ForConditionalGeneration": (
-        "Gemma 3 from 4B on has a vision tower: only text models (Gemma3ForCausalLM) load here"
+        "Gemma 3 from 4B on has a vision tower: only text models (Gemma3ForCausalLM) are supported"
     ),
     "LLaDAModelLM in MMaDA": (
-        "MMaDA's text model loads as LLaDA with a longer vocabulary (the image tokens at its end); its image "
-        "tokenizer and image sampler are not written here"
+        "MMaDA's text model loads as LLaDA with a longer vocabulary (image tokens at its end); its image tokenizer "
+        "and image sampler are not implemented"
     ),
-    "Lfm2BidirectionalForMaskedLM": "LFM2.5-Encoder-Diffusion has short convolutions: no body for it here",
-    "MDLM": "MDLM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, a body of its own",
-    "MMadaModelLM": "MMaDA is multimodal (its own image tokenizer, a mixed vocabulary): only text models load here",
+    "Lfm2BidirectionalForMaskedLM": "LFM2.5-Encoder-Diffusion has short convolutions, which are not supported",
+    "MDLM": "MDLM (OpenWebText) is a diffusion transformer with time modulation and LayerNorm, which is not supported",
+    "MMadaModelLM": "MMaDA is multimodal (image tokenizer, mixed vocabulary): only text models are supported",
     "ModernBertForMaskedLM": (
-        "ModernBERT-Chat is native in transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
+        "ModernBERT-Chat is part of transformers; its encoder (LayerNorm, alternating windows, GeGLU) has no mapping"
     ),
-    "NemotronLabsDiffusionVLMModel": "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models load here",
+    "NemotronLabsDiffusionVLMModel": (
+        "Nemotron-Labs-Diffusion-VLM has a vision tower: only text models are supported"
+    ),
     "NemotronHTwoTowerForCausalLM": (
         "Nemotron-Labs-TwoTower-30B-A3B is two nemotron_h hybrids of Mamba-2, attention and experts: a frozen "
-        "autoregressive tower for the context and one with time conditioning that denoises blocks of 16; there is no "
-        "state-space body, mapping or cache for it here"
+        "autoregressive tower for the context and one with time conditioning that denoises blocks of 16; state-space "
+        "models are not supported"
     ),
     "PanguEmbeddedForCausalLM": (
-        "openPangu-R-7B-Diffusion (blocks of 32 over a causal context, mask token 45830) has this class in common "
-        "with the autoregressive openPangu-Embedded; its sampling code is only on the Hub and was not read, so that "
-        "no sampler of this package is checked against it"
+        "openPangu-R-7B-Diffusion (blocks of 32 over a causal context, mask token 45830) shares this class with the "
+        "autoregressive openPangu-Embedded; no sampler of this package was checked against its sampling code, which "
+        "is only on the Hub"
     ),
     "SumiForMaskGeneration": (
-        "Sumi-7B divides attention by one more than the sum of its weights (off-by-one softmax): no body for it here"
+        "Sumi-7B's softmax adds one to the sum of the attention weights (off-by-one softmax), which is not supported"
     ),
     "W1-4B-dLLM": (
-        "a diffusion transformer of its own (AdaLN time conditioning), whose YAML config has no architecture"
+        "W1-4B-dLLM is a diffusion transformer with AdaLN time conditioning, whose YAML config has no architecture"
     ),
 }
 
@@ -125,35 +127,35 @@ class FamilySpec:
     A spec and its module import neither torch nor transformers: classes are named as "module:attribute".
     """
 
-    name: str  # the --family value
+    name: str  # value of the setting `family`
     title: str
     hub_ids: tuple[str, ...]  # public checkpoints
-    architectures: tuple[str, ...]  # what `architectures[0]` of config.json says: the dispatch key
+    architectures: tuple[str, ...]  # values of `architectures[0]` in config.json, by which the family is found
     model_type: str
     config_class: str
     model_class: str
-    mapping: Mapping  # Hub tensors to Megatron's
-    initialisation: Callable[[dict[str, Any]], InitialisationRule] = normal_rule  # of config.json's dict
-    other_model_types: tuple[str, ...] = ()  # what other projects write for it; kept as it is on save
-    tokenizer_class: str = ""  # only where the Hub's tokenizer_class is one that transformers does not have
+    mapping: Mapping  # between Hub and Megatron tensors
+    initialisation: Callable[[dict[str, Any]], InitialisationRule] = normal_rule  # called with config.json's dict
+    other_model_types: tuple[str, ...] = ()  # written by other projects; kept on save
+    tokenizer_class: str = ""  # only if transformers lacks the Hub's tokenizer_class
     auto_classes: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM")
     kind: Literal["diffusion", "autoregressive"] = "diffusion"
     attention_pattern: AttentionPattern = "bidirectional"
     shift: bool = False  # True: logits[i - 1] predicts token i
-    mask_token_id: int | None = None  # used where the config has none
-    ordinary_mask: bool = False  # the mask token is an ordinary one, which texts contain: masks are known by position
-    objective: str = "masked"  # the family's own training objective
-    sft: MappingABC[str, Any] = field(default_factory=dict)  # options of `dlm-bridge sft` that differ, as published
-    sampler: MappingABC[str, Any] = field(default_factory=dict)  # its `algorithm`, and defaults that differ from that
-    # What an adapter has by default: those of these linear layers that the model has.
+    mask_token_id: int | None = None  # default for configs without one
+    ordinary_mask: bool = False  # the mask token also occurs in texts: masks are identified by position
+    objective: str = "masked"  # default training objective
+    sft: MappingABC[str, Any] = field(default_factory=dict)  # published settings that differ from sft's defaults
+    sampler: MappingABC[str, Any] = field(default_factory=dict)  # `algorithm`, and settings that differ from its own
+    # LoRA's default targets; those that a model does not have are ignored.
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    training: tuple[str, ...] = ("accelerate", "megatron")  # the engines that train it as published
+    training: tuple[str, ...] = ("accelerate", "megatron")  # engines that train the model as published
     checked_against: str = ""
-    # (family, key of config.json): a checkpoint of that family's architectures with the key is one of this family.
+    # (family, key of config.json): a config with an architecture of that family and this key is of this family.
     told_from: tuple[str, str] | None = None
-    # config.json's dict in the spelling of the Hub, which other programs read, where transformers saves another one.
+    # Converts a config.json saved by transformers to the keys of the Hub, which other programs read.
     hub_spelling: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
-    derived_from: str = ""  # the autoregressive family whose body it has, of what `convert-to-dlm` makes
+    derived_from: str = ""  # of a diffusion form: the autoregressive family with the same body
 
     def __post_init__(self) -> None:
         for name in ("sft", "sampler"):
@@ -161,16 +163,16 @@ class FamilySpec:
 
     @property
     def native(self) -> bool:
-        """Whether the model's class is transformers' own."""
+        """True if the model class is part of transformers."""
         return self.model_class.startswith("transformers:")
 
     @property
     def sampled_here(self) -> bool:
-        """Whether this package's samplers and likelihood bounds are the model's."""
+        """True if this package's samplers and likelihood bounds apply to the model."""
         return self.kind == "diffusion" and not self.native
 
     def published_config(self, text: str) -> str:
-        """config.json's text in the spelling of the Hub; every byte kept where it has that already."""
+        """The text of a config.json with the keys of the Hub; unchanged if it has them already."""
         config = json.loads(text)
         published = self.hub_spelling(config)
         return text if published == config else json.dumps(published, indent=2, ensure_ascii=False) + "\n"
@@ -178,7 +180,7 @@ class FamilySpec:
     def load(self, attribute: Literal["config_class", "model_class", "tokenizer_class"]) -> Any:
         """Import and return the class that `attribute` names.
 
-        Raises DlmBridgeError where the installed transformers does not have one of its own yet.
+        Raises MissingExtraError if the installed transformers is too old to have the class.
         """
         module, _, name = getattr(self, attribute).partition(":")
         try:
@@ -187,14 +189,14 @@ class FamilySpec:
             if module != "transformers":
                 raise
         found = importlib.metadata.version("transformers")
-        raise DlmBridgeError(
-            f"family '{self.name}' needs a newer transformers: {found} has no {name} (conversion works without it)"
+        raise MissingExtraError(
+            "transformers", f"{found} has no {name}: family '{self.name}' needs a newer one, except for conversion"
         )
 
     def initial_weights(self, config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every Hub tensor of an untrained model with this config.json, one at a time.
+        """Yield (Hub name, tensor) for every tensor of a randomly initialised model with this config.json.
 
-        Raises DlmBridgeError for a config that the family cannot hold or an initialisation that it does not know.
+        Raises CheckpointError for a config, or a method of initialisation, that the family does not support.
         """
         rule = self.initialisation(config)
         for param in self.mapping.params(self.mapping.dims(config)):
@@ -206,13 +208,12 @@ class FamilySpec:
 
 @cache
 def families() -> tuple[FamilySpec, ...]:
-    """All families: those of `FAMILY_SPECS`, the derived ones, then those that other packages register as entry
-    points."""
+    """All families: `FAMILY_SPECS`, their diffusion forms, then the entry points of other packages."""
     found: list[FamilySpec] = [_loaded(reference) for reference in FAMILY_SPECS]
     found += _loaded(DERIVED_SPECS)
     for name, spec in load_entry_points(ENTRY_POINTS).items():
         if reason := _why_not(spec, found):
-            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} is left out: {reason}")
+            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} is ignored: {reason}")
         else:
             found.append(spec)
     return tuple(found)
@@ -224,12 +225,12 @@ def _loaded(reference: str) -> Any:
 
 
 def _why_not(spec: Any, known: list[FamilySpec]) -> str | None:
-    """Why the object of an entry point cannot join the `known` families, or None where it can."""
+    """Reason to ignore the object of an entry point, or None."""
     if not isinstance(spec, FamilySpec):
-        return f"{spec!r} is no FamilySpec"
+        return f"{spec!r} is not a FamilySpec"
     for other in known:
         if spec.name == other.name or set(spec.architectures) & set(other.architectures):
-            return f"family '{other.name}' has that name or architecture already"
+            return f"family '{other.name}' already has that name or architecture"
     return None
 
 
@@ -239,28 +240,35 @@ def _by_architecture() -> dict[str, FamilySpec]:
 
 
 def family_by_name(name: str) -> FamilySpec:
-    """The family that `--family NAME` means. Raises DlmBridgeError with the known names."""
+    """The family of this name. Raises SettingError with the known names."""
     for spec in families():
         if spec.name == name:
             return spec
     known = ", ".join(spec.name for spec in families() if not spec.derived_from)
-    raise DlmBridgeError(f"unknown family '{name}': known are {known}, and what convert-to-dlm makes")
+    raise SettingError("family", f"'{name}' is unknown: known are {known}, and the targets of convert-to-dlm")
 
 
 def find_family(config: MappingABC[str, Any], family: str | None = None, where: str = "config.json") -> FamilySpec:
-    """The family of a Hub config, by `architectures` first (`model_type` is shared between families).
+    """The family of a Hub config, by `architectures` (families can share a `model_type`).
 
-    `family` overrides the config. `where` names the config in errors. Raises DlmBridgeError.
+    Args:
+        config: config.json's dict.
+        family: name of the family, which overrides the config.
+        where: field of errors about the config.
+
+    Raises:
+        CheckpointError: an unknown or unsupported architecture, or a malformed config.
+        SettingError: `family` is unknown.
     """
     if family is not None:
         return family_by_name(family)
     known = _by_architecture()
     architectures = class_names(config, where)
-    # A stock class name may hide remote code with another attention pattern: the names in auto_map count, too.
+    # A class name of transformers may belong to remote code with another attention pattern: check auto_map as well.
     remote = _remote_classes(config, where)
     for architecture in [*architectures, *remote]:
         if architecture in UNSUPPORTED:
-            raise DlmBridgeError(f"{where}: architecture {architecture}: {UNSUPPORTED[architecture]}")
+            raise CheckpointError(where, f"architecture {architecture}: {UNSUPPORTED[architecture]}")
     for architecture in architectures:
         if architecture in known:
             found = known[architecture]
@@ -273,19 +281,19 @@ def find_family(config: MappingABC[str, Any], family: str | None = None, where: 
     else:
         named = f"unknown architecture {architectures[0]}"
         near = difflib.get_close_matches(architectures[0], known, n=3, cutoff=0.3) or published
-    raise DlmBridgeError(f"{where}: {named}; known are {', '.join(near)}, or name the family with --family")
+    raise CheckpointError(where, f"{named}; known are {', '.join(near)}, or set `family`")
 
 
 def class_names(config: MappingABC[str, Any], where: str) -> list[str]:
-    """The `architectures` of a Hub config. Raises DlmBridgeError where they are not a list of names."""
+    """The `architectures` of a Hub config. Raises CheckpointError unless they are a list of names."""
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise DlmBridgeError(f"{where}: 'architectures' must be a list of class names, not {architectures!r}")
+        raise CheckpointError(where, f"'architectures' must be a list of class names, not {architectures!r}")
     return architectures
 
 
 def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:
-    """The family with the architectures of `found` that a key of the config tells, or `found` itself."""
+    """The family that a key of the config identifies among those with the architectures of `found`, or `found`."""
     others = (spec for spec in families() if spec.told_from is not None and spec.told_from[0] == found.name)
     return next((spec for spec in others if spec.told_from and config.get(spec.told_from[1])), found)
 
@@ -293,5 +301,5 @@ def _told_apart(found: FamilySpec, config: MappingABC[str, Any]) -> FamilySpec:
 def _remote_classes(config: MappingABC[str, Any], where: str) -> list[str]:
     references = config.get("auto_map") or {}
     if not isinstance(references, dict):
-        raise DlmBridgeError(f"{where}: 'auto_map' must be an object of class names, not {references!r}")
+        raise CheckpointError(where, f"'auto_map' must be an object of class names, not {references!r}")
     return [reference.rpartition(".")[2] for reference in references.values() if isinstance(reference, str)]

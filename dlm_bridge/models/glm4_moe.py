@@ -27,7 +27,7 @@ from dlm_bridge.models.decoder_mapping import (
 )
 
 LAYER = "model." + HUB_LAYER
-# Defaults of transformers' config class, for keys that config.json leaves out.
+# Defaults of transformers' config class, for keys that config.json omits.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -44,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """Glm4-MoE's sizes. Its `attention_bias` is of query, key and value only."""
+    """Sizes of Glm4-MoE. Its `attention_bias` applies to query, key and value only."""
     config = {**DEFAULTS, **config}
     require_values(config, {"hidden_act": "silu"})
     facts = {"router_bias"}

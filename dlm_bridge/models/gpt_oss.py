@@ -1,9 +1,9 @@
-"""gpt-oss, transformers' own GptOssForCausalLM: spec, mapping.
+"""gpt-oss (transformers' GptOssForCausalLM): spec, mapping.
 
-The Hub holds the experts of a layer in one tensor, transposed, with the rows of gate and up by turns. The published
-checkpoints hold them as MXFP4 blocks and scales, which `--dequantize-mxfp4` reads as the bfloat16 ones of that layout.
-Megatron's names are megatron-core's own: attention sinks are the offsets of its learnable softmax, and the clamped
-SwiGLU is its quick GELU with an offset.
+The Hub stacks the experts of a layer, transposed, with interleaved rows of gate and up. Published checkpoints store
+them as MXFP4 blocks and scales, which the setting `dequantize_mxfp4` reads as bfloat16 tensors of that layout.
+Megatron's names are megatron-core's: attention sinks are the offsets of its learnable softmax, and the clamped SwiGLU
+is its quick GELU with an offset.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.fused import stacked
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping
 from dlm_bridge.models.autoregressive import autoregressive_spec
@@ -40,7 +40,7 @@ EXPERT = MLP + "experts.experts.{expert}."
 
 @dataclass(frozen=True)
 class InterleavedGatedMLP(GatedMLP):
-    """One Hub tensor whose columns are gate and up by turns, [hidden, 2 width]; or the bias, [2 width]."""
+    """One Hub tensor with interleaved columns of gate and up, [hidden, 2 width]; or the bias, [2 width]."""
 
     name: str = ""
     bias: bool = False
@@ -73,7 +73,7 @@ class InterleavedGatedMLP(GatedMLP):
 
 @dataclass(frozen=True)
 class Transposed(Direct):
-    """One Hub tensor that is Megatron's matrix transposed; `shape` is Megatron's."""
+    """One Hub tensor, the transpose of Megatron's; `shape` is Megatron's."""
 
     def hub_shapes(self, dims: Dims) -> tuple[tuple[int, ...], ...]:
         return (self.megatron_shape(dims)[::-1],)
@@ -89,7 +89,7 @@ class Transposed(Direct):
         return None
 
 
-# Defaults of transformers' config class, for keys that config.json leaves out.
+# Defaults of transformers' config class, for keys that config.json omits.
 DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
@@ -119,19 +119,20 @@ FACTS = frozenset({"qkv_bias"})
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """Sizes. Raises DlmBridgeError for a config that the class does not accept."""
+    """Sizes of gpt-oss. Raises CheckpointError for an unsupported config."""
     config = {**DEFAULTS, **config}
     require_values(config, {"hidden_act": "silu", "attention_bias": True})
     return decoder_dims(config, FACTS, experts=routed_experts(config), moe_ffn=config["intermediate_size"])
 
 
 def transformer(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's settings. Raises DlmBridgeError for a gate that it cannot compute."""
+    """megatron-core's settings. Raises CheckpointError for a gate that it cannot compute."""
     config = {**DEFAULTS, **config}
     if config["swiglu_alpha"] != DEFAULTS["swiglu_alpha"]:
-        raise DlmBridgeError(
-            f"config.json: swiglu_alpha {config['swiglu_alpha']}: megatron-core's quick GELU has "
-            f"{DEFAULTS['swiglu_alpha']} only, so it cannot run this model"
+        raise CheckpointError(
+            "config.json",
+            f"swiglu_alpha {config['swiglu_alpha']}: megatron-core's quick GELU supports only "
+            f"{DEFAULTS['swiglu_alpha']}",
         )
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config["rope_scaling"] = YARN

@@ -1,4 +1,4 @@
-"""HubConfig: base of every family's config, which writes back what was read from the Hub, key for key."""
+"""HubConfig: base of the families' configs, which saves the keys and values that were read from the Hub."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from dlm_bridge.models.decoder_mapping import NO_WINDOW, require_values
 from dlm_bridge.models.families import FamilySpec, find_family
 from dlm_bridge.models.rope import rope_theta_form
 
-# Set on an instance while it is used; they belong to the class or the process, not to the checkpoint.
+# Attributes of the class or the process, not of the checkpoint.
 RUNTIME_KEYS = ("is_causal", "name_or_path")
 STANDARD_NAMES = ("intermediate_size", "num_key_value_heads", "head_dim")
 
 
 class HubConfig(PreTrainedConfig):
-    """Keeps the source's keys through `save_pretrained`: transformers 5 renames `torch_dtype`, moves `rope_theta` into
-    `rope_parameters` and drops keys that equal its own defaults, and the original remote code then fails.
+    """Config that keeps the source's keys in `save_pretrained`. (transformers 5 renames `torch_dtype`, moves
+    `rope_theta` into `rope_parameters` and drops keys that equal its defaults, after which the original remote code
+    fails.)
 
-    Writes the source with the values that changed since it was loaded. Used as a mixin before one of transformers'
-    config classes (`class SDARConfig(HubConfig, Qwen3Config)`) or alone.
+    Saves the source with the values that changed since it was loaded. A mixin before one of transformers' config
+    classes (`class SDARConfig(HubConfig, Qwen3Config)`), or a base class alone.
     """
 
     family: ClassVar[FamilySpec]
-    is_causal: ClassVar[bool] = False  # transformers then builds bidirectional masks
-    required_values: ClassVar[dict[str, Any]] = {}  # of fields: the model class implements no other
-    slides: ClassVar[bool] = False  # the model class implements sliding windows
-    auto_map: ClassVar[dict[str, Any]] = {}  # libraries read it of any class that is not transformers' own
+    is_causal: ClassVar[bool] = False  # makes transformers build bidirectional masks
+    required_values: ClassVar[dict[str, Any]] = {}  # the only values of these fields that the model class supports
+    slides: ClassVar[bool] = False  # the model class supports sliding windows
+    auto_map: ClassVar[dict[str, Any]] = {}  # libraries expect it in classes outside transformers
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Dispatch on `architectures`, since two families can share a `model_type`. Raises DlmBridgeError where that
-        names a family that this package does not have."""
-        # Without architectures there is nothing to dispatch on, and a family without any was chosen by its name.
+        """Dispatch on `architectures`, since families can share a `model_type`. Raises CheckpointError for an unknown
+        architecture."""
+        # A family without architectures of its own was chosen by name.
         if config_dict.get("architectures") and cls.family.architectures:
             where = f"{kwargs.get('name_or_path') or config_dict.get('_name_or_path') or 'config.json'}"
             config_class = find_family(config_dict, where=where).load("config_class")
             if config_class is not cls:
                 return config_class.from_dict(config_dict, **kwargs)
-        if any(own in config_dict for own in cls.attribute_map.values()):  # what `to_dict` adds is not the Hub's
+        if any(own in config_dict for own in cls.attribute_map.values()):  # drop the names that `to_dict` adds
             views = {name for name in cls._view_names() if cls.attribute_map.get(name, "model_type") in config_dict}
             config_dict = {key: value for key, value in config_dict.items() if key not in views}
         source = copy.deepcopy(config_dict)
-        # The kernel that the original code was run with; which one runs here is the loader's choice.
+        # The attention kernel of the original code; the loader chooses the one to use.
         config_dict = {key: value for key, value in config_dict.items() if key != "attn_implementation"}
         loaded = super().from_dict(copy.deepcopy(config_dict))._plain()
         result = super().from_dict(config_dict, **kwargs)
@@ -66,19 +67,19 @@ class HubConfig(PreTrainedConfig):
         _register_model_class(self.family)
 
     def to_dict(self) -> dict[str, Any]:
-        """The view that libraries take: the Hub's keys and values, the standard names of those that the Hub calls
-        otherwise (`hidden_size`, `num_attention_heads`, ...), and where the config was loaded from."""
+        """Dict for libraries: the Hub's keys and values, transformers' standard names (`hidden_size`,
+        `num_attention_heads`, ...) where the Hub uses others, and where the config was loaded from."""
         views = {name: getattr(self, name, None) for name in self._view_names()}
         return {"_name_or_path": self.name_or_path, **views, **self.to_diff_dict()}
 
     @classmethod
     def _view_names(cls) -> list[str]:
-        """Standard names that are no fields: other names of one, and what is computed of several."""
+        """Standard names that are aliases of a field, or properties computed from several."""
         computed = [name for name in STANDARD_NAMES if isinstance(getattr(cls, name, None), property)]
         return [*cls.attribute_map, *computed]
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What goes to config.json: the Hub's keys and values."""
+        """Content of config.json: the Hub's keys and values."""
         now = self._plain()
         source, loaded = self.__dict__.get("_source"), self.__dict__.get("_loaded", {})
         if source is None:
@@ -93,14 +94,14 @@ class HubConfig(PreTrainedConfig):
         return kept | _with_hub_names(changed, source)
 
     def _plain(self) -> dict[str, Any]:
-        """transformers' own view, without what is not of the checkpoint."""
+        """transformers' dict without private and runtime keys."""
         view = super().to_dict()
         return {key: value for key, value in view.items() if not key.startswith("_") and key not in RUNTIME_KEYS}
 
 
 @cache
 def _register_model_class(family: FamilySpec) -> None:
-    """Register a family's model class with its Auto classes, which look it up by the type of a config object."""
+    """Register a family's model class with its Auto classes, which find it by the type of the config."""
     import transformers
 
     for name in family.auto_classes:
@@ -108,7 +109,7 @@ def _register_model_class(family: FamilySpec) -> None:
 
 
 def _with_hub_names(values: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-    """Values under the source's names; where it has none, under those that the original code, vLLM and SGLang read."""
+    """Values under the source's keys, else under those that the original code, vLLM and SGLang read."""
     if "dtype" in values and "dtype" not in source:
         values["torch_dtype"] = values.pop("dtype")
     return values if "rope_parameters" in source else rope_theta_form(values)

@@ -1,4 +1,4 @@
-"""I-DLM, Qwen3 turned into a causal model that predicts several tokens at once: spec. Tensors and body are SDAR's.
+"""I-DLM, Qwen3 adapted to predict several tokens at once causally: spec. Tensors and body are SDAR's.
 
 Source: Introspective-Diffusion/I-DLM (training and SGLang code), arXiv 2604.11035, NeMo Automodel's recipe.
 """
@@ -14,7 +14,7 @@ SPEC = replace(
     name="idlm",
     title="I-DLM",
     hub_ids=("yifanyu/I-DLM-8B", "yifanyu/I-DLM-32B"),
-    architectures=(),  # SDAR's or Qwen3's, without which it is told by its name or by the key
+    architectures=(),  # SDAR's or Qwen3's: it is identified by `told_from`, or chosen by name
     told_from=("sdar", "use_regular_causal"),
     config_class="dlm_bridge.models.modeling_idlm:IDLMConfig",
     model_class="dlm_bridge.models.modeling_idlm:IDLMForCausalLM",
@@ -23,5 +23,5 @@ SPEC = replace(
     objective="idlm",
     sft={},
     sampler={"algorithm": "idlm"},
-    checked_against="own maths; its body is SDAR's under a causal mask",
+    checked_against="independent maths; its body is SDAR's with a causal mask",
 )

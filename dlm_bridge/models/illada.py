@@ -17,8 +17,8 @@ MAPPING = dense_mapping({}, required={**SUPPORTED_VALUES, **REQUIRED})
 
 
 def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
-    """N(0, `initializer_range`), smaller by sqrt(2 layers) where a matrix writes to the residual stream; the embedding
-    has the deviation 1 / sqrt(2 hidden)."""
+    """N(0, `initializer_range`), divided by sqrt(2 layers) for outputs to the residual stream; the embedding's
+    standard deviation is 1 / sqrt(2 hidden)."""
     sizes = MAPPING.dims(config)
     std = initializer_range(config)
 

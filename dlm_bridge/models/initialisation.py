@@ -1,7 +1,7 @@
 """Initialisation from scratch: each tensor is a pure function of (seed, Hub tensor name).
 
-A family's rule gives the distribution of every tensor by its Hub name; engines and layouts only decide which tensors,
-or which slices of them, they need. Every run with one seed starts from the same values.
+A family's rule maps Hub names to distributions; engines and layouts only determine which tensors or slices they need.
+Runs with the same seed start from the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, ResourceError
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal distribution with mean 0; with `cutoff`, truncated to that many standard deviations by resampling."""
+    """Normal distribution with mean 0; with `cutoff`, truncated at `cutoff` standard deviations by resampling."""
 
     std: float
     cutoff: float | None = None
@@ -28,7 +28,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """One value for every element: one for a norm, zero for a bias."""
+    """Constant for every element, such as 1 for a norm and 0 for a bias."""
 
     value: float
 
@@ -38,8 +38,8 @@ InitialisationRule = Callable[[str], Distribution]  # by Hub tensor name
 
 
 def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, seed: int) -> torch.Tensor:
-    """The initial value of the Hub tensor `name`, fp32, drawn on the CPU from (seed, name) alone. Raises
-    DlmBridgeError for a tensor that memory cannot hold."""
+    """Initial value of the Hub tensor `name`, fp32, drawn on the CPU from (seed, name) alone. Raises ResourceError for
+    a tensor that does not fit into memory."""
     import numpy as np
     import torch
 
@@ -49,9 +49,9 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     try:
         values = generator.standard_normal(shape, dtype=np.float32)
-    except (MemoryError, ValueError) as error:  # the latter for a size beyond 64 bits
+    except (MemoryError, ValueError) as error:  # ValueError: more than 2^63 elements
         sizes = " x ".join(f"{size:,}" for size in shape)
-        raise DlmBridgeError(f"{name}, {sizes} by the sizes of its config, cannot be made: {error}") from None
+        raise ResourceError(name, f"has the shape {sizes} by its config, which cannot be allocated: {error}") from None
     if distribution.cutoff is not None:
         flat = values.reshape(-1)
         outside = np.flatnonzero(np.abs(flat) > distribution.cutoff)
@@ -63,18 +63,18 @@ def initialise(name: str, shape: tuple[int, ...], distribution: Distribution, se
 
 
 def initializer_range(config: Mapping[str, Any], key: str = "initializer_range") -> float:
-    """The standard deviation of new weights, 0.02 where the config has none. Raises DlmBridgeError for one that is not
-    a finite number of at least 0."""
+    """Standard deviation of initial weights, 0.02 by default. Raises CheckpointError unless it is finite and at
+    least 0."""
     value = config.get(key)
     if value is None:
         return 0.02
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise DlmBridgeError(f"config.json: {key} must be a number of at least 0, not {value!r}")
+        raise CheckpointError("config.json", f"{key} must be a number of at least 0, not {value!r}")
     return float(value)
 
 
 def normal_rule(config: dict[str, Any]) -> InitialisationRule:
-    """The rule of transformers and of most families: N(0, `initializer_range`), norms one, biases zero."""
+    """Rule of transformers and of most families: N(0, `initializer_range`), ones for norms, zeros for biases."""
     std = initializer_range(config)
 
     def distribution(name: str) -> Distribution:

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import QKV, Dims, Direct, GatedMLP, Mapping, Passthrough, Vocabulary
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.initialisation import Constant, Distribution, InitialisationRule, Normal, initializer_range
@@ -18,7 +18,7 @@ ROOT = "model.transformer."
 BLOCK = ROOT + "blocks.{layer}."
 LAYER = "decoder.layers.{layer}."
 
-# Values of the public checkpoints, which the Llama body implements. Any other would be silently wrong.
+# Values of the public checkpoints. With any other the Llama body would be silently wrong.
 REQUIRED = {
     "block_type": "llama",
     "layer_norm_type": "rms",
@@ -37,27 +37,29 @@ REQUIRED = {
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a LLaDA config that the Llama body cannot hold."""
+    """Raise CheckpointError for a LLaDA config that the Llama body does not support."""
     for key, value in REQUIRED.items():
         found = config.get(key, value)
         if found not in (value, None) and not (value is False and not found):
-            raise DlmBridgeError(f"LLaDA config: {key} = {found!r} is not supported, only {value!r} (no public model)")
+            raise CheckpointError(
+                "config.json", f"{key} = {found!r} is not supported, only {value!r} (no public model)"
+            )
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """LLaDA's sizes; null keys have the original code's defaults."""
+    """Sizes of LLaDA. Null keys have the original code's defaults."""
     check_config(config)
     sizes: dict[str, Any] = {key: config.get(key) for key in ("d_model", "n_heads", "n_layers")}
     sizes["vocab_size"] = config.get("embedding_size") or config.get("vocab_size")
     for key, value in sizes.items():
         if type(value) is not int:
-            raise DlmBridgeError(f"LLaDA config: {key} must be a whole number, not {value!r}")
+            raise CheckpointError("config.json", f"{key} must be a whole number, not {value!r}")
     hidden, heads, layers, vocab = sizes.values()
     if heads < 1 or hidden % heads:
-        raise DlmBridgeError(f"LLaDA config: n_heads {heads} does not divide d_model {hidden}")
+        raise CheckpointError("config.json", f"n_heads {heads} does not divide d_model {hidden}")
     groups = config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads)
     if heads % groups:
-        raise DlmBridgeError(f"LLaDA config: n_kv_heads {groups} does not divide n_heads {heads}")
+        raise CheckpointError("config.json", f"n_kv_heads {groups} does not divide n_heads {heads}")
     return Dims(
         layers=layers,
         hidden=hidden,
@@ -109,18 +111,19 @@ MAPPING = Mapping(
 )
 
 
-RESIDUAL = re.compile(r"blocks\.(\d+)\.(attn_out|ff_out)\.weight$")  # they write to the residual stream
+RESIDUAL = re.compile(r"blocks\.(\d+)\.(attn_out|ff_out)\.weight$")  # outputs to the residual stream
 
 
 def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
-    """The distribution of every tensor of a model with this config. Raises DlmBridgeError for another `init_fn`."""
+    """Distribution of every tensor by the config's `init_fn`. Raises CheckpointError for an unknown one."""
     init_fn = config.get("init_fn", "mitchell")
     if init_fn not in ("mitchell", "normal"):
-        raise DlmBridgeError(f"LLaDA config: init_fn {init_fn!r} is not supported, only 'mitchell' and 'normal'")
+        raise CheckpointError("config.json", f"init_fn {init_fn!r} is not supported, only 'mitchell' and 'normal'")
     sizes = dims(config)
 
     def mitchell(name: str) -> Normal:
-        """1 / sqrt(inputs), within 3 standard deviations; what writes to the residual stream shrinks with depth."""
+        """1 / sqrt(inputs), truncated at 3 standard deviations; smaller with depth for outputs to the residual
+        stream."""
         residual = RESIDUAL.search(name)
         if residual is None:
             return Normal(sizes.hidden**-0.5, cutoff=3)
@@ -129,7 +132,8 @@ def initialisation_rule(config: dict[str, Any]) -> InitialisationRule:
         return Normal(inputs**-0.5 / math.sqrt(2 * (layer + 1)), cutoff=3)
 
     def normal(name: str) -> Normal:
-        """`init_std`; the public code marks only the MLP's output as residual, and divides it by sqrt(2 layers)."""
+        """`init_std`, divided by sqrt(2 layers) for the MLP's output, the only one that the public code marks as
+        residual."""
         residual = RESIDUAL.search(name)
         std, cutoff = initializer_range(config, "init_std"), config.get("init_cutoff_factor")
         if residual is not None and residual[2] == "ff_out":
@@ -155,7 +159,7 @@ SPEC = FamilySpec(
     mapping=MAPPING,
     initialisation=initialisation_rule,
     mask_token_id=126336,
-    # The mean over answers, each of which reaches to the end of its row.
+    # The loss is the mean over answers, each padded to the end of its row.
     sft={"eos_padding": "row", "loss_normalisation": "sequences"},
     sampler={"algorithm": "llada"},
     checked_against="the public modeling_llada.py and generate.py",

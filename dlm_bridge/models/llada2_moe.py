@@ -1,6 +1,6 @@
-"""LLaDA2.0, LLaDA2.1 and LLaDA2.2, Bailing-MoE weights turned into a block diffusion model: spec, mapping.
+"""LLaDA2.0, LLaDA2.1 and LLaDA2.2, block diffusion models adapted from Bailing-MoE: spec, mapping.
 
-Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745; of LLaDA2.2, FluxServe's development guide.
+Source: the public configs and modeling_llada2_moe.py, arXiv 2512.15745; for LLaDA2.2, FluxServe's development guide.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.fused import FusedQKV, stacked
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, Mapping, Passthrough, Rule, Vocabulary
 from dlm_bridge.models.decoder_mapping import (
@@ -27,7 +27,7 @@ from dlm_bridge.models.families import FamilySpec
 HUB = "model.layers.{layer}."
 ATTENTION, MEGATRON = HUB + "attention.", LAYER + "self_attention."
 
-# Values of the public checkpoints, which the body implements. Any other would be silently wrong.
+# Values of the public checkpoints. With any other the body would be silently wrong.
 REQUIRED: dict[str, Any] = {
     "hidden_act": "silu",
     "use_bias": False,
@@ -41,8 +41,8 @@ REQUIRED: dict[str, Any] = {
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
-MERGED = "llada2_moe_veomni"  # model_type of dFactory's layout, in which a layer's experts are one tensor a projection
-# For keys that a config leaves out.
+MERGED = "llada2_moe_veomni"  # model_type of dFactory's layout, which stacks a layer's experts
+# Defaults for keys that config.json omits.
 DEFAULTS: dict[str, Any] = {
     "rope_theta": 600000.0,
     "partial_rotary_factor": 0.5,
@@ -58,29 +58,31 @@ DEFAULTS: dict[str, Any] = {
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a LLaDA2 config that the body cannot hold."""
+    """Raise CheckpointError for a LLaDA2 config that the body does not support."""
     require_values(config, REQUIRED)
     capacity, chosen = config.get("expert_capacity") or 0, config.get("num_experts_per_tok") or 1
     if capacity and not chosen <= capacity <= (config.get("num_experts") or capacity):
-        raise DlmBridgeError(
-            f"config.json: expert_capacity {capacity} must hold num_experts_per_tok {chosen} of num_experts "
-            f"{config.get('num_experts')}"
+        raise CheckpointError(
+            "config.json",
+            f"expert_capacity {capacity} must hold num_experts_per_tok {chosen} of num_experts "
+            f"{config.get('num_experts')}",
         )
     if capacity and (config.get("block_size") or 0) < 1:
-        raise DlmBridgeError(
-            f"config.json: expert_capacity {capacity} needs block_size, the tokens that share experts"
+        raise CheckpointError(
+            "config.json", f"expert_capacity {capacity} needs block_size, the tokens that share experts"
         )
     if not capacity and config.get("rope_theta") == 3e6 and config.get("max_position_embeddings") == 131072:
-        raise DlmBridgeError(
-            "config.json: RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose router needs expert_capacity "
-            "and block_size: add the published 48 and 32"
+        raise CheckpointError(
+            "config.json",
+            "RoPE base 3000000 over 131072 positions is LLaDA2.2's, whose router needs expert_capacity "
+            "and block_size: add the published 48 and 32",
         )
     if not config.get("num_shared_experts", 1):
-        raise DlmBridgeError("config.json: num_shared_experts 0 is not supported for LLaDA2 (no public model)")
+        raise CheckpointError("config.json", "num_shared_experts 0 is not supported (no public LLaDA2 has it)")
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """LLaDA2's sizes."""
+    """Sizes of LLaDA2."""
     config = _complete(config)
     facts = {"qk_norm", "router_bias", "shared_expert"} | ({"merged"} if config.get("model_type") == MERGED else set())
     return decoder_dims(config, frozenset(facts), **expert_sizes(config))
@@ -91,20 +93,20 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
     config = _complete(config)
     sizes = dims(config)
     plain = decoder_settings(config, sizes.facts) | {"rotary_percent": float(config["partial_rotary_factor"])}
-    if capacity := config.get("expert_capacity"):  # groups play no part
+    if capacity := config.get("expert_capacity"):  # expert groups are ignored
         return plain | router_settings(config | {"n_group": 1}, sizes) | {"block_routing_capacity": int(capacity)}
     return plain | router_settings(config, sizes)
 
 
 def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults, and Glm4-MoE's name of the shared experts."""
+    """Check the config; add defaults and Glm4-MoE's key for the shared experts."""
     check_config(config)
     config = {**DEFAULTS, **config}
     return config | {"n_shared_experts": config["num_shared_experts"]}
 
 
 def _experts() -> Iterator[Rule]:
-    """Rules of a layer with experts: each expert's tensors, or dFactory's of all."""
+    """Rules of a layer with experts, for separate experts and for dFactory's stacked ones."""
     norm = HUB + "post_attention_layernorm.weight"
     for rule in expert_rules(HUB + "mlp.", norm, router_bias="gate.expert_bias", own_dtype=True):
         if "{expert}" not in rule.megatron:
@@ -119,7 +121,7 @@ def _experts() -> Iterator[Rule]:
 
 
 def _merged_name(name: str) -> str:
-    """dFactory's name of the tensor of all experts."""
+    """dFactory's name of the tensor that stacks all experts."""
     return name.replace("{expert}.", "").removesuffix(".weight")
 
 
@@ -166,8 +168,8 @@ SPEC = FamilySpec(
     mask_token_id=156895,
     objective="block",
     sft={"eos_padding": "row"},  # dFactory
-    # 2.1 has 2.0's architecture and config: algorithm="llada2.1" samples it. 2.2 has a default of its own.
+    # 2.1 has the architecture and config of 2.0: sample it with algorithm="llada2.1". 2.2 has its own default.
     sampler={"algorithm": "llada2"},
     lora_targets=("query_key_value", "o_proj"),
-    checked_against="the public modeling of LLaDA2.0 and LLaDA2.1; of LLaDA2.2, our own maths and FluxServe's decoder",
+    checked_against="the public modeling of LLaDA2.0 and LLaDA2.1; 2.2: independent maths and FluxServe's decoder",
 )

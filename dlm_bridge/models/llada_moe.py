@@ -1,4 +1,4 @@
-"""LLaDA-MoE-7B-A1B: spec, mapping. Qwen3-MoE's tensors under a config with key names of its own.
+"""LLaDA-MoE-7B-A1B, Qwen3-MoE's tensors with other config keys: spec, mapping.
 
 Source: the public modeling_lladamoe.py and configs, arXiv 2509.24389.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.decoder_mapping import ATTENTION_TARGETS, qwen3_moe_mapping, require_values
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.models.llada import SPEC as LLADA
 
-# Values of the public checkpoints, which the body implements. Any other would be silently wrong.
+# Values of the public checkpoints. With any other the body would be silently wrong.
 REQUIRED: dict[str, Any] = {
     "qk_layernorm": True,
     "clip_qkv": None,
@@ -30,16 +30,16 @@ QWEN3_MOE = qwen3_moe_mapping({})
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a LLaDA-MoE config that the Qwen3-MoE body cannot hold."""
+    """Raise CheckpointError for a LLaDA-MoE config that the Qwen3-MoE body does not support."""
     require_values(config, REQUIRED)
     if config.get("shared_expert_intermediate_size"):
-        raise DlmBridgeError("config.json: a shared expert is not supported for LLaDA-MoE (no public model has one)")
+        raise CheckpointError("config.json", "a shared expert is not supported (no public LLaDA-MoE has one)")
     if not all(config.get("moe_layer_freq") or ()):
-        raise DlmBridgeError("config.json: layers without experts are not supported for LLaDA-MoE (no public model)")
+        raise CheckpointError("config.json", "layers without experts are not supported (no public LLaDA-MoE has them)")
 
 
 def dims(config: dict[str, Any]) -> Dims:
-    """LLaDA-MoE's sizes."""
+    """Sizes of LLaDA-MoE."""
     return QWEN3_MOE.dims(_qwen3_moe(config))
 
 
@@ -49,7 +49,7 @@ def transformer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
-    """The config under Qwen3-MoE's names."""
+    """Check the config; rename its keys to Qwen3-MoE's."""
     check_config(config)
     renamed = {
         "intermediate_size": config.get("dense_intermediate_size") or config.get("expert_intermediate_size"),
@@ -71,8 +71,8 @@ SPEC = FamilySpec(
         "inclusionAI/LLaDA-MoE-7B-A1B-Instruct-TD",
     ),
     architectures=("LLaDAMoEModelLM", "LLaDAMoEModel"),
-    model_type=LLADA.model_type,  # shared: AutoConfig tells them apart by `architectures`
-    other_model_types=("lladamoe",),  # dLLM's, whose examples tell users to write it
+    model_type=LLADA.model_type,  # shared: configs dispatch on `architectures`
+    other_model_types=("lladamoe",),  # written after dLLM's examples
     config_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEConfig",
     model_class="dlm_bridge.models.modeling_llada_moe:LLaDAMoEModelLM",
     mapping=MAPPING,

@@ -33,22 +33,22 @@ class A2DLlamaConfig(HubConfig, LlamaConfig):
 
 
 class A2DQwen3LMHeadModel(DiffusionLM, Qwen3ForCausalLM):
-    """`logits[i]` predicts token i. The bd3lm checkpoints expect a block-causal mask of blocks of 32 instead: pass it
-    as a 4-D `attention_mask`; `generate(algorithm="bd3lm")` does."""
+    """`logits[i]` predicts token i. The bd3lm checkpoints need a block-causal mask with blocks of 32 as a 4-D
+    `attention_mask`, which `generate(algorithm="bd3lm")` passes."""
 
     config_class = A2DQwen3Config
     family = QWEN3
 
 
 class A2DQwen2LMHeadModel(DiffusionLM, Qwen2ForCausalLM):
-    """As A2DQwen3LMHeadModel, on Qwen2's body."""
+    """Qwen2 counterpart of A2DQwen3LMHeadModel."""
 
     config_class = A2DQwen2Config
     family = QWEN2
 
 
 class A2DLlamaLMHeadModel(DiffusionLM, LlamaForCausalLM):
-    """As A2DQwen3LMHeadModel, on Llama's body."""
+    """Llama counterpart of A2DQwen3LMHeadModel."""
 
     config_class = A2DLlamaConfig
     family = LLAMA

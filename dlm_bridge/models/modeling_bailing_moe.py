@@ -26,7 +26,7 @@ from dlm_bridge.models.modeling_moe import expert_converters
 
 @strict
 class BailingMoeV2Config(LLaDA2MoeConfig):
-    """Field names are those of the public configuration_bailing_moe_v2.py, defaults those of Ling-mini-2.0."""
+    """Config with the fields of the public configuration_bailing_moe_v2.py and the defaults of Ling-mini-2.0."""
 
     model_type = "bailing_moe"
     family = SPEC
@@ -43,7 +43,7 @@ class BailingMoeV2Config(LLaDA2MoeConfig):
 
 
 class BailingMoeV2ForCausalLM(LLaDA2MoePreTrainedModel, Glm4MoeForCausalLM):
-    """Causal attention; `logits[i]` predicts token i + 1. Multi-token prediction layers are not in it."""
+    """Causal attention; `logits[i]` predicts token i + 1. Multi-token prediction layers are not loaded."""
 
     config_class = BailingMoeV2Config
 

@@ -15,8 +15,8 @@ from dlm_bridge.models.hub_config import HubConfig
 
 
 class CoDAConfig(HubConfig, Qwen3Config):
-    """Field names and defaults are those of the public model_config.py; but there the output layer is said to be tied,
-    which it never is."""
+    """Config with the fields and defaults of the public model_config.py, except that the output layer is not tied; the
+    original code never ties it."""
 
     model_type = "CoDA"
     family = SPEC
@@ -38,7 +38,7 @@ class CoDAConfig(HubConfig, Qwen3Config):
 
 
 class CoDALanguageModel(DiffusionLM, Qwen3ForCausalLM):
-    """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
+    """`logits[i]` predicts token i + 1 (`family.shift`), as in the original."""
 
     config_class = CoDAConfig
     family = SPEC
@@ -46,10 +46,10 @@ class CoDALanguageModel(DiffusionLM, Qwen3ForCausalLM):
     def adjust_generation_fn(
         self, generation_config: Any, from_auto_class: Any, from_pipeline: Any, source: Any, **kwargs: Any
     ) -> None:
-        """As in DiffusionLM, without the published file's `alg: original` and its temperature: no such order exists,
-        and the original `diffusion_generate` does not read the file."""
+        """Extends DiffusionLM's method: drops the published file's `alg: original` and its temperature, which name no
+        known order; the original `diffusion_generate` does not read the file."""
         if generation_config is None and source is not None:
-            with suppress(OSError):  # of no such file, which DiffusionLM sees to
+            with suppress(OSError):  # no such file
                 stored = GenerationConfig.from_pretrained(source, **kwargs)
                 if getattr(stored, "alg", None) == "original":
                     for name in ("alg", "alg_temp"):

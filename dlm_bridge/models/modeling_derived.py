@@ -1,7 +1,7 @@
-"""Diffusion forms of the autoregressive families: a factory of their configs and model classes.
+"""Config and model classes of the diffusion forms of autoregressive families.
 
-The classes are attributes of this module, made when they are asked for. Sliding windows stay the body's: in a layer
-that has one, a position attends to positions less than the window away, on either side.
+The classes are attributes of this module, created on first access. Sliding windows of the body remain: a position
+attends to positions less than the window away, on either side.
 """
 
 # mypy: disable-error-code="attr-defined, misc, valid-type"
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from dlm_bridge.attention.masks import mask_for_implementation
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.models import modeling_llada2_moe
 from dlm_bridge.models.derived import SPECS
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
@@ -25,7 +25,7 @@ from dlm_bridge.models.modeling_moe import ExpertsMixin, ExpertStackConverter, e
 
 
 def __getattr__(name: str) -> Any:
-    """The config or model class of that name."""
+    """The config or model class `name`."""
     for spec in SPECS:
         if name in (spec.config_class.partition(":")[2], spec.model_class.partition(":")[2]):
             _make_classes(spec)
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DerivedConfig(HubConfig):
-    """Base of the forms' configs, placed before the body's."""
+    """Base of the configs, placed before the body's config class."""
 
     is_causal: ClassVar[bool] = False
     slides: ClassVar[bool] = True
@@ -43,24 +43,24 @@ class DerivedConfig(HubConfig):
 
 
 class BlockCausalConfig(DerivedConfig):
-    """Base of the block-causal forms' configs."""
+    """Base of the configs of block-causal forms."""
 
-    block_size: int = 4  # SDAR's, where a config says none
+    block_size: int = 4  # SDAR's default
 
     def __post_init__(self, **kwargs: Any) -> None:
         if type(self.block_size) is not int or self.block_size < 1:
-            raise DlmBridgeError(f"config.json: block_size {self.block_size!r} is not a number of positions")
+            raise CheckpointError("config.json", f"block_size {self.block_size!r} must be a positive integer")
         super().__post_init__(**kwargs)
 
 
 class DerivedLM(DiffusionLM):
-    """`DiffusionLM` for the bodies of `models.derived`: with sliding windows, and with scaled or capped logits."""
+    """`DiffusionLM` for the bodies of `models.derived`, with sliding windows and scaled or capped logits."""
 
     lm_head: Any
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # bodies with MTP layers drop those of two sizes
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # bodies with MTP layers ignore those of two sizes
 
     def post_init(self) -> None:
-        """As in DiffusionLM. Where the body's logits are scaled or capped, the output layer does it."""
+        """Extends DiffusionLM's method: replaces the output layer if the body scales or caps the logits."""
         scaling = float(getattr(self.config, "logits_scaling", None) or 1.0)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         if scaling != 1.0 or softcap is not None:
@@ -90,7 +90,7 @@ class DerivedLM(DiffusionLM):
 
 
 class ScaledHead(nn.Linear):
-    """Output layer whose logits are divided by `scaling`, then softly capped at +-`softcap`."""
+    """Output layer that divides logits by `scaling`, then caps them softly at +-`softcap`."""
 
     def __init__(self, hidden: int, vocab: int, scaling: float, softcap: float | None) -> None:
         super().__init__(hidden, vocab, bias=False)
@@ -102,7 +102,7 @@ class ScaledHead(nn.Linear):
 
 
 def sliding_window(config: Any) -> int | None:
-    """The size of the window that some of the body's layers have, or None."""
+    """Size of the sliding window of the body's layers, or None if no layer has one."""
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "use_sliding_window", None) is False or (kinds and "sliding_attention" not in kinds):
         return None
@@ -111,7 +111,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def _make_classes(spec: FamilySpec) -> None:
-    """Make the two classes of a derived family and keep them as attributes of this module."""
+    """Create the config and model class of a diffusion form as attributes of this module."""
     body = family_by_name(spec.derived_from)
     config_name, model_name = (getattr(spec, which).partition(":")[2] for which in ("config_class", "model_class"))
     body_config, body_model = body.load("config_class"), body.load("model_class")
@@ -134,12 +134,12 @@ def _make_classes(spec: FamilySpec) -> None:
         register_hub_names(Model, ((".block_sparse_moe.", ".mlp."),), _mixtral_experts())
     elif spec.derived_from == "bailing_moe_v2":
         register_hub_names(Model, modeling_llada2_moe.RENAMES, expert_converters())
-    elif experts and spec.derived_from != "gpt_oss":  # whose stacks are the Hub's
+    elif experts and spec.derived_from != "gpt_oss":  # the Hub stores its experts stacked
         register_hub_names(Model, (), expert_converters())
 
 
 def _mixtral_experts() -> list[ExpertStackConverter]:
-    """Experts under the names of Mixtral's release: w1 is the gate, w3 the up and w2 the down projection."""
+    """Converters for the names of Mixtral's release: w1 is the gate, w3 the up and w2 the down projection."""
     expert = "mlp.experts.*."
     return [
         ExpertStackConverter(

@@ -14,7 +14,7 @@ from dlm_bridge.models.hub_config import HubConfig
 
 @strict  # head_dim may be null here
 class DLMConfig(HubConfig, Qwen3Config):
-    """Field names and defaults are those of the public configuration_dlm.py; `head_dim` None is hidden / heads."""
+    """Config with the fields and defaults of the public configuration_dlm.py. `head_dim` None: hidden / heads."""
 
     model_type = ""
     family = SPEC
@@ -27,8 +27,8 @@ class DLMConfig(HubConfig, Qwen3Config):
 
 
 class DiffLM(DiffusionLM, Qwen3ForCausalLM):
-    """Load it with `DiffLM.from_pretrained(path)`: without a model type no Auto class can. `logits[i]` predicts
-    token i."""
+    """`logits[i]` predicts token i. Load it with `DiffLM.from_pretrained(path)`: its config has no model type for the
+    Auto classes."""
 
     config_class = DLMConfig
     family = SPEC

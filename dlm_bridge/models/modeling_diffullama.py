@@ -13,7 +13,7 @@ from dlm_bridge.models.hub_config import HubConfig
 
 
 class DiffuLLaMAConfig(HubConfig, LlamaConfig):
-    """Saved as the Llama config that was loaded."""
+    """Llama's config with a mask token; saved as Llama's."""
 
     family = SPEC
 
@@ -21,7 +21,7 @@ class DiffuLLaMAConfig(HubConfig, LlamaConfig):
 
 
 class LlamaForCausalLM(DiffusionLM, Llama):
-    """Named as on the Hub, since a saved checkpoint names its class. `logits[i]` predicts token i + 1."""
+    """`logits[i]` predicts token i + 1. Has the Hub's class name, which checkpoints store."""
 
     config_class = DiffuLLaMAConfig
     family = SPEC

@@ -14,7 +14,7 @@ from dlm_bridge.models.hub_config import HubConfig
 
 
 class DreamConfig(HubConfig, Qwen2Config):
-    """Field names and defaults are those of the public configuration_dream.py."""
+    """Config with the fields and defaults of the public configuration_dream.py."""
 
     model_type = "Dream"
     family = SPEC
@@ -25,11 +25,11 @@ class DreamConfig(HubConfig, Qwen2Config):
 
 
 class DreamTokenizer(Qwen2Tokenizer):
-    """Named as on the Hub, so that `save_pretrained` writes the name that the original code looks for."""
+    """Qwen2's tokenizer under the Hub's class name, which `save_pretrained` stores."""
 
 
 class DreamModel(DiffusionLM, Qwen2ForCausalLM):
-    """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
+    """`logits[i]` predicts token i + 1 (`family.shift`), as in the original."""
 
     config_class = DreamConfig
     family = SPEC

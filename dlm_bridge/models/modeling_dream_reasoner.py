@@ -14,7 +14,7 @@ from dlm_bridge.models.hub_config import HubConfig
 
 @strict  # head_dim may be null here
 class DreamReasonerConfig(HubConfig, Qwen3Config):
-    """On the Hub its class is named DreamConfig, as Dream's is; `head_dim` None is hidden / heads."""
+    """Named DreamConfig on the Hub, like Dream's. `head_dim` None: hidden / heads."""
 
     model_type = "Dream"
     family = SPEC
@@ -26,7 +26,7 @@ class DreamReasonerConfig(HubConfig, Qwen3Config):
 
 
 class DreamForCausalLM(DiffusionLM, Qwen3ForCausalLM):
-    """Block-causal attention. `logits[i]` predicts token i (in Dream token i + 1)."""
+    """Block-causal attention. `logits[i]` predicts token i, unlike Dream's."""
 
     config_class = DreamReasonerConfig
     family = SPEC

@@ -11,7 +11,7 @@ from dlm_bridge.models.modeling_dream import DreamConfig, DreamModel
 
 
 class DreamOnConfig(DreamConfig):
-    """Told from Dream's by `expand_token_id`; `eos_token_id` is the token that deletes a mask."""
+    """Identified by `expand_token_id`. `eos_token_id` is the token that deletes a mask."""
 
     family = SPEC
 
@@ -19,7 +19,7 @@ class DreamOnConfig(DreamConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A config that does not have the key yet, of a Dream model chosen by `family="dreamon"`, is saved with it."""
+        """Add the key to the config of a Dream model that was chosen by `family="dreamon"`."""
         return super().from_dict({"expand_token_id": EXPAND_TOKEN_ID, **config_dict}, **kwargs)
 
 
@@ -30,4 +30,4 @@ class DreamOnModel(DreamModel):
     family = SPEC
 
 
-DreamOnModel.__name__ = "DreamModel"  # as on the Hub: a saved checkpoint names its class
+DreamOnModel.__name__ = "DreamModel"  # the Hub's name, which checkpoints store

@@ -14,7 +14,7 @@ from dlm_bridge.models.hub_config import HubConfig
 
 
 class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's name)
-    """`bd_size` reads and writes as `block_size` too, the name that it has in the other families."""
+    """`block_size` is an alias of `bd_size`."""
 
     model_type = "Fast_dLLM_Qwen"
     family = SPEC
@@ -25,7 +25,7 @@ class Fast_dLLM_QwenConfig(HubConfig, Qwen2Config):  # noqa: N801 (the Hub's nam
 
 
 class Fast_dLLM_QwenForCausalLM(DiffusionLM, Qwen2ForCausalLM):  # noqa: N801 (the Hub's name)
-    """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
+    """`logits[i]` predicts token i + 1 (`family.shift`), as in the original."""
 
     config_class = Fast_dLLM_QwenConfig
     family = SPEC

@@ -14,8 +14,7 @@ from dlm_bridge.models.idlm import SPEC
 
 
 class IDLMConfig(HubConfig, Qwen3Config):
-    """Told from SDAR's by `use_regular_causal`. `block_size` is the number of masks that it was trained to follow a
-    token with."""
+    """Identified by `use_regular_causal`. `block_size`: number of masks after a token in training."""
 
     model_type = "sdar"
     family = SPEC
@@ -29,15 +28,15 @@ class IDLMConfig(HubConfig, Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A config that does not have the key yet, of a model chosen by `family="idlm"`, is saved with it."""
+        """Add the key to the config of a model that was chosen by `family="idlm"`."""
         return super().from_dict({"use_regular_causal": True, **config_dict}, **kwargs)
 
 
 class IDLMForCausalLM(DiffusionLM, Qwen3ForCausalLM):
-    """Causal attention, to masks as well. `logits[i]` predicts token i + 1."""
+    """Causal attention, also among masks. `logits[i]` predicts token i + 1."""
 
     config_class = IDLMConfig
     family = SPEC
 
 
-IDLMForCausalLM.__name__ = "SDARForCausalLM"  # as on the Hub: a saved checkpoint names its class
+IDLMForCausalLM.__name__ = "SDARForCausalLM"  # the Hub's name, which checkpoints store

@@ -12,7 +12,7 @@ from dlm_bridge.models.illada import REQUIRED, SPEC
 
 
 class ILLaDAConfig(HubConfig, LlamaConfig):
-    """The published models have RMSNorm, plain RoPE and no dropout; the original code's other options are refused."""
+    """Config of the published models (RMSNorm, plain RoPE, no dropout). Other options are refused."""
 
     model_type = "illada"
     family = SPEC
@@ -25,7 +25,7 @@ class ILLaDAConfig(HubConfig, LlamaConfig):
 
 
 class ILLaDAForCausalLM(DiffusionLM, LlamaForCausalLM):
-    """`logits[i]` predicts token i; the original code's own loss over `labels` shifts them, which is wrong here."""
+    """`logits[i]` predicts token i. (The loss of the original code shifts `labels`, which is wrong.)"""
 
     config_class = ILLaDAConfig
     family = SPEC

@@ -1,7 +1,4 @@
-"""LLaDA on transformers' Llama body: config and model.
-
-The same layers with bidirectional attention and rotary embedding in fp32.
-"""
+"""LLaDA on transformers' Llama body, with bidirectional attention and rotary embedding in fp32: config and model."""
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
 
@@ -24,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.models.diffusion_lm import DiffusionLM, attend, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada import REQUIRED, SPEC, check_config
@@ -92,7 +89,7 @@ class LLaDAConfig(HubConfig):
         for key in ("rms_norm_eps", "rope_theta", "attention_dropout", "init_std"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise DlmBridgeError(f"LLaDA config: {key} must be a number, not {value!r}")
+                raise CheckpointError("config.json", f"{key} must be a number, not {value!r}")
 
     @property
     def num_key_value_heads(self) -> int:
@@ -115,7 +112,7 @@ class LLaDAConfig(HubConfig):
         return self.d_model // self.n_heads
 
 
-# Hub name (a regular expression) to the Llama body's. Order matters: the ff_out outside the blocks is the head.
+# Regular expression of the Hub name to the body's name, in this order: ff_out outside the blocks is the head.
 RENAMES = (
     (r"^model\.transformer\.wte\.", "model.embed_tokens."),
     (r"^model\.transformer\.ln_f\.", "model.norm."),
@@ -136,7 +133,7 @@ RENAMES = (
 class LLaDAAttention(LlamaAttention):
     """Llama's attention without the causal mask.
 
-    With `rope_full_precision` the rotary embedding is applied in fp32, as in the original code: it matters in bf16.
+    With `rope_full_precision` the rotary embedding is applied in fp32, as in the original code; bf16 would differ.
     """
 
     def __init__(self, config: LLaDAConfig, layer_idx: int) -> None:
@@ -158,7 +155,7 @@ class LLaDAAttention(LlamaAttention):
         q_BHSD = self.q_proj(hidden_states).view(heads).transpose(1, 2)
         k_BHSD = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         v_BHSD = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        # cos and sin are fp32 where the config asks for full precision: the products are then, too.
+        # With full precision cos and sin are fp32, and so are the products.
         q_BHSD, k_BHSD = apply_rotary_pos_emb(q_BHSD, k_BHSD, *position_embeddings)
         q_BHSD, k_BHSD = q_BHSD.to(v_BHSD.dtype), k_BHSD.to(v_BHSD.dtype)
         return attend(self, q_BHSD, k_BHSD, v_BHSD, attention_mask, eager_attention_forward, **kwargs)
@@ -186,10 +183,10 @@ class LLaDAPreTrainedModel(LlamaPreTrainedModel):
 
 
 class LLaDAModel(LLaDAPreTrainedModel, LlamaModel):
-    """The body. Its forward is Llama's; `config.is_causal = False` makes the mask bidirectional."""
+    """Body of the model. Its forward is Llama's; `config.is_causal = False` makes the mask bidirectional."""
 
     def __init__(self, config: LLaDAConfig) -> None:
-        LLaDAPreTrainedModel.__init__(self, config)  # Llama's own would build its layers first
+        LLaDAPreTrainedModel.__init__(self, config)  # LlamaModel.__init__ would build its layers
         self.padding_idx = None
         self.vocab_size = config.embedding_size or config.vocab_size
         self.embed_tokens = nn.Embedding(self.vocab_size, config.hidden_size)
@@ -201,7 +198,7 @@ class LLaDAModel(LLaDAPreTrainedModel, LlamaModel):
 
 
 class LLaDAModelLM(DiffusionLM, LLaDAPreTrainedModel, LlamaForCausalLM):
-    """LLaDA with its output layer, for `AutoModel` and `AutoModelForCausalLM`, as in the Hub's auto_map."""
+    """LLaDA with output layer, for `AutoModel` and `AutoModelForCausalLM` as in the Hub's auto_map."""
 
     family = SPEC
 

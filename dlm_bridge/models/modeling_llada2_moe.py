@@ -1,6 +1,6 @@
 """LLaDA2 on transformers' Glm4-MoE body: config and model.
 
-QKV in one matrix, block-causal attention, the router in its own dtype; of LLaDA2.2, routing by blocks of tokens.
+Fused QKV, block-causal attention, a router in its stored dtype; in LLaDA2.2, routing by blocks of tokens.
 """
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
@@ -30,13 +30,13 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     eager_attention_forward,
 )
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.models.diffusion_lm import attend, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.llada2_moe import MERGED, SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, ExpertsMixin, expert_converters
 
-# Fields that `check_config` reads; further keys that it reads are passed as keyword arguments.
+# Fields that `check_config` reads. It also reads keyword arguments that are not fields.
 CHECKED = (
     "block_size",
     "expert_capacity",
@@ -51,12 +51,12 @@ CHECKED = (
 )
 
 
-@strict  # again, for the fields that are null or numbers here and not in Glm4-MoE's
+@strict  # again, because the types of some fields differ from Glm4-MoE's
 class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
     """Field names are those of the public configuration_llada2_moe.py, defaults those of LLaDA2.0-mini.
 
-    The checkpoints of 2.0 and 2.1 name neither the mask token nor the block size; `block_size` is the 32 that all were
-    trained with. 2.2 has an `expert_capacity`: a block of tokens shares so many experts.
+    Configs of 2.0 and 2.1 have neither mask token nor block size; all were trained with blocks of 32. 2.2 has an
+    `expert_capacity`, the number of experts that the tokens of a block share.
     """
 
     model_type = "llada2_moe"
@@ -67,7 +67,7 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
         "n_shared_experts": "num_shared_experts",
         "attention_bias": "use_qkv_bias",
     }
-    # QKV is one matrix whose rows cannot be split evenly: ranks compute a part each and gather.
+    # The rows of the fused QKV do not split by heads: each rank computes a part, then all gather.
     base_model_tp_plan: ClassVar[dict[str, Any]] = {
         **{name: style for name, style in Glm4MoeConfig.base_model_tp_plan.items() if "self_attn" not in name},
         "layers.*.self_attn.query_key_value": "colwise_gather_output",
@@ -104,11 +104,12 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As `HubConfig`. Raises DlmBridgeError for dFactory's layout, which is converted but not loaded."""
+        """Extends HubConfig. Raises CheckpointError for dFactory's layout, which can be converted but not loaded."""
         if config_dict.get("model_type") == MERGED:
-            raise DlmBridgeError(
-                f"config.json: model_type {MERGED} is dFactory's training layout (experts merged): dlm-bridge import "
-                "it, then export with --hf-config a config.json whose model_type is llada2_moe"
+            raise CheckpointError(
+                "config.json",
+                f"model_type {MERGED} is dFactory's training layout (merged experts): run dlm-bridge import, then "
+                "export with an `hf_config` whose model_type is llada2_moe",
             )
         return super().from_dict(config_dict, **kwargs)
 
@@ -117,7 +118,7 @@ class LLaDA2MoeConfig(HubConfig, Glm4MoeConfig):
         super().__post_init__(**kwargs)
 
 
-# Hub name (a regular expression) to the body's.
+# Regular expression of the Hub name to the body's name.
 RENAMES = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
     (r"\.attention\.", ".self_attn."),
@@ -155,7 +156,7 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As in Glm4-MoE; `cache` is transformers' name of `past_key_values` from 5.24 on."""
+        """Same as Glm4-MoE's; transformers >= 5.24 passes `past_key_values` as `cache`."""
         shape_BS = hidden_states.shape[:-1]
         qkv_BSHD = self.query_key_value(hidden_states).view(*shape_BS, -1, self.head_dim)
         q_BSHD, k_BSHD, v_BSHD = qkv_BSHD.split(self.heads, dim=-2)
@@ -169,10 +170,10 @@ class LLaDA2MoeAttention(Glm4MoeAttention):
 
 
 def routing_blocks(positions_BS: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[B * S], a number for each run of tokens that share experts: those of one block of positions.
+    """Index [B * S] of the run of tokens that share experts: consecutive tokens of one block of positions.
 
-    A run ends where positions do not go on, too: between documents of a packed row, between the noisy and the clean
-    stream, and at each padding token, whose position repeats.
+    A run also ends where positions do not increase: between documents of a packed row, between the noisy and the clean
+    stream, and at every padding token, whose position repeats.
     """
     blocks_BS = positions_BS // block_size
     goes_on = (blocks_BS[:, 1:] == blocks_BS[:, :-1]) & (positions_BS[:, 1:] > positions_BS[:, :-1])
@@ -181,8 +182,8 @@ def routing_blocks(positions_BS: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 class LLaDA2MoeBlockRouter(Glm4MoeTopkRouter):
-    """LLaDA2.2's router: a block's tokens choose among the `expert_capacity` experts that score best in the block, an
-    expert's score there being the highest of any token. Expert groups play no part."""
+    """LLaDA2.2's router: the tokens of a block select from the block's `expert_capacity` best experts, by the maximum
+    score over its tokens. Expert groups are ignored."""
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         super().__init__(config)
@@ -191,13 +192,13 @@ class LLaDA2MoeBlockRouter(Glm4MoeTopkRouter):
     def forward(
         self, hidden_states: torch.Tensor, routing_blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits [N, E], weights [N, K] and experts [N, K] of N tokens whose blocks are `routing_blocks` [N]."""
+        """Logits [N, E], weights [N, K] and experts [N, K] of N tokens in the blocks `routing_blocks` [N]."""
         hidden_NH = hidden_states.view(-1, self.hidden_dim)
         logits_NE = F.linear(hidden_NH.float(), self.weight.float())
         scores_NE = logits_NE.sigmoid()
         choice_NE = scores_NE.detach() + self.e_score_correction_bias
         of_token_NE = routing_blocks[:, None].expand_as(choice_NE)
-        # As many rows as tokens, since the number of blocks is known on the device alone.
+        # N rows, because reading the number of blocks would synchronise with the device.
         best_NE = torch.full_like(choice_NE, -torch.inf).scatter_reduce(0, of_token_NE, choice_NE, "amax")
         pool_NC = best_NE.topk(self.capacity, dim=-1).indices
         allowed_NE = torch.zeros_like(choice_NE, dtype=torch.bool).scatter(1, pool_NC, True)[routing_blocks]
@@ -208,7 +209,7 @@ class LLaDA2MoeBlockRouter(Glm4MoeTopkRouter):
 
 
 class LLaDA2MoeBlockMoE(Glm4MoeMoE):
-    """Experts behind LLaDA2.2's router."""
+    """Experts with LLaDA2.2's router."""
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         super().__init__(config)
@@ -230,7 +231,7 @@ class LLaDA2MoeDecoderLayer(Glm4MoeDecoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, routing_blocks: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """As in Glm4-MoE; `routing_blocks` as of `routing_blocks`, for LLaDA2.2's router."""
+        """Extends Glm4-MoE's. `routing_blocks`: result of the function of that name, for LLaDA2.2's router."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         normed = self.post_attention_layernorm(hidden_states)
@@ -241,7 +242,7 @@ class LLaDA2MoeDecoderLayer(Glm4MoeDecoderLayer):
 class LLaDA2MoePreTrainedModel(ExpertsMixin, Glm4MoePreTrainedModel):
     config_class = LLaDA2MoeConfig
     _no_split_modules: ClassVar[list[str]] = ["LLaDA2MoeDecoderLayer"]
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # Glm4-MoE drops its MTP layers 46 and 92
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = []  # Glm4-MoE ignores its MTP layers 46 and 92
     _can_record_outputs: ClassVar[dict[str, Any]] = {
         "hidden_states": LLaDA2MoeDecoderLayer,
         "attentions": LLaDA2MoeAttention,
@@ -249,18 +250,18 @@ class LLaDA2MoePreTrainedModel(ExpertsMixin, Glm4MoePreTrainedModel):
     }
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
-        """As in transformers; but a router keeps the dtype that the checkpoint stores it in (fp32 by `router_dtype`)
-        where the model is loaded in half precision: it computes in fp32 all the same."""
+        """Extends transformers' method: a router, which computes in fp32, keeps its stored dtype (fp32 by
+        `router_dtype`) if the model is loaded in half precision."""
         if dtype not in (torch.float16, torch.bfloat16):
             return super()._get_dtype_plan(dtype)
         return {r"mlp.gate.weight": None, "mlp.gate.e_score_correction_bias": None}
 
 
 class LLaDA2MoeModel(LLaDA2MoePreTrainedModel, Glm4MoeModel):
-    """The body. Its forward is Glm4-MoE's, with the blocks that LLaDA2.2's router goes by."""
+    """Body of the model. Its forward is Glm4-MoE's, with the blocks of LLaDA2.2's router."""
 
     def __init__(self, config: LLaDA2MoeConfig) -> None:
-        LLaDA2MoePreTrainedModel.__init__(self, config)  # Glm4-MoE's own would build its layers first
+        LLaDA2MoePreTrainedModel.__init__(self, config)  # Glm4MoeModel.__init__ would build its layers
         self.padding_idx = None
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -298,7 +299,7 @@ class LLaDA2MoeModelLM(DiffusionMoE, LLaDA2MoePreTrainedModel, Glm4MoeForCausalL
 
     @property
     def sampler_defaults(self) -> Mapping[str, Any]:
-        """LLaDA2.2's checkpoints, which only its router tells from the others, are sampled with its own sampler."""
+        """Extends DiffusionLM: LLaDA2.2, identified by its router, has its own sampler."""
         if not self.config.expert_capacity:
             return super().sampler_defaults
         ids = {name: getattr(self.config, name) for name in ("delete_token_id", "split_token_id")}

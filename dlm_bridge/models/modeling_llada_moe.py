@@ -15,9 +15,9 @@ from dlm_bridge.models.llada_moe import SPEC, check_config
 from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
 
 
-@strict  # again, because null is a value of fields that are not nullable in Qwen3-MoE's
+@strict  # again, because fields are nullable that Qwen3-MoE's are not
 class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
-    """Field names are those of the public configuration_lladamoe.py, defaults those of the 7B-A1B checkpoints."""
+    """Config with the fields of the public configuration_lladamoe.py and the defaults of the 7B-A1B checkpoints."""
 
     model_type = "llada"
     family = SPEC
@@ -51,7 +51,7 @@ class LLaDAMoEConfig(HubConfig, Qwen3MoeConfig):
 
 
 class LLaDAMoEModelLM(DiffusionMoE, Qwen3MoeForCausalLM):
-    """The model with its output layer, for `AutoModel` and `AutoModelForCausalLM`, as in the Hub's auto_map."""
+    """LLaDA-MoE with output layer, for `AutoModel` and `AutoModelForCausalLM` as in the Hub's auto_map."""
 
     config_class = LLaDAMoEConfig
     family = SPEC

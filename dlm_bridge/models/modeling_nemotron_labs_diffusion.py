@@ -1,13 +1,13 @@
 """Nemotron-Labs-Diffusion on transformers' Ministral-3 body (YaRN, queries scaled by position): config and model.
 
-One model with three attention patterns, by `config.dlm_paradigm`, which may be changed on a live model:
+`config.dlm_paradigm` selects the attention pattern, also on a live model:
 
-- "bidirectional": every token attends to every token, and `logits[i]` predicts token i. This is the denoiser.
-- "autoregressive": causal attention, and `logits[i]` predicts token i + 1.
-- "block_diff": the training pass over noisy and clean tokens, with the caller's mask.
+- "bidirectional": every token attends to every token; `logits[i]` predicts token i. This is the denoiser.
+- "autoregressive": causal attention; `logits[i]` predicts token i + 1.
+- "block_diff": training pass over noisy and clean tokens, with the caller's mask.
 
-The published sampler denoises a block with attention inside the block and to a prefix that was computed causally: a
-"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` of dlm_bridge.attention.masks.
+The published sampler denoises a block with attention within the block and to a causally computed prefix: a
+"bidirectional" pass with `attention_mask=causal_mask(real, draft_start)` (dlm_bridge.attention.masks).
 """
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
@@ -20,7 +20,7 @@ import torch
 from transformers import Ministral3Config, Ministral3ForCausalLM
 
 from dlm_bridge.attention.masks import causal_mask
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.models.diffusion_lm import DiffusionLM, register_hub_names
 from dlm_bridge.models.hub_config import HubConfig
 from dlm_bridge.models.nemotron_labs_diffusion import REQUIRED, SPEC
@@ -29,8 +29,8 @@ PARADIGMS = ("bidirectional", "autoregressive", "block_diff")
 
 
 class NemotronLabsDiffusionConfig(HubConfig, Ministral3Config):
-    """Field names and defaults are those of the public configuration_nemotron_labs_diffusion.py, with the published
-    mask token in place of its -1."""
+    """Config with the fields and defaults of the public configuration_nemotron_labs_diffusion.py, except for the mask
+    token, which is -1 there."""
 
     model_type = "nemotron_labs_diffusion"
     family = SPEC
@@ -48,7 +48,9 @@ class NemotronLabsDiffusionConfig(HubConfig, Ministral3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.dlm_paradigm not in PARADIGMS:
-            raise DlmBridgeError(f"config.json: dlm_paradigm {self.dlm_paradigm!r} is none of {', '.join(PARADIGMS)}")
+            raise CheckpointError(
+                "config.json", f"dlm_paradigm {self.dlm_paradigm!r} is not one of {', '.join(PARADIGMS)}"
+            )
         super().__post_init__(**kwargs)
 
 
@@ -56,12 +58,12 @@ RENAMES = ((r"^encoder\.", "model."), (r"^diffusion_head\.", "lm_head."))
 
 
 class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
-    """The model with its output layer, as `AutoModel` gives it on the Hub."""
+    """Model with output layer, as loaded by `AutoModel` on the Hub."""
 
     config_class = NemotronLabsDiffusionConfig
     config: NemotronLabsDiffusionConfig
     family = SPEC
-    # PEFT reads this: adapters that were published for the original class name its modules.
+    # Read by PEFT: published adapters have the module names of the original class.
     _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = dict(RENAMES)
 
     def _mask_and_positions(
@@ -69,9 +71,10 @@ class NemotronLabsDiffusionModel(DiffusionLM, Ministral3ForCausalLM):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         own = attention_mask is not None and attention_mask.dim() == 4
         if not own and self.config.dlm_paradigm == "block_diff":
-            raise DlmBridgeError(
-                "dlm_paradigm 'block_diff' needs an attention mask over [noisy | clean] tokens: pass a 4-D "
-                "attention_mask, or set model.config.dlm_paradigm = 'bidirectional'"
+            raise SettingError(
+                "attention_mask",
+                "must be a 4-D mask over [noisy | clean] tokens with dlm_paradigm 'block_diff'; or set "
+                "model.config.dlm_paradigm = 'bidirectional'",
             )
         if not own and self.config.dlm_paradigm == "autoregressive":
             whole = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

@@ -15,9 +15,9 @@ from dlm_bridge.models.modeling_moe import DiffusionMoE, expert_converters
 from dlm_bridge.models.rnd1 import SPEC
 
 
-@strict  # again, because false is a value of fields that are numbers in Qwen3-MoE's
+@strict  # again, because a field may be false that is a number in Qwen3-MoE's
 class RND1Config(HubConfig, Qwen3MoeConfig):
-    """Field names and defaults are those of the public configuration_rnd.py."""
+    """Config with the fields and defaults of the public configuration_rnd.py."""
 
     model_type = "rnd1"
     family = SPEC
@@ -37,7 +37,7 @@ class RND1Config(HubConfig, Qwen3MoeConfig):
 
 
 class RND1LM(DiffusionMoE, Qwen3MoeForCausalLM):
-    """As in the original, `logits[i]` predicts token i + 1 (`family.shift`)."""
+    """`logits[i]` predicts token i + 1 (`family.shift`), as in the original."""
 
     config_class = RND1Config
     family = SPEC

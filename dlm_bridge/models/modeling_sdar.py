@@ -12,7 +12,7 @@ from dlm_bridge.models.sdar import SPEC
 
 
 class SDARConfig(HubConfig, Qwen3Config):
-    """The chat checkpoints leave `block_size` and `mask_token_id` out or not; the -b8 to -b64 variants must say theirs
+    """Published configs may omit `block_size` and `mask_token_id`. For the -b8 to -b64 variants pass the block size
     (`from_pretrained(..., block_size=32)`)."""
 
     model_type = "sdar"

@@ -15,7 +15,7 @@ from dlm_bridge.models.sdar_moe import SPEC
 
 
 class SDARMoeConfig(HubConfig, Qwen3MoeConfig):
-    """The checkpoints leave `block_size` and `mask_token_id` out or not; a -b8 to -b64 variant must say its own
+    """Published configs may omit `block_size` and `mask_token_id`. For a -b8 to -b64 variant pass the block size
     (`from_pretrained(..., block_size=32)`)."""
 
     model_type = "sdar_moe"

@@ -1,7 +1,4 @@
-"""WeDLM on transformers' Qwen3 body: config and model.
-
-Without QK norms, or with Qwen2's biases, where the config says so.
-"""
+"""WeDLM on transformers' Qwen3 body, with optional QK norms and Qwen2's optional biases: config and model."""
 
 # mypy: disable-error-code="arg-type, assignment, misc, override"
 
@@ -20,13 +17,13 @@ from dlm_bridge.models.wedlm import SPEC
 
 @strict  # head_dim may be null here
 class WeDLMConfig(HubConfig, Qwen3Config):
-    """Field names and defaults are those of the public configuration_wedlm.py; `head_dim` None is hidden / heads."""
+    """Config with the fields and defaults of the public configuration_wedlm.py. `head_dim` None: hidden / heads."""
 
     model_type = "wedlm"
     family = SPEC
     is_causal = True
 
-    attention_bias: bool = True  # of queries, keys and values
+    attention_bias: bool = True  # biases of queries, keys and values
     qk_norm: bool = False
     head_dim: int | None = None
     mask_token_id: int | None = 151665
@@ -37,8 +34,8 @@ class WeDLMConfig(HubConfig, Qwen3Config):
 
 
 class WeDLMForCausalLM(DiffusionLM, Qwen3ForCausalLM):
-    """Causal attention by the order of the input, whatever the `position_ids`: a decoder puts known tokens first and
-    masks last. `logits[i]` of a mask predicts the token of its own position."""
+    """Causal attention in input order, regardless of `position_ids`: a sampler orders known tokens before masks.
+    `logits[i]` of a mask predicts the token at its own position."""
 
     config_class = WeDLMConfig
     family = SPEC
@@ -49,6 +46,6 @@ class WeDLMForCausalLM(DiffusionLM, Qwen3ForCausalLM):
             attention = layer.self_attn
             if not config.qk_norm:
                 attention.q_norm = attention.k_norm = nn.Identity()
-            if config.attention_bias:  # in Qwen3 it would be the output projection's, too
+            if config.attention_bias:  # Qwen3 would add one to the output projection as well
                 attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
         self.post_init()

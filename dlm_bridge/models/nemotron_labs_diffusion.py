@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion: spec, mapping. The Ministral-3 body, trained on block diffusion and next tokens at once.
+"""Nemotron-Labs-Diffusion, Ministral-3 trained on block diffusion and next-token prediction: spec, mapping.
 
 Source: copies of its modeling and config files, NVIDIA's Megatron-Bridge.
 """
@@ -16,7 +16,7 @@ REQUIRED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "s
 
 
 def _query_scaling(config: dict[str, Any]) -> dict[str, Any]:
-    """The query scaling that our attention applies."""
+    """Settings of the query scaling in `dlm_bridge.parallel`'s attention."""
     rope = config.get("rope_parameters") or {}
     if not (beta := rope.get("llama_4_scaling_beta")):
         return {}
@@ -51,5 +51,5 @@ SPEC = FamilySpec(
     mask_token_id=100,
     objective="nemotron",
     sampler={"algorithm": "nemotron"},
-    checked_against="the attention of NVIDIA's Megatron-Bridge, the rest our own maths",
+    checked_against="NVIDIA's Megatron-Bridge (attention), independent maths (the rest)",
 )

@@ -1,19 +1,19 @@
-"""RoPE scaling and sliding windows of published configs, in megatron-core's terms."""
+"""RoPE scaling and sliding windows of published configs, as megatron-core's settings."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 
-# What megatron-core's llama3 scaling has as constants; every published Llama 3.1 to 3.3 says the same.
+# Constants of megatron-core's llama3 scaling, equal to those of all published Llama 3.1 to 3.3.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def rope_parameters(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """`rope_type`, `rope_theta` and whatever belongs to the type, from a v4 config (`rope_theta`, `rope_scaling`) or a
-    v5 one (`rope_parameters`). `theta` is the family's default."""
+    """`rope_type`, `rope_theta` and the parameters of the type, from a config of transformers 4 (`rope_theta`,
+    `rope_scaling`) or 5 (`rope_parameters`). `theta`: the family's default."""
     scaling = dict(config.get("rope_scaling") or {})
     parameters = {**scaling, **(config.get("rope_parameters") or {})}
     parameters.setdefault("rope_type", parameters.get("type", "default"))
@@ -24,9 +24,11 @@ def rope_parameters(config: dict[str, Any], theta: float = 10000.0) -> dict[str,
 
 
 def rope_theta_form(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with its rotary settings under transformers 4's names (`rope_theta`, `rope_scaling`,
-    `partial_rotary_factor`): published remote code, vLLM and SGLang read them there and take a default where they find
-    none. Unchanged where it has no `rope_parameters`, or one for each kind of layer."""
+    """A config with its rotary settings under transformers 4's keys (`rope_theta`, `rope_scaling`,
+    `partial_rotary_factor`), which published remote code, vLLM and SGLang read; they use defaults for missing keys.
+
+    Unchanged without `rope_parameters`, or with one per type of layer.
+    """
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict) or "rope_theta" not in parameters:
         return config
@@ -41,9 +43,9 @@ def rope_theta_form(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's arguments for the published RoPE (those of YaRN are attributes that its GPTModel looks for).
+    """megatron-core's arguments for the published RoPE; those of YaRN are attributes that its GPTModel reads.
 
-    Raises DlmBridgeError for a scaling that it cannot compute: a live model without it would be silently wrong.
+    Raises CheckpointError for a scaling that megatron-core cannot compute.
     """
     rope = rope_parameters(config)
     settings: dict[str, Any] = {"rotary_base": float(rope["rope_theta"])}
@@ -56,9 +58,9 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     if kind == "llama3":
         for key, value in _LLAMA3.items():
             if rope.get(key) != value:
-                raise DlmBridgeError(
-                    f"config.json: RoPE scaling 'llama3' with {key} {rope.get(key)}: megatron-core computes it with "
-                    f"{value} only, so it cannot run this model"
+                raise CheckpointError(
+                    "config.json",
+                    f"RoPE scaling 'llama3' with {key} {rope.get(key)}: megatron-core supports only {value}",
                 )
         return settings | {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
     if kind == "linear":
@@ -66,11 +68,11 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     if kind == "yarn" and partial == 1.0:
         return settings | {"position_embedding_type": "yarn"} | _yarn(config, rope)
     what = "YaRN on a part of each head" if kind == "yarn" else f"RoPE scaling '{kind}'"
-    raise DlmBridgeError(f"config.json: megatron-core has no {what}, so it cannot run this model")
+    raise CheckpointError("config.json", f"megatron-core does not support {what}")
 
 
 def yarn_numbers(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """factor, original length, betas and the two mscales, as transformers computes with them."""
+    """YaRN's factor, original length, betas and the two mscales, as in transformers."""
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     factor = rope.get("factor") or config["max_position_embeddings"] / original
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -95,9 +97,9 @@ def _yarn(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """megatron-core's sliding window: a position sees `sliding_window` positions, itself among them.
+    """megatron-core's sliding window: a position attends to `sliding_window` positions, including itself.
 
-    Which layers have it goes by `layer_types`, else by `max_window_layers` (those from there on), else all have.
+    The layers with a window are those of `layer_types`, else those from `max_window_layers` on, else all.
     """
     window = config.get("sliding_window")
     if window is None or config.get("use_sliding_window") is False:

@@ -1,4 +1,4 @@
-"""SDAR and TraDo, Qwen3 turned into a block diffusion model: spec, mapping.
+"""SDAR and TraDo, Qwen3 adapted to block diffusion: spec, mapping.
 
 Source: the public configs, generate.py and training code of JetAstra/SDAR and Gen-Verse/dLLM-RL.
 """

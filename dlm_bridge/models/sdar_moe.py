@@ -1,4 +1,4 @@
-"""SDAR-30B-A3B, Qwen3-MoE turned into a block diffusion model: spec, mapping.
+"""SDAR-30B-A3B, Qwen3-MoE adapted to block diffusion: spec, mapping.
 
 Source: the public configs and the serving code of JetAstra/SDAR and Gen-Verse/dLLM-RL.
 """
@@ -27,5 +27,5 @@ SPEC = FamilySpec(
     sft=SDAR.sft,
     sampler=SDAR.sampler,
     lora_targets=ATTENTION_TARGETS,
-    checked_against="the public modeling_rnd.py (the same body) under a block-causal mask",
+    checked_against="the public modeling_rnd.py (the same body) with a block-causal mask",
 )

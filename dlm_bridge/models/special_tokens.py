@@ -1,7 +1,7 @@
-"""Special tokens of a tokenizer in the configs of its model, as transformers' Trainer aligns them.
+"""Alignment of a model's configs with its tokenizer's special tokens, as in transformers' Trainer.
 
-A tokenizer's end token is what training appends; a model's config, and its generation config, say where `generate`
-stops. Where they differ both end a text: an id that a checkpoint declares is never removed.
+Training appends the tokenizer's end token; `generate` stops at the end tokens of the model's config and generation
+config. If they differ, both end a text: an id that a checkpoint declares is never removed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SPECIAL_TOKENS = ("bos_token_id", END, "pad_token_id")
 def aligned_ids(
     values: Mapping[str, Any], tokens: Mapping[str, int | None], fallback: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The entries of a config or a generation config that its tokenizer changes.
+    """Entries of a config or generation config that change when it is aligned with a tokenizer.
 
     Args:
-        values: the bos, eos and pad token ids there; an eos of [] turns stopping off, and stays.
-        tokens: the tokenizer's ids of the same names, None for a token that it does not have.
-        fallback: what holds where `values` have none.
+        values: the config's bos, eos and pad token ids; an eos of [] disables stopping and is kept.
+        tokens: the tokenizer's ids by the same names, None for a missing token.
+        fallback: ids used for entries that `values` lacks.
     """
     changed: dict[str, Any] = {}
     for name, token in tokens.items():
@@ -42,11 +42,10 @@ def aligned_ids(
 
 
 def align_special_tokens(model: Any, tokenizer: Any, where: str) -> None:
-    """Add the tokenizer's end token to those of the model's config and generation config, and set their bos and pad
-    tokens to the tokenizer's. What changes is logged, after `where`.
+    """Add the tokenizer's end token to the model's config and generation config, set their bos and pad tokens to the
+    tokenizer's, and log the changes, beginning with `where`.
 
-    A token outside the model's vocabulary, and padding with the mask token, are left alone; so is the eos of DreamOn,
-    which deletes masks.
+    Ignores tokens outside the model's vocabulary, the mask token, and the eos of DreamOn, which deletes masks.
     """
     config, generation = model.config.get_text_config(), getattr(model, "generation_config", None)
     mask = getattr(config, "mask_token_id", None)
@@ -66,13 +65,11 @@ def align_special_tokens(model: Any, tokenizer: Any, where: str) -> None:
         taken = ", ".join(f"{name} {value}" for name, value in sorted(changed.items()))
         logger.log(
             logging.WARNING if END in changed else logging.INFO,
-            printable(f"{where}: its config is aligned with the tokenizer's special tokens: {taken}"),
+            printable(f"{where}: aligned its config with the tokenizer's special tokens: {taken}"),
         )
     other = getattr(tokenizer, "mask_token_id", None)
     if hasattr(model, "family") and type(other) is int and mask is not None and other != mask:
-        logger.warning(
-            printable(f"{where}: the tokenizer's mask token is {other}, the config's {mask}: the config's is used")
-        )
+        logger.warning(printable(f"{where}: using the config's mask token {mask}, not the tokenizer's {other}"))
 
 
 def _is_usable(token: Any, vocabulary_size: int, mask: int | None) -> bool:

@@ -1,7 +1,7 @@
 """Stable-DiffCoder, Seed-Coder's Llama body as a block diffusion model: spec, mapping.
 
-Its config.json has Llama's model type, so that transformers' Auto classes make a causal Llama of it; here it is found
-by its class name. Source: ByteDance's public modeling file, arXiv 2601.15892.
+Its config.json has Llama's model type: transformers' Auto classes load a causal Llama, this package goes by the class
+name. Source: ByteDance's public modeling file, arXiv 2601.15892.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPEC = FamilySpec(
     config_class="dlm_bridge.models.modeling_stable_diffcoder:StableDiffcoderConfig",
     model_class="dlm_bridge.models.modeling_stable_diffcoder:StableDiffcoderForCausalLM",
     mapping=MAPPING,
-    auto_classes=(),  # Llama's own entries stay as they are
+    auto_classes=(),  # Llama's model type is registered already
     attention_pattern="block_causal",
     mask_token_id=5,
     objective="block",

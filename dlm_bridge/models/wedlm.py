@@ -1,4 +1,4 @@
-"""WeDLM, diffusion decoding under causal attention on the Qwen2 or the Qwen3 body: spec, mapping.
+"""WeDLM, Qwen2 or Qwen3 adapted to diffusion with causal attention: spec, mapping.
 
 Source: Tencent/WeDLM (hf_compat, the engine, the trainer), arXiv 2512.22737.
 """
@@ -53,7 +53,7 @@ SPEC = FamilySpec(
     model_class="dlm_bridge.models.modeling_wedlm:WeDLMForCausalLM",
     mapping=MAPPING,
     auto_classes=("AutoModelForCausalLM",),
-    attention_pattern="causal",  # known tokens come first in the input and masks last, each with its own position id
+    attention_pattern="causal",  # inputs order known tokens before masks; position ids give their places
     mask_token_id=151665,
     objective="wedlm",
     sampler={"algorithm": "wedlm"},

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.batches import IGNORE_INDEX, CleanBatch, NoisyBatch
 from dlm_bridge.objectives.losses import Certainty, balanced_weights, position_losses
 from dlm_bridge.objectives.noise import Uniforms
+from dlm_bridge.settings import check_choice
 
 Weighting = Literal["level", "fraction", "uniform", "linear", "cart", "bound", "clipped", "dynamic"]
 Normalisation = Literal["tokens", "sequences", "predicted"]
@@ -77,19 +78,17 @@ class Objective(abc.ABC):
     ordinary_mask: bool = False
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if self.noise_range is not None and not self.noise_ranges:
-            raise DlmBridgeError(f"--noise-range: {type(self).__name__} has its own noise levels")
+            raise SettingError("noise_range", f"{name} has its own noise levels")
         if self.certainty is not None and not self.forces_certainty:
-            raise DlmBridgeError(f"--certainty-weight: {type(self).__name__} has losses besides that of its masks")
-        for name, known in (("loss_weighting", self.weightings), ("loss_normalisation", self.normalisations)):
-            if getattr(self, name) not in known:
-                raise DlmBridgeError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: {type(self).__name__} takes {', '.join(known)}"
-                )
+            raise SettingError("certainty_weight", f"{name} has losses besides that of its masks")
+        check_choice("loss_weighting", self.loss_weighting, self.weightings)
+        check_choice("loss_normalisation", self.loss_normalisation, self.normalisations)
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        """Constructor arguments from a model's configuration. Raises DlmBridgeError if one is missing."""
+        """Constructor arguments from a model's configuration. Raises CheckpointError if one is missing."""
         return {}
 
     def noise(
@@ -238,16 +237,12 @@ def diffusion_loss(
         attention_mask: [B, L], zero at padding; or a 4-D mask, with padding only in `labels`.
 
     Raises:
-        DlmBridgeError: a 4-D mask or position ids are passed, but the objective creates its own or moves tokens.
+        SettingError: a 4-D mask or position ids are passed, but the objective creates its own or moves tokens.
     """
     own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
-    if objective.streams == 2 and (own_mask is not None or position_ids is not None):
-        raise DlmBridgeError(
-            f"{type(objective).__name__} creates the mask and the positions of its two streams: pass a 2-D "
-            "attention_mask and no position_ids"
-        )
-    if objective.resizes and (own_mask is not None or position_ids is not None):
-        raise DlmBridgeError(f"{type(objective).__name__} moves tokens: pass a 2-D attention_mask and no position_ids")
+    if (objective.streams == 2 or objective.resizes) and (own_mask is not None or position_ids is not None):
+        name = type(objective).__name__
+        raise SettingError("attention_mask", f"{name} creates its own mask and positions: pass a 2-D mask only")
     rows, length = input_ids.shape
     replaces = objective.noise_process != "mask"
     uniforms = Uniforms.drawn(generator, rows, length, replaces=replaces, spans=objective.resizes)
@@ -294,7 +289,7 @@ def weighted_loss(
         kept_BS = loss_weights != 0
         logits = logits[kept_BS]
     else:
-        raise DlmBridgeError("loss_weights need the logits of every position, or a boolean logits_to_keep [B, S]")
+        raise SettingError("loss_weights", "need all logits, or a boolean `logits_to_keep` [B, S]")
     losses = F.cross_entropy(logits.float(), labels[kept_BS], reduction="none", ignore_index=IGNORE_INDEX)
     divisor = labels.ne(IGNORE_INDEX).sum().clamp(min=1) if num_items is None else num_items
     return (losses * loss_weights[kept_BS]).sum() / divisor

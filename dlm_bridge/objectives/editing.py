@@ -1,17 +1,15 @@
 """Block diffusion that trains edits of committed tokens: rewriting (LLaDA2.1), and deletion and insertion (LLaDA2.2).
 
-A draft of a segment, the m answer tokens of one block, is compared with the m tokens that should stand there. Where
-tokens are missing or superfluous, the labels are those of LLaDA2.2's technical report (inclusionAI/LLaDA2.X f402f0b,
-section 3.1):
+A draft of a segment (the m answer tokens of one block) is compared with the m target tokens. Missing and superfluous
+tokens are labelled as in LLaDA2.2's technical report (inclusionAI/LLaDA2.X f402f0b, section 3.1):
 
-    anchors = the pairs of a longest common subsequence of draft and target, in which a mask matches any token
-    of each anchor: the target token
-    of the draft tokens between two anchors: as many target tokens as stand between these, then DELETE
-    of an anchor before which the target has more tokens than the draft: INSERT
-    of draft tokens behind the last anchor: DELETE
+    anchors: pairs of a longest common subsequence of draft and target, in which a mask matches any token
+    label of an anchor: the target token; INSERT if the target has more tokens before it than the draft
+    labels of the draft tokens between two anchors: the target tokens between them, in order, then DELETE
+    label of draft tokens after the last anchor: DELETE
 
-What the report leaves open: of equally long subsequences the one with the most tokens that are no masks is taken,
-matched from the end; and a mask is matched to the target position nearest to its own that the other pairs allow.
+Choices that the report does not specify: among subsequences of equal length, the one with the most tokens other than
+masks, matched from the end; a mask is matched to the allowed target position nearest to its own.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.base import total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, preceded
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.two_streams import BlockDiffusion
 
-# Odd multipliers of Knuth's hash: independent numbers out of the 24 bits of one.
+# Odd multipliers of Knuth's hash, which derive independent numbers from the 24 bits of one.
 TOKEN, OPERATION, KIND = 2654435761, 2246822519, 3266489917
 
 
 class Edit(IntEnum):
-    """What a label asks for at a draft's position."""
+    """Edit operation at a position of a draft."""
 
     KEEP = 0
     SUBSTITUTE = 1
@@ -43,19 +41,19 @@ class Edit(IntEnum):
 
 @dataclass(frozen=True)
 class EditingBlockDiffusion(BlockDiffusion):
-    """Block diffusion that trains edits as well: LLaDA2.1's mixture of mask-to-token and token-to-token (technical
-    report of inclusionAI/LLaDA2.X f402f0b, section 3.1).
+    """Block diffusion with edits: LLaDA2.1's mixture of mask-to-token and token-to-token (technical report of
+    inclusionAI/LLaDA2.X f402f0b, section 3.1).
 
-    Masks as in block diffusion. Of the counted tokens that are left, each is replaced by a random one with probability
-    `edit_probability`, and the model predicts the clean token at all of them, replaced or kept; in LLaDA2.2's report
-    the edits are called keep and substitute. The loss is that of the masks plus `editing_weight` times the mean cross-
-    entropy of the others. Neither number is published.
+    Masks are those of block diffusion. Each other counted token is replaced by a random token with probability
+    `edit_probability`, and the model predicts the clean token at all of these positions, replaced or not (LLaDA2.2's
+    report calls the edits substitute and keep). The loss is that of the masks plus `editing_weight` times the mean
+    cross-entropy of the other positions. The authors' values of both are not published.
 
-    With `indel_probability` each token of a segment is missing with half of that probability, or has one too many
-    before it: itself again, or a random token. The draft is cut, or filled with masks, to its length, then masked and
-    replaced as above, and the labels are those of the module's docstring, with LLaDA2.2's two edit tokens. The
-    report's drafts are the model's own, of rounds that it does not describe; these stand in for them, as random tokens
-    do for the model's wrong ones.
+    With `indel_probability` p, each token of a segment is missing with probability p / 2, or has a superfluous token
+    before it (itself again, or a random token) with probability p / 2. The draft is truncated, or padded with masks,
+    to its length, then masked and replaced as above; its labels are those of the module's docstring, with LLaDA2.2's
+    two edit tokens. The report's drafts come from the model itself, in rounds that it does not describe; random edits
+    replace them here, as random tokens replace the model's wrong tokens.
     """
 
     forces_certainty: ClassVar[bool] = False
@@ -73,11 +71,10 @@ class EditingBlockDiffusion(BlockDiffusion):
         super().__post_init__()
         for name in ("edit_probability", "indel_probability"):
             if not 0 <= getattr(self, name) <= 1:
-                raise DlmBridgeError(f"--{name.replace('_', '-')} {getattr(self, name)} must be within 0 and 1")
+                raise SettingError(name, f"must be in [0, 1], not {getattr(self, name)}")
         if self.indel_probability and (self.delete_token_id is None or self.insert_token_id is None):
-            raise DlmBridgeError(
-                f"--indel-probability {self.indel_probability}: the model's config names no delete_token_id and "
-                "split_token_id, as LLaDA2.2's does"
+            raise SettingError(
+                "indel_probability", "needs delete_token_id and split_token_id in config.json, as in LLaDA2.2's"
             )
 
     @classmethod
@@ -92,7 +89,7 @@ class EditingBlockDiffusion(BlockDiffusion):
         masked = super().corrupt(clean, uniforms)
         mask_BL, none_BL = masked.mask.chunk(2, dim=1)
         visible_BL = clean.counted & ~mask_BL
-        # The number of a token that is not masked is uniform on [p, 1).
+        # The uniform number of an unmasked token is uniform on [p, 1).
         p_BL = self.mask_probability(clean, uniforms)
         replaced_BL = visible_BL & (uniforms.token < p_BL + self.edit_probability * (1 - p_BL))
         tokens_BL, targets_BL = clean.input_ids, clean.targets
@@ -122,7 +119,7 @@ class EditingBlockDiffusion(BlockDiffusion):
     def _draft(
         self, segments: Segments, tokens_BL: torch.Tensor, uniform_BL: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, N] the segments with tokens missing and too many; bool, which of them are masks that fill them."""
+        """[S, N] segments with missing and superfluous tokens; [S, N] bool: the masks that pad them."""
         tokens_SN, random_SN = segments.take(tokens_BL), segments.take(self._random_tokens(uniform_BL))
         operation_SN = segments.take(hashed(uniform_BL, OPERATION))
         half = self.indel_probability / 2
@@ -135,7 +132,7 @@ class EditingBlockDiffusion(BlockDiffusion):
         for chosen_SN, place_SN, written_SN in (
             (segments.valid & ~missing_SN, stops_SN - 1, tokens_SN),
             (added_SN, stops_SN - 2, torch.where(again_SN, tokens_SN, random_SN)),
-        ):  # one column more takes what is pushed out
+        ):  # an extra column receives the tokens beyond the segment's length
             here_SN = chosen_SN & (place_SN < segments.lengths[:, None])
             column_SN = torch.where(here_SN, place_SN, tokens_SN.shape[1])
             draft.scatter_(1, column_SN, written_SN)
@@ -145,7 +142,7 @@ class EditingBlockDiffusion(BlockDiffusion):
     def _labels(
         self, segments: Segments, tokens_BL: torch.Tensor, masks_SN: torch.Tensor, targets_BL: torch.Tensor
     ) -> torch.Tensor:
-        """[S, N] what the model is to predict of each segment."""
+        """[S, N] labels of each segment."""
         assert self.delete_token_id is not None
         assert self.insert_token_id is not None
         targets_SN = segments.take(targets_BL)
@@ -155,27 +152,27 @@ class EditingBlockDiffusion(BlockDiffusion):
         return labels_SN.masked_fill(edits_SN == Edit.INSERT, self.insert_token_id)
 
     def _random_tokens(self, uniform_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L] tokens, the mask token never: hashed, because the numbers themselves are from a narrow range where a
-        token is replaced."""
+        """[B, L] random tokens without the mask token. The numbers are hashed because replaced tokens have numbers
+        from a narrow range."""
         tokens_BL = (hashed(uniform_BL, TOKEN) * (self.vocabulary_size - 1)).long()
         return tokens_BL + (tokens_BL >= self.mask_token_id)
 
 
 def hashed(uniform: torch.Tensor, multiplier: int) -> torch.Tensor:
-    """Numbers in [0, 1), float64, made of the 24 bits of others by Knuth's multiplicative hash."""
+    """Hash the 24 bits of uniform numbers to other numbers in [0, 1), float64 (Knuth's multiplicative hash)."""
     return (uniform.double() * 2**24).long() * multiplier % 2**32 / 2**32
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The S runs of counted positions within a block, each padded to the block's N positions."""
+    """S segments, each a run of counted positions within a block, padded to the block's N positions."""
 
-    places: torch.Tensor  # [S, N] int64, positions in the flattened batch; 0 where not valid
+    places: torch.Tensor  # [S, N] int64, positions in the flattened batch; 0 if not valid
     valid: torch.Tensor  # [S, N] bool
 
     @classmethod
     def of(cls, clean: CleanBatch, block_size: int) -> Segments:
-        """Those of a batch."""
+        """Segments of a batch."""
         counted, blocks = clean.counted, clean.blocks(block_size)
         same = preceded(counted)
         same[:, 1:] &= blocks[:, 1:] == blocks[:, :-1]
@@ -191,11 +188,11 @@ class Segments:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[S]"""
+        """[S] number of positions of each segment."""
         return self.valid.sum(dim=1)
 
     def take(self, values_BL: torch.Tensor) -> torch.Tensor:
-        """[S, N] the values at the segments' positions; any where not valid."""
+        """[S, N] values at the segments' positions; undefined if not valid."""
         return values_BL.flatten()[self.places]
 
     def put(self, values_BL: torch.Tensor, new_SN: torch.Tensor) -> torch.Tensor:
@@ -208,20 +205,20 @@ class Segments:
 def edit_labels(
     draft_SN: torch.Tensor, wild_SN: torch.Tensor, target_SN: torch.Tensor, valid_SN: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S, N] the `Edit` of each draft position, and the target position that it keeps or is substituted by (0 where it
-    is neither); see the module's docstring. `wild_SN`: the draft's masks. Drafts and targets have the same `valid_SN`
-    positions, the first ones."""
+    """[S, N] the `Edit` of each draft position; [S, N] the target position that it keeps or substitutes (else 0). See
+    the module's docstring. `wild_SN`: masks of the drafts. Drafts and targets have the same `valid_SN` positions, at
+    the start."""
     width = draft_SN.shape[1]
     equal_SNN = (draft_SN[:, :, None] == target_SN[:, None, :]) & ~wild_SN[:, :, None]
     both_SNN = valid_SN[:, :, None] & valid_SN[:, None, :]
-    # As long as possible, then with as few masks as possible.
+    # The longest subsequence, then the one with the fewest masks.
     scores_SNN = torch.where(equal_SNN, width + 2, torch.where(wild_SN[:, :, None], width + 1, 0)) * both_SNN
     lengths_S = valid_SN.sum(dim=1)
     anchors_SN = _nearest(_common_subsequence(scores_SNN, lengths_S), wild_SN, lengths_S)
 
     order_N = torch.arange(width, device=draft_SN.device)
     anchored_SN = anchors_SN >= 0
-    before_SN = _previous(torch.where(anchored_SN, order_N, -1))  # the draft position of the anchor before
+    before_SN = _previous(torch.where(anchored_SN, order_N, -1))  # draft position of the previous anchor
     target_before_SN = _previous(anchors_SN)
     after_SN = _next(torch.where(anchored_SN, order_N, width), width)
     target_after_SN = _next(torch.where(anchored_SN, anchors_SN, width), width)
@@ -236,8 +233,8 @@ def edit_labels(
 
 
 def _common_subsequence(scores_SNN: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """[S, N] the target position that each draft position is paired with, -1 for none, in the common subsequence with
-    the highest sum of scores (0: no pair), by the usual table of the best sums of all prefixes."""
+    """[S, N] target position paired with each draft position (-1: none) in the common subsequence with the highest sum
+    of scores (a score of 0: no pair), by dynamic programming over prefixes."""
     segments, width = scores_SNN.shape[:2]
     best = scores_SNN.new_zeros(segments, width + 1, width + 1)
     for place in range(width):
@@ -256,7 +253,7 @@ def _common_subsequence(scores_SNN: torch.Tensor, lengths_S: torch.Tensor) -> to
 
 
 def _nearest(anchors_SN: torch.Tensor, wild_SN: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """The pairs of masks moved to the target position nearest to their own between the pairs before and after."""
+    """Move the pairs of masks to the target position nearest to their own, between the previous and the next pair."""
     limit_SN = _next(torch.where(anchors_SN >= 0, anchors_SN, lengths_S[:, None]), lengths_S[:, None])
     moved, last_S = anchors_SN.clone(), torch.full_like(lengths_S, -1)
     for place in range(anchors_SN.shape[1]):
@@ -268,12 +265,12 @@ def _nearest(anchors_SN: torch.Tensor, wild_SN: torch.Tensor, lengths_S: torch.T
 
 
 def _previous(values_SN: torch.Tensor) -> torch.Tensor:
-    """The largest value before each position; -1 before the first."""
+    """Largest value before each position; -1 for the first position."""
     shifted = torch.cat([torch.full_like(values_SN[:, :1], -1), values_SN[:, :-1]], dim=1)
     return shifted.cummax(dim=1).values
 
 
 def _next(values_SN: torch.Tensor, end: int | torch.Tensor) -> torch.Tensor:
-    """The smallest value behind each position; `end` behind the last."""
+    """Smallest value after each position; `end` for the last position."""
     last = torch.zeros_like(values_SN[:, :1]) + end
     return torch.cat([values_SN[:, 1:], last], dim=1).flip(1).cummin(dim=1).values.flip(1)

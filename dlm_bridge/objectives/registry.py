@@ -1,6 +1,6 @@
-"""The table of objectives by name, and the models that each of them fits.
+"""Table of objectives by name, and the model families that each supports.
 
-A new objective is its class and a row of the table. Other packages add theirs through an entry point of the group
+A new objective is a class and a row of the table. Other packages add objectives through an entry point of the group
 `dlm_bridge.objectives` that names an Objective class or an ObjectiveSpec.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, get_args
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.objectives.base import NoiseName, Objective
 from dlm_bridge.objectives.editing import EditingBlockDiffusion
 from dlm_bridge.objectives.resizing import DreamOnDiffusion
@@ -37,13 +37,14 @@ from dlm_bridge.objectives.two_streams import (
     WeDLMDiffusion,
 )
 from dlm_bridge.registration import load_entry_points
+from dlm_bridge.settings import check_choice
 
 ENTRY_POINTS = "dlm_bridge.objectives"
 logger = logging.getLogger(__name__)
 
 
 class ModelFamily(Protocol):
-    """What objectives ask of a model's family."""
+    """Attributes of a model family that objectives read."""
 
     @property
     def name(self) -> str: ...
@@ -67,7 +68,7 @@ class ObjectiveSpec:
         if kind.families and family.name not in kind.families:
             return False
         if family.name in CanvasDiffusion.families and not issubclass(kind, CanvasDiffusion):
-            return False  # it has no mask token, and two towers
+            return False  # the family has two towers and no mask token
         if family.name in kind.also:
             return True
         return family.attention_pattern in kind.attention_patterns and family.shift == kind.shift
@@ -105,33 +106,32 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
 
 @cache
 def objectives() -> Mapping[str, ObjectiveSpec]:
-    """The table above, and the objectives of installed packages. A name of the table is not replaced."""
+    """The table above and the objectives of installed packages, which cannot replace a name of the table."""
     found = dict(OBJECTIVES)
     for name, loaded in load_entry_points(ENTRY_POINTS).items():
         spec = ObjectiveSpec(loaded) if isinstance(loaded, type) and issubclass(loaded, Objective) else loaded
         if name in OBJECTIVES or not isinstance(spec, ObjectiveSpec):
             problem = "is taken" if name in OBJECTIVES else "is neither an Objective class nor an ObjectiveSpec"
-            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} {problem}: left out")
+            logger.warning(f"entry point '{name}' of {ENTRY_POINTS} {problem}: ignored")
         else:
             found[name] = spec
     return found
 
 
-def find_objective(name: str, where: str = "--objective") -> ObjectiveSpec:
-    """The objective of a name. Raises DlmBridgeError, in one line that begins with `where`, for an unknown one."""
-    if name not in objectives():
-        raise DlmBridgeError(f"{where}: unknown objective '{name}': known are {', '.join(objectives())}")
+def find_objective(name: str) -> ObjectiveSpec:
+    """Return the objective of a name. Raises SettingError for an unknown name."""
+    check_choice("objective", name, objectives())
     return objectives()[name]
 
 
-def check_objective(name: str, family: ModelFamily, where: str) -> None:
-    """Raise DlmBridgeError, in one line that begins with `where`, unless `name` is an objective for models of
-    `family`: with another attention pattern or shift they would be sampled differently than trained."""
-    if not find_objective(name, where).fits(family):
+def check_objective(name: str, family: ModelFamily) -> None:
+    """Raise SettingError unless the objective supports the family: models of another attention pattern or shift would
+    be sampled differently than trained."""
+    if not find_objective(name).fits(family):
         fitting = ", ".join(known for known, spec in objectives().items() if spec.fits(family)) or "none"
         attention = family.attention_pattern.replace("_", "-") + (" and shifted" if family.shift else "")
-        raise DlmBridgeError(
-            f"{where}: objective '{name}' is not for {family.title}, which is {attention}: what fits is {fitting}"
+        raise SettingError(
+            "objective", f"'{name}' does not support {family.title}, which is {attention}: choose one of {fitting}"
         )
 
 
@@ -144,11 +144,15 @@ def build_objective(
     loss_normalisation: str | None = None,
     **others: Any,
 ) -> Objective:
-    """The objective of a name, with the block size and loss weights of the model's `config`, and its own weighting,
-    normalisation and `others` of its fields where they are None.
+    """Create an objective.
 
-    Raises DlmBridgeError for an unknown name, where the configuration lacks what the objective needs, for a weighting
-    or normalisation that it does not support and for a field that it does not have.
+    Args:
+        config: the model's configuration, for block size and loss weights.
+        others: further fields of the objective. None, as for all settings: the objective's default.
+
+    Raises:
+        SettingError: an unknown name, or a setting that the objective does not have or does not support.
+        CheckpointError: the configuration lacks a value that the objective needs.
     """
     spec = find_objective(name)
     settings = {**spec.kind.settings(config), **spec.settings}
@@ -156,40 +160,39 @@ def build_objective(
     for key, value in chosen.items():
         if value is not None:
             if key not in spec.kind.__dataclass_fields__:
-                raise DlmBridgeError(f"--{key.replace('_', '-')} {value}: objective '{name}' has no such setting")
+                raise SettingError(key, f"{value}: the objective '{name}' does not have this setting")
             settings[key] = value
     return spec.kind(mask_token_id=mask_token_id, length_variation=length_variation, **settings)
 
 
 def family_objective(model: Any, name: str | None = None) -> Objective:
-    """The objective `name`, by default the model's own, for a loaded model. Raises DlmBridgeError where it is not one
-    for that model, or where there is no mask token in its vocabulary and one is needed."""
+    """Create the objective `name`, by default the model's own, for a loaded model. Raises SettingError if it does not
+    support the model, or needs a mask token and the model has none."""
     name = name or own_objective(model.config, model.family)
-    check_objective(name, model.family, type(model).__name__)
+    check_objective(name, model.family)
     token, ordinary = noise_token_id(model, name), model.family.ordinary_mask
     return build_objective(name, token, config=model.config, ordinary_mask=ordinary)
 
 
 def noise_process(config: Any) -> NoiseName | None:
-    """What a model's config says that it was trained with; None where it says nothing, as those on the Hub. Raises
-    DlmBridgeError for another word, and for a hybrid without its fraction of random tokens."""
+    """Noise process recorded in a model's config; None if it records none, as on the Hub. Raises CheckpointError for
+    an unknown one, and for a hybrid without its fraction of random tokens."""
     named = getattr(config, "noise_process", None)
-    if named is not None and named not in get_args(NoiseName):
-        raise DlmBridgeError(f"config.json: noise_process {named!r} is none of {', '.join(get_args(NoiseName))}")
     fraction = getattr(config, "p_uniform", None)
-    if named == "hybrid" and not (isinstance(fraction, float) and 0 < fraction < 1):
-        raise DlmBridgeError(f"config.json: noise_process hybrid needs p_uniform between 0 and 1, not {fraction!r}")
+    is_known = named is None or named in get_args(NoiseName)
+    if not is_known or (named == "hybrid" and not (isinstance(fraction, float) and 0 < fraction < 1)):
+        raise CheckpointError("config.json", f"noise_process {named!r} with p_uniform {fraction!r} is not valid")
     return named
 
 
 def own_objective(config: Any, family: Any) -> str:
-    """The objective that a model was trained with as far as its config says, else its family's own."""
+    """Objective recorded in a model's config, else its family's default."""
     return {"uniform": "uniform", "hybrid": "uniform_hybrid"}.get(noise_process(config) or "mask", family.objective)
 
 
 def noise_token_id(model: Any, objective: str) -> int:
-    """The mask token for an objective: -1 where it masks nothing and the model has none. Raises DlmBridgeError as
-    `mask_token_id`."""
+    """Mask token of a model for an objective; -1 if the objective does not mask and the model has none. Raises
+    SettingError as `mask_token_id`."""
     kind = find_objective(objective).kind
     if not kind.masks and kind.noise_process == "mask":
         return -1
@@ -200,15 +203,13 @@ def noise_token_id(model: Any, objective: str) -> int:
 
 
 def mask_token_id(model: Any) -> int:
-    """The config's mask token, else the family's. Raises DlmBridgeError where there is none in the vocabulary."""
+    """Mask token of the config, else of the family. Raises SettingError if there is none in the vocabulary."""
     token = getattr(model.config, "mask_token_id", None)
     token = model.family.mask_token_id if token is None else token
-    if token is None:
-        raise DlmBridgeError("the model's config has no mask_token_id: give it with --mask-token-id")
     embedding = model.get_input_embeddings()
-    rows = getattr(embedding, "num_embeddings", embedding.weight.shape[0])  # its weight may be a shard
+    rows = getattr(embedding, "num_embeddings", embedding.weight.shape[0])  # the weight may be a shard
     if type(token) is not int or not 0 <= token < rows:
-        raise DlmBridgeError(
-            f"mask_token_id {token!r} is outside the vocabulary of {rows}: give another with --mask-token-id"
+        raise SettingError(
+            "mask_token_id", f"the model's is {token!r}, not a token of its vocabulary of {rows}: set it"
         )
     return token

@@ -1,4 +1,4 @@
-"""DreamOn's objective: a masked span whose length the model corrects, by masks that expand and masks to delete."""
+"""DreamOn's objective: a masked span whose length the model corrects, with masks to expand and masks to delete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
@@ -23,16 +23,17 @@ class DreamOnDiffusion(Objective):
     on 1..T-1, b on a+1..T. With t ~ U(0, 1),
 
         each token of the middle is masked with probability t, independently;
-        0..max_deletions-1 masks follow the middle, as many as there is room for: their label is the delete token;
-        in the middle, a mask with another mask behind it takes that one in, with probability q: its label becomes the
-        expand token, the mask behind it goes, and what follows moves to the left. A mask that was taken in takes in
-        the next one likewise.
+        0..max_deletions-1 masks follow the middle, as many as fit into the row: their label is the delete token;
+        in the middle, a mask that is followed by another mask is merged with it, with probability q: its label becomes
+        the expand token, the mask after it is removed, and the rest of the row moves to the left. A merged mask merges
+        with the next one in the same way.
 
-    q is `merge_probability` in half of the rows (`constant_merges`); in the others that times the fraction of the
-    middle that is not masked. The loss is the cross-entropy of the masks' labels, weights 1 - t, over their number, in
-    which the deletions of a row are one token together: each weighs (1 - t) / (deletions of the row).
+    q is `merge_probability` in half of the rows (`constant_merges`), and `merge_probability` times the unmasked
+    fraction of the middle in the others. The loss is the cross-entropy of the masks' labels with weights 1 - t,
+    divided by their number, where the deletions of a row count as one token: each weighs (1 - t) / (deletions of the
+    row).
 
-    Rows keep their length L: where they grow beyond it, the end of the text behind the middle is cut off.
+    Rows keep their length L: a row that grows beyond it loses its end.
     """
 
     shift: ClassVar[bool] = True
@@ -54,28 +55,28 @@ class DreamOnDiffusion(Objective):
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        """The two tokens. Raises DlmBridgeError where the config has none, or one outside the vocabulary."""
+        """Expand and delete tokens of the config. Raises CheckpointError for a token that is missing or outside the
+        vocabulary."""
         found = {}
         for name, key in (("expand_token_id", "expand_token_id"), ("delete_token_id", "eos_token_id")):
             token = getattr(config, key, None)
             if type(token) is not int or not 0 <= token < config.vocab_size:
-                raise DlmBridgeError(
-                    f"config.json: {key} {token!r} is not a token of the vocabulary of {config.vocab_size}: set it"
+                raise CheckpointError(
+                    "config.json", f"{key} {token!r} is not a token of the vocabulary of {config.vocab_size}: set it"
                 )
             found[name] = token
         return found
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         if clean.packed:
-            raise DlmBridgeError("DreamOn's rows hold one text each: leave --packing and documents out")
-        if uniforms.span is None:
-            raise DlmBridgeError(f"{type(self).__name__} needs spans: draw with spans=True")
+            raise SettingError("packing", "DreamOn supports one text per row: disable packing and document attention")
+        assert uniforms.span is not None, "Uniforms.drawn needs spans=True"
         length = clean.input_ids.shape[1]
         t_B1 = self.probability(clean.noise_levels(uniforms.level))
         middle = self._middle(clean, uniforms.span)
         masked = middle & (uniforms.token < t_B1)
         merging_B1 = self._merge_probability(middle, masked, uniforms.span)
-        # Slots: the row, with room for the deletions behind its middle.
+        # Slots: the columns of the row, with extra ones for the deletions after its middle.
         order = torch.arange(length, device=middle.device)
         last_B1 = torch.where(middle, order, -1).amax(dim=1, keepdim=True)
         deletions_B1 = (uniforms.span[:, DELETIONS, None] * self.max_deletions).long()
@@ -93,7 +94,7 @@ class DreamOnDiffusion(Objective):
         labels = clean.targets.gather(1, column_BE)
         labels = labels.masked_fill(deleting, self.delete_token_id).masked_fill(expanding, self.expand_token_id)
         tokens = clean.input_ids.gather(1, column_BE).masked_fill(masks, self.mask_token_id)
-        # What is left moves together.
+        # Move the kept slots to the left.
         kept = exists & ~taken_in
         moved_BL = (~kept).long().argsort(dim=1, stable=True)[:, :length]
         real = kept.gather(1, moved_BL)
@@ -105,7 +106,7 @@ class DreamOnDiffusion(Objective):
             attention_mask=real,
             mask_descriptor=None,
             position_ids=None,
-            mask=shift_left(mask),  # a row's first token is in no middle
+            mask=shift_left(mask),  # the first token of a row is never in its middle
             counted=shift_left(mask),
             targets=labels.gather(1, moved_BL)[mask],
             weights=weights_BL[mask],
@@ -113,7 +114,7 @@ class DreamOnDiffusion(Objective):
         )
 
     def _middle(self, clean: CleanBatch, span_BK: torch.Tensor) -> torch.Tensor:
-        """[B, L] bool. The one token of a row that counts a single one is its middle."""
+        """[B, L] bool: the middle of each row; the only candidate of a row that has a single one."""
         candidates = clean.counted & clean.preceded & (clean.input_ids != self.delete_token_id)
         count_B1 = candidates.sum(dim=1, keepdim=True)
         start_B1 = torch.where(count_B1 > 1, 1 + (span_BK[:, START, None] * (count_B1 - 1)).long(), 0)
@@ -122,7 +123,7 @@ class DreamOnDiffusion(Objective):
         return candidates & (rank >= start_B1) & (rank < end_B1)
 
     def _merge_probability(self, middle: torch.Tensor, masked: torch.Tensor, span_BK: torch.Tensor) -> torch.Tensor:
-        """[B, 1], q of each row."""
+        """[B, 1] merge probability q of each row."""
         masked_B1 = masked.sum(dim=1, keepdim=True) / middle.sum(dim=1, keepdim=True).clamp(min=1)
         constant_B1 = span_BK[:, SCHEDULE, None] < self.constant_merges
         return self.merge_probability * torch.where(constant_B1, 1.0, 1 - masked_B1)

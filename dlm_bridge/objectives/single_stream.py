@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.objectives.base import NoiseName, Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.losses import NoisePositions
@@ -44,11 +44,11 @@ class MaskedDiffusion(Objective):
 class ShiftedDiffusion(Objective):
     """Dream's objective (arXiv 2508.15487 and copies of its trainer), and with eps 1e-3 DiffuLLaMA's (2410.17891).
 
-    Per sequence t ~ U(0, 1), without a floor where eps is 0; each position is masked with probability t; the weighted
-    cross-entropy at the masked positions is divided by their number. Weights are 1/t, or with `loss_weighting` "cart"
-    depend on how near the visible tokens are (`cart_weights`).
+    Per sequence t ~ U(0, 1), without a floor if eps is 0; each position is masked with probability t; the weighted
+    cross-entropy at the masked positions is divided by their number. Weights are 1/t; with `loss_weighting` "cart"
+    they depend on the distance of visible tokens (`cart_weights`).
 
-    A position that no real one precedes, the first of a document above all, is never masked: nothing predicts it.
+    A position without a real token before it, such as the first of a document, is never masked: no logits predict it.
     """
 
     shift: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class ShiftedDiffusion(Objective):
         return NoisyBatch(
             input_ids=torch.where(mask, self.mask_token_id, clean.input_ids),
             **self.attention_inputs(clean),
-            mask=shift_left(mask),  # moving a row's masks keeps their order, and with it that of the targets
+            mask=shift_left(mask),  # the shift keeps the order of masks and targets
             counted=shift_left(self.counted_positions(mask, predictable)),
             targets=clean.targets[mask],
             weights=weights_BL[mask],
@@ -81,13 +81,13 @@ class ShiftedDiffusion(Objective):
 
 def cart_weights(visible_BL: torch.Tensor, p: float, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
     """[B, L] fp32: w_n = 1/2 the sum over visible i != n, of the same document, of p (1 - p)^(|n - i| - 1) (Dream's
-    context-adaptive noise rescheduling, arXiv 2508.15487). Terms below 1e-9 are left out. Documents count from 0."""
+    context-adaptive noise rescheduling, arXiv 2508.15487). Terms below 1e-9 are omitted. Documents count from 0."""
     reach = min(visible_BL.shape[1] - 1, math.ceil(math.log(1e-9) / math.log(1 - p)))
     distance = torch.arange(-reach, reach + 1, device=visible_BL.device).abs()
     kernel = torch.where(distance == 0, 0.0, 0.5 * p * (1 - p) ** (distance - 1.0))
     if documents_BL is None:
         return F.conv1d(visible_BL.float()[:, None], kernel[None, None], padding=reach)[:, 0]
-    # Documents are moved apart, further than the kernel reaches.
+    # Documents are moved apart by more than the kernel's reach.
     places_BL = torch.arange(visible_BL.shape[1], device=visible_BL.device) + reach * documents_BL
     spread = torch.zeros(len(places_BL), int(places_BL[:, -1].max()) + 1, device=visible_BL.device)
     spread.scatter_(1, places_BL, visible_BL.float())
@@ -99,10 +99,10 @@ class UniformDiffusion(Objective):
     """UDLM's objective (arXiv 2412.10193): uniform noise and its bound in continuous time.
 
     Per sequence t = (1 - eps) u + eps, u ~ U(0, 1); each token is replaced with probability t, independently, by one
-    of the N tokens of the vocabulary without the mask token. Nothing marks a replaced token: every position has a loss
-    (`losses` has the formula).
+    of the N tokens of the vocabulary without the mask token. The model cannot identify replaced tokens: every position
+    has a loss (see the formula in `losses`).
 
-    `loss_weighting` is the weight of a position: "bound", that of the bound; "clipped", that one but at most
+    `loss_weighting` is the weight of a position: "bound", the weight in the bound; "clipped", the same, at most
     `max_weight` (GIDD).
     """
 
@@ -120,7 +120,7 @@ class UniformDiffusion(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocabulary_size < 2:
-            raise DlmBridgeError("noise of random tokens: the model's config has no vocab_size")
+            raise CheckpointError("config.json", "no vocab_size, which noise of random tokens needs")
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
@@ -132,16 +132,15 @@ class UniformDiffusion(Objective):
 
     @property
     def _unused_token(self) -> int:
-        """The token that neither texts nor this noise have, the mask token; -1 for none."""
+        """The mask token, if neither texts nor this noise contain it; else -1."""
         return -1 if self.mask_token is None else self.mask_token
 
     def noise_level(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
-        """[B, L] float64, t of each position."""
+        """[B, L] float64: t of each position."""
         return ((1 - self.eps) * clean.noise_levels(uniforms.level).double() + self.eps).expand_as(clean.input_ids)
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
-        if uniforms.replacement is None:
-            raise DlmBridgeError(f"{type(self).__name__} needs random tokens: draw with replaces=True")
+        assert uniforms.replacement is not None, "Uniforms.drawn needs replaces=True"
         mask_token, counted = self._unused_token, clean.counted
         count = self.vocabulary_size - (mask_token >= 0)
         t_BL = self.noise_level(clean, uniforms)
@@ -171,7 +170,7 @@ class UniformDiffusion(Objective):
         )
 
     def _weights(self, t_BL: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int) -> torch.Tensor:
-        """[B, L] float64."""
+        """[B, L] float64: weight of each position's loss."""
         if self.loss_weighting == "dynamic":
             weights_BL = self.process.dynamic_weights(t_BL, clean, noisy, count, self._unused_token)
         else:
@@ -184,8 +183,8 @@ class HybridDiffusion(UniformDiffusion):
     """GIDD's objective (arXiv 2503.04482): a hybrid of masks and uniform noise, in which `p_uniform` is the fraction
     of random tokens at t = 1/2; t = (1 - 2 eps) u + eps.
 
-    `loss_weighting` "dynamic", the published configurations' choice, drops the factor of the noise level from the
-    bound's weights.
+    `loss_weighting` "dynamic", as in the published configurations, drops the noise level's factor from the bound's
+    weights.
     """
 
     masks: ClassVar[bool] = True
@@ -199,9 +198,10 @@ class HybridDiffusion(UniformDiffusion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ordinary_mask:
-            raise DlmBridgeError(
-                "noise of masks and random tokens needs a mask token of its own, and texts contain this model's "
-                f"({self.mask_token_id}): choose another --objective"
+            raise SettingError(
+                "objective",
+                f"noise of masks and random tokens needs a mask token that texts do not contain, unlike this model's "
+                f"({self.mask_token_id})",
             )
 
     @classmethod
@@ -223,9 +223,8 @@ class HybridDiffusion(UniformDiffusion):
 
 @dataclass(frozen=True)
 class NextTokenPrediction(Objective):
-    """The cross-entropy of every counted token given those before it, summed and divided by the number of tokens that
-    are predicted (all but the first of a row): the loss of transformers' own classes, without the routers' auxiliary
-    losses. Nothing is masked.
+    """Next-token prediction: mean cross-entropy of the counted tokens given the tokens before them, without masks (the
+    loss of transformers' classes, without auxiliary losses of routers). The first token of a row is not predicted.
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)

@@ -1,4 +1,4 @@
-"""Trajectory distillation: the states of a sampler's recorded trajectory in place of random masks."""
+"""Trajectory distillation: training on the states of a sampler's recorded trajectory instead of random masks."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import ClassVar, Literal
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import InputFileError, SettingError
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.two_streams import BlockDiffusion, TwoStreamObjective
 
-NOT_RECORDED = -1  # the commit step of a token that no trajectory committed: prompt, padding
+NOT_RECORDED = -1  # commit step of a token outside a trajectory: prompt, padding
 
 
 @dataclass(frozen=True)
 class TrajectoryDistillation(Objective):
-    """Path distillation as dFactory documents it (inclusionAI/dFactory 92b6890, trainable_parallel_decoding.rst; there
-    is no code of it), and with `trajectory_block` the positions with a loss of d3LLM (hao-ai-lab/d3LLM e5bfcac,
+    """Path distillation as documented by dFactory (inclusionAI/dFactory 92b6890, trainable_parallel_decoding.rst,
+    without public code); with `trajectory_block`, the positions with a loss are d3LLM's (hao-ai-lab/d3LLM e5bfcac,
     d3llm_llada_train.py).
 
-    A trajectory of N steps, recorded by our sampler, has the commit step of each answer token. With t ~ U(0, 1) and
-    r = floor(t N) + 1, the tokens that its last r steps committed are masked: exactly those that it had not committed
-    after N - r steps. With k uniform on 1..r, the tokens of the first k of these steps have a loss: the model learns
-    to take k steps of the trajectory at once. The loss is the mean cross-entropy of these tokens.
+    A trajectory of N steps, recorded by our sampler, gives the commit step of each answer token. With t ~ U(0, 1) and
+    r = floor(t N) + 1, the tokens committed by the last r steps are masked: the state after N - r steps. With k
+    uniform on 1..r, the tokens of the first k of these steps have a loss: the model learns to take k steps at once.
+    The loss is the mean cross-entropy of these tokens.
 
-    `trajectory_steps` is a k of its own, at most r. `trajectory_block` asks for every mask of the block of that many
-    answer tokens in which the first mask stands, and for none behind it. `noise_range` has the lowest and the highest
-    fraction of steps that are masked, in place of t's 0 and 1.
+    Differences from d3LLM: a state is drawn, and determines the block (d3LLM draws a block, unmasks the tokens before
+    it, masks those after it, and takes the state with a given fraction of masks in the block); masks and tokens are
+    both the trajectory's (d3LLM's tokens are another model's answers); the fraction of masks and the block size are
+    constant during training; a complement replaces a state at random (d3LLM adds a second forward pass); there is no
+    factor 1/4. d3LLM's entropy of right predictions is `certainty`, which also applies to complements.
 
-    With probability `trajectory_complement` a state is replaced by its complement: of the answer, or of that block,
-    what the state has committed is masked, has a loss, and its masks are shown. A state that has committed nothing
-    there has no complement and stays.
-
-    What differs from d3LLM: a state is drawn, and the block follows from it (there: a block, whose left is shown and
-    whose right is masked, with the masks of the state at which a fraction of it would be masked); masks and tokens are
-    both the trajectory's (its tokens are another model's answers); the fraction of masks and the block size are not
-    raised during training; the complement takes the place of a state at random (there: a second forward pass of each
-    step); no factor 1/4. Its entropy of right predictions is `certainty`, here of complements, too.
+    Args:
+        trajectory_steps: fixed k, at most r.
+        trajectory_block: block size; every mask in the block of the first mask has a loss, and no other mask.
+        noise_range: lowest and highest fraction of steps that are masked.
+        trajectory_complement: probability of replacing a state by its complement (of the answer, or of that block):
+            committed tokens are masked and have a loss, masks are visible. A state without committed tokens there is
+            not replaced.
     """
 
     trajectories: ClassVar[bool] = True
@@ -55,9 +55,8 @@ class TrajectoryDistillation(Objective):
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         if clean.commit_steps is None:
-            raise DlmBridgeError(
-                f"{type(self).__name__} needs the commit steps of its tokens: train it by dlm-bridge sft on rows of "
-                "dlm-bridge generate --jsonl FILE --commit-steps"
+            raise InputFileError(
+                "commit_steps", f"{type(self).__name__} needs rows of dlm-bridge generate with recorded commit steps"
             )
         candidates = clean.counted & (clean.commit_steps != NOT_RECORDED)
         if self.shift:
@@ -89,7 +88,7 @@ class TrajectoryDistillation(Objective):
     def state(
         self, clean: CleanBatch, candidates: torch.Tensor, uniforms: Uniforms
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, L] bool twice: the masks of a state of each trajectory, and those of them with a loss."""
+        """[B, L] bool, two tensors: the masks of a state of each trajectory, and the masks with a loss."""
         assert clean.commit_steps is not None
         groups, level = self.trajectories_of(clean, uniforms)
         every = torch.ones_like(candidates)
@@ -119,29 +118,29 @@ class TrajectoryDistillation(Objective):
         return masked, predicted
 
     def trajectories_of(self, clean: CleanBatch, uniforms: Uniforms) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, L] twice: which of its row's trajectories each position belongs to, and t of that."""
+        """[B, L], two tensors: index of each position's trajectory in its row, and the trajectory's t."""
         return clean.documents, clean.noise_levels(uniforms.level).expand_as(clean.input_ids)
 
 
 @dataclass(frozen=True)
 class ShiftedTrajectoryDistillation(TrajectoryDistillation):
-    """The same for models whose logits at i - 1 predict token i. A position that no real one precedes is never
-    masked."""
+    """Trajectory distillation for models whose logits at i - 1 predict token i. A position without a real token before
+    it is never masked."""
 
     shift: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class BlockTrajectoryDistillation(TrajectoryDistillation, TwoStreamObjective):
-    """The same over [noisy | clean] for models of blocks: each block has a trajectory, and draws a state and a k, of
-    its own. With `trajectory_steps` at least its steps every mask of a block has a loss."""
+    """Trajectory distillation over [noisy | clean] for block models: each block is a trajectory with its own state and
+    k. With `trajectory_steps` of at least the block's steps, every mask of a block has a loss."""
 
     also: ClassVar[tuple[str, ...]] = BlockDiffusion.also
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trajectory_block is not None:
-            raise DlmBridgeError("--trajectory-block: the model has blocks of its own: leave it out")
+            raise SettingError("trajectory_block", "the model has its own blocks: do not set it")
 
     def trajectories_of(self, clean: CleanBatch, uniforms: Uniforms) -> tuple[torch.Tensor, torch.Tensor]:
         return clean.blocks(self.block_size), self.block_levels(uniforms, clean)
@@ -150,8 +149,8 @@ class BlockTrajectoryDistillation(TrajectoryDistillation, TwoStreamObjective):
 def commit_ranks(
     steps_BL: torch.Tensor, groups_BL: torch.Tensor, candidates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, L] int64 twice, of the positions in `candidates`: which of its group's steps committed each, counted from 0
-    over the steps that committed any of them, and how many these steps are (at least 1)."""
+    """[B, L] int64, two tensors, valid at `candidates`: rank of each position's commit step among the steps of its
+    group that committed a candidate, from 0; and the number of these steps (at least 1)."""
     span = int(steps_BL.max()) + 1
     keys = torch.where(candidates, groups_BL * span + steps_BL, (int(groups_BL.max()) + 1) * span)
     ordered, order = keys.sort(dim=1)
@@ -165,8 +164,8 @@ def commit_ranks(
 def per_group(
     values_BL: torch.Tensor, groups_BL: torch.Tensor, positions: torch.Tensor, reduce: Literal["amin", "amax"]
 ) -> torch.Tensor:
-    """[B, L] the least or greatest of `values_BL` at the group's `positions`, at all of the group's places; any number
-    where it has none."""
+    """[B, L] minimum or maximum of `values_BL` over the `positions` of each group, at all positions of the group;
+    undefined for groups without such positions."""
     bounds = torch.iinfo(values_BL.dtype)
     values_BL = values_BL.masked_fill(~positions, bounds.max if reduce == "amin" else bounds.min)
     found = torch.empty_like(values_BL).scatter_reduce(1, groups_BL, values_BL, reduce=reduce, include_self=False)

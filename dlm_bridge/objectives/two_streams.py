@@ -8,19 +8,19 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern, MaskDescriptor, StreamPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.objectives.base import Normalisation, Objective, Weighting, total
 from dlm_bridge.objectives.batches import CleanBatch, NoisyBatch, shift_left
 from dlm_bridge.objectives.noise import Uniforms
 
-# Columns of `Uniforms.block` for `CanvasDiffusion`: which canvas, and whether it is self-conditioned.
+# Columns of `Uniforms.block` for `CanvasDiffusion`: selection of the canvas, and its self-conditioning.
 SELECTED, CONDITIONED = 0, 1
 
 
 @dataclass(frozen=True)
 class TwoStreamObjective(Objective):
-    """An objective over [noisy | clean]: 2L tokens, position ids 0..L-1 twice, each stream in blocks of `block_size`
-    that are counted from a document's first token. The loss of masks is on the noisy half."""
+    """Objective over [noisy | clean]: 2L tokens with position ids 0..L-1 in each stream, and blocks of `block_size`
+    that start at a document's first token. Masks have their loss in the noisy stream."""
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     streams: ClassVar[int] = 2
@@ -32,10 +32,7 @@ class TwoStreamObjective(Objective):
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        size = getattr(config, "block_size", None)
-        if size is None:
-            raise DlmBridgeError("the model's config has no block_size: set it in config.json")
-        return {"block_size": size}
+        return {"block_size": required(config, "block_size")}
 
     def attention_inputs(self, clean: CleanBatch, order: torch.Tensor | None = None) -> dict[str, Any]:
         """Attention mask and position ids of both streams, as fields of a batch. `order` [B, L] is the clean position
@@ -56,22 +53,22 @@ class TwoStreamObjective(Objective):
         }
 
     def block_levels(self, uniforms: Uniforms, clean: CleanBatch) -> torch.Tensor:
-        """[B, L] the noise level of each position's block."""
+        """[B, L] noise level of each position's block."""
         return uniforms.block.gather(1, clean.blocks(self.block_size))
 
 
 @dataclass(frozen=True)
 class BlockDiffusion(TwoStreamObjective):
-    """SDAR's objective (its public training code; the two streams are BD3-LM's, arXiv 2503.09573), which LLaDA2 and
-    DreamReasoner share as far as their reports say.
+    """SDAR's objective (its public training code; the two streams are BD3-LM's, arXiv 2503.09573), also used by LLaDA2
+    and DreamReasoner according to their reports.
 
     t per sequence (or per block), p = (1 - eps) t + eps; each position is masked with probability p; the loss is the
     cross-entropy at the masked positions over p, summed and divided by the number of counted positions.
 
     With `noise_range` (0.3, 0.8), `loss_weighting` "uniform" and `loss_normalisation` "predicted" it is LLaDA2's fine-
-    tuning as dFactory runs it (tasks/train_llada2_bd.py, 92b6890): the mean cross-entropy of the masked positions.
+    tuning in dFactory (tasks/train_llada2_bd.py, 92b6890): the mean cross-entropy of the masked positions.
 
-    dLLM's bd3lm checkpoints are A2D models trained so, by a `block_size` in their config.json.
+    dLLM's bd3lm checkpoints are A2D models trained with it; their config.json has a `block_size`.
     """
 
     also: ClassVar[tuple[str, ...]] = ("a2d_qwen3", "a2d_qwen2", "a2d_llama")
@@ -81,10 +78,10 @@ class BlockDiffusion(TwoStreamObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level == "block" and self.loss_weighting == "fraction":
-            raise DlmBridgeError("--loss-weighting fraction needs one noise level a sequence: objective block has it")
+            raise SettingError("loss_weighting", "fraction needs one noise level per sequence: use `objective=block`")
 
     def mask_probability(self, clean: CleanBatch, uniforms: Uniforms) -> torch.Tensor:
-        """[B, L] the masking probability of each sequence, or of each block."""
+        """[B, L] masking probability of each sequence, or of each block."""
         if self.level == "block":
             return self.probability(self.block_levels(uniforms, clean))
         return super().mask_probability(clean, uniforms)
@@ -109,9 +106,9 @@ class BlockDiffusion(TwoStreamObjective):
 class ComplementaryBlockDiffusion(TwoStreamObjective):
     """Fast-dLLM v2's objective (arXiv 2509.26328 and its public modeling.py).
 
-    t per block, p = (1 - eps) t + eps; each sequence becomes two rows, masked where the other is not; the mean
-    cross-entropy of all masked positions, without weights, each from the noisy logits one position earlier. The first
-    token of a block is predicted by the noisy block before, as there; the first of a document is never masked.
+    t per block, p = (1 - eps) t + eps; each sequence becomes two rows with complementary masks; the loss is the mean
+    cross-entropy of all masked positions, without weights, from the noisy logits one position earlier. The first token
+    of a block is predicted by the noisy block before it; the first token of a document is never masked.
     """
 
     shift: ClassVar[bool] = True
@@ -127,7 +124,7 @@ class ComplementaryBlockDiffusion(TwoStreamObjective):
         predicted = clean.counted & clean.preceded
         below = uniforms.token < p_BL
         mask = torch.cat([below & predicted, ~below & predicted])
-        # Each of the two rows of a sequence has some of its masks, both have them all.
+        # The two rows of a sequence mask each predicted position once.
         weights_BL, normaliser = self.position_weights(clean, p_BL, predicted, predicted)
         keep = torch.cat([shift_left(mask), torch.zeros_like(mask)], dim=1)
         twice = clean.repeated(2)
@@ -146,12 +143,12 @@ class ComplementaryBlockDiffusion(TwoStreamObjective):
 class NemotronDiffusion(TwoStreamObjective):
     """Nemotron-Labs-Diffusion's objective, in its three published forms.
 
-    As block diffusion with one t a sequence, but the clean stream is causal token by token, and its logits[i] predict
-    token i + 1 as well. With M masks, a = `diffusion_weight`, b = `ar_weight`, D the sum of CE/p over the masks and A
-    the sum of CE over the next tokens, the loss is by `divisors`
+    Block diffusion with one t per sequence, except that the clean stream is causal, and its logits[i] also predict
+    token i + 1. With M masks, a = `diffusion_weight`, b = `ar_weight`, D the sum of CE/p over the masks and A the sum
+    of CE over the next tokens, the loss depends on `divisors`:
 
-    - "weighted", (a D + b A) / (M + b L), of L counted tokens, b L rounded down for each sequence: the model's own
-      modeling_nemotron_labs_diffusion.py, where a is 1 if `dlm_loss_weight` is null, as in the published configs;
+    - "weighted", (a D + b A) / (M + b L), with L counted tokens and b L rounded down for each sequence: the model's
+      own modeling_nemotron_labs_diffusion.py, where a is 1 if `dlm_loss_weight` is null, as in the published configs;
     - "predictions", (a D + b A) / (M + number of next tokens): the forward step of Megatron-Bridge's recipe, a = 0.3;
     - "separate", a D / M + b A / L: NeMo Automodel's fine-tuning (HybridDiffusionLLMLoss), a = 0.3.
 
@@ -189,7 +186,7 @@ class NemotronDiffusion(TwoStreamObjective):
             input_ids=torch.cat([torch.where(mask, self.mask_token_id, clean.input_ids), clean.input_ids], dim=1),
             **self.attention_inputs(clean),
             mask=keep,
-            counted=torch.cat([mask, clean.counted.roll(-1, dims=1)], dim=1),  # `following`, and as many as L
+            counted=torch.cat([mask, clean.counted.roll(-1, dims=1)], dim=1),  # contains `following`; L positions
             targets=torch.cat([clean.targets, shift_left(clean.targets)], dim=1)[keep],
             weights=weights_BS[keep],
             terms=is_clean.long(),
@@ -197,7 +194,7 @@ class NemotronDiffusion(TwoStreamObjective):
         )
 
     def _normaliser(self, clean: CleanBatch, masks: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        """[2] what is added to the divisors of both terms."""
+        """[2] summands of both terms' divisors."""
         if self.divisors == "separate":
             return torch.cat([masks, total(clean.counted)])
         if self.divisors == "predictions":
@@ -211,13 +208,13 @@ class IDLMDiffusion(TwoStreamObjective):
     """I-DLM's all-masked objective (arXiv 2604.11035) as NeMo Automodel trains it (components/loss/dllm_loss.py:
     IDLMLoss, 36044ad).
 
-    Every counted position of the noisy stream is masked; a mask attends to those before it in its block and to the
-    clean blocks before, the clean stream is causal, and logits[i] predict token i + 1 in both. The loss is the mean
-    over the counted tokens of CE by the noisy stream + clean_weight x CE by the clean one.
+    Every counted position of the noisy stream is masked; a mask attends to the masks before it in its block and to the
+    clean blocks before it, the clean stream is causal, and logits[i] predict token i + 1 in both. The loss is the mean
+    over the counted tokens of CE in the noisy stream + clean_weight x CE in the clean stream.
 
-    With `auto_balance`, which the authors and Automodel recommend for blocks of 3, the factor is the ratio of the two
-    sums of a row, without a gradient, in place of `clean_weight`: theirs is that of a micro-batch, which is one row in
-    both recipes.
+    With `auto_balance`, which the authors and Automodel recommend for blocks of 3, the ratio of the two sums of a row,
+    without a gradient, replaces `clean_weight`. (Theirs is the ratio of a micro-batch, which is one row in both
+    recipes.)
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
@@ -259,10 +256,10 @@ class IDLMDiffusion(TwoStreamObjective):
 class WeDLMDiffusion(TwoStreamObjective):
     """WeDLM's objective (the public fine-tuning code, arXiv 2512.22737).
 
-    p ~ U(0, 1) per block, of whose n counted positions round(n p) are masked; the noisy tokens of a block are ordered
-    visible first, masks last, each with its own position id, with causal attention among them and to the clean blocks
-    before; the clean stream is causal. A mask's logits predict its own token. The loss is
-    (weighted mean of CE of the masks, weights 1/p + ar_weight x mean CE of the next tokens) / (1 + ar_weight).
+    p ~ U(0, 1) per block, and round(n p) of its n counted positions are masked; the noisy tokens of a block are
+    ordered visible first, masks last, each with its own position id, with causal attention among them and to the clean
+    blocks before it; the clean stream is causal. A mask's logits predict its own token. The loss is (weighted mean of
+    CE of the masks, weights 1/p + ar_weight x mean CE of the next tokens) / (1 + ar_weight).
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
@@ -291,7 +288,7 @@ class WeDLMDiffusion(TwoStreamObjective):
         blocks = clean.blocks(self.block_size)
         p_BL = self.block_levels(uniforms, clean).clamp(min=self.eps)
         mask = self._mask_exact_count(clean.counted, blocks, p_BL, uniforms.token)
-        # Within a block: what is visible, then masks, then padding.
+        # Within a block: visible tokens, then masks, then padding.
         kind = torch.where(clean.real_mask, mask.long(), 2)
         order = (3 * blocks + kind).argsort(dim=1, stable=True)
         noisy = torch.where(mask, self.mask_token_id, clean.input_ids).gather(1, order)
@@ -315,10 +312,10 @@ class WeDLMDiffusion(TwoStreamObjective):
     def _mask_exact_count(
         counted: torch.Tensor, blocks: torch.Tensor, p_BL: torch.Tensor, token_BL: torch.Tensor
     ) -> torch.Tensor:
-        """[B, L] bool: in each block the round(n p) of its n counted positions that drew the lowest numbers."""
+        """[B, L] bool: in each block, the round(n p) of its n counted positions with the lowest numbers."""
         sizes = torch.zeros_like(blocks).scatter_add(1, blocks, counted.long()).gather(1, blocks)
         wanted = (sizes * p_BL).round().long()
-        # Sorted by block, counted before not counted, then by the number drawn; blocks are in order already.
+        # Sort by block, then counted before not counted, then by number; blocks are already in order.
         by_block = (2 * blocks + (~counted).long() + token_BL.double()).argsort(dim=1)
         rank = by_block.argsort(dim=1) - torch.searchsorted(blocks.contiguous(), blocks.contiguous())
         return counted & (rank < wanted)
@@ -326,17 +323,17 @@ class WeDLMDiffusion(TwoStreamObjective):
 
 @dataclass(frozen=True)
 class CanvasDiffusion(Objective):
-    """DiffusionGemma's fine-tuning, as NeMo Automodel trains it (recipes/dllm, mode block_diffusion).
+    """DiffusionGemma's fine-tuning objective in NeMo Automodel (recipes/dllm, mode block_diffusion).
 
-    The answer of a row, from its first counted token to the row's last real one, is cut into canvases of `block_size`
-    tokens, and one of them is drawn for each row and step. With t ~ U(eps, 1), each of its counted tokens is replaced
-    by a uniform random one with probability t. The encoder reads the clean row causally; the decoder reads the canvas
-    in both directions, and of the encoder only what stands before it. The loss is
+    The answer of a row, from its first counted token to the row's last real token, is split into canvases of
+    `block_size` tokens, one of which is drawn for each row and step. With t ~ U(eps, 1), each of its counted tokens is
+    replaced by a uniform random token with probability t. The encoder reads the clean row causally; the decoder
+    attends to the whole canvas, and to the encoder's tokens before it. The loss is
 
         mean CE of all counted tokens of the canvases + encoder_weight x mean CE of the encoder's next tokens,
 
-    of prompt and answer alike. With probability `self_conditioning` the decoder first predicts the canvas without
-    gradients, and is given that prediction.
+    where the encoder's next tokens include the prompt. With probability `self_conditioning` the decoder first predicts
+    the canvas without gradients, and is conditioned on that prediction.
 
     The input is [clean | canvas], L + block_size tokens. Terms: 0 the canvases, 1 the encoder.
     """
@@ -362,14 +359,12 @@ class CanvasDiffusion(Objective):
 
     @classmethod
     def settings(cls, config: Any) -> dict[str, Any]:
-        size = getattr(config, "canvas_length", None)
-        if size is None:
-            raise DlmBridgeError("the model's config has no canvas_length: set it in config.json")
+        size = required(config, "canvas_length")
         return {"block_size": size, "vocabulary_size": config.get_text_config().vocab_size}
 
     def corrupt(self, clean: CleanBatch, uniforms: Uniforms) -> NoisyBatch:
         if clean.packed:
-            raise DlmBridgeError("DiffusionGemma's rows hold one text each: leave --packing and documents out")
+            raise SettingError("packing", "DiffusionGemma supports one text per row: disable packing")
         assert uniforms.replacement is not None, "Uniforms.drawn needs replaces=True"
         length = clean.input_ids.shape[1]
         ends_B1 = clean.real_mask.sum(dim=1, keepdim=True)
@@ -384,7 +379,7 @@ class CanvasDiffusion(Objective):
         replaced_BC = (uniforms.token < self.mask_probability(clean, uniforms)).gather(1, index_BC) & counted_BC
         random_BL = (uniforms.replacement.double() * self.vocabulary_size).long().clamp(max=self.vocabulary_size - 1)
         tokens_BC = torch.where(replaced_BC, random_BL.gather(1, index_BC), clean.input_ids.gather(1, index_BC))
-        # A row without an answer does not exist (padding of an evaluation): nothing of it is counted.
+        # A row without an answer pads an evaluation batch: none of its tokens count.
         following_BL = shift_left(clean.preceded) & clean.counted.any(dim=1, keepdim=True)
         keep = torch.cat([following_BL, counted_BC], dim=1)
         targets_BS = torch.cat([shift_left(clean.input_ids), clean.targets.gather(1, index_BC)], dim=1)
@@ -406,6 +401,13 @@ class CanvasDiffusion(Objective):
         )
 
 
+def required(config: Any, key: str) -> Any:
+    """Value of a model's configuration. Raises CheckpointError if it is missing."""
+    if getattr(config, key, None) is None:
+        raise CheckpointError("config.json", f"no {key}: set it")
+    return getattr(config, key)
+
+
 def next_tokens(clean: CleanBatch) -> torch.Tensor:
-    """[B, L] bool: positions of the clean stream that predict a counted token, the one after them."""
+    """[B, L] bool: positions of the clean stream whose next token is counted and predicted."""
     return shift_left(clean.counted & clean.preceded)

@@ -41,8 +41,8 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def live_tensors(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Every stored tensor of this rank's GPTModel chunks by `ParamMapping.megatron_name`, except a value head, which is
-    in no mapping.
+    """Every stored tensor of this rank's GPTModel chunks by `ParamMapping.megatron_name`, except a value head, which
+    is in no mapping.
 
     Layers and experts have global numbers, and norms have their Transformer Engine name, for every layer spec.
     """

@@ -286,11 +286,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
             f"{config.task} supports",
         )
     objective = config.objective.objective or own_objective(model.config, family)
-    check_objective(
-        objective,
-        family,
-        "objective" if config.objective.objective else "model",
-    )
+    check_objective(objective, family)
     check_length(config, model)
     config = config.replace(objective=objective)
     if config.task == "sft":

@@ -24,16 +24,18 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dlm_bridge.cli.eval import evaluate
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, InputFileError, MissingExtraError, RowError, SettingError
 from dlm_bridge.evaluation import harness
 from dlm_bridge.evaluation.harness import FOLDER, LOCAL, local_task
 from dlm_bridge.evaluation.likelihood import Answer, is_greedy, likelihood_bounds
+from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.perplexity import exact_log_likelihoods
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
 from tests.processes import launch
+from tests.refusals import refused
 
 TEXT = " ".join(f"Question: What is {n} + {n}?\nAnswer: {2 * n}" for n in range(40))
 Eval = Callable[..., dict[str, Any]]
@@ -132,7 +134,7 @@ def test_local_tasks_say_what_is_true() -> None:
 def test_diffusion_model(run: Eval, opened: dict[str, LoadedModel], capsys: pytest.CaptureFixture[str]) -> None:
     """Choices by the bounds, texts by the sampler with the settings that are recorded; the same again the same."""
     model = opened["llada"]
-    options = {"tasks": ["orders,sums"], "limit": 3, "set_": ["steps=8", "gen_length=16"]}
+    options = {"tasks": ["orders,sums"], "limit": 3, "set": ["steps=8", "gen_length=16"]}
     facts = run("llada", **options)
     assert "orders" in capsys.readouterr().out
     rows = {task: [row for row in facts["samples"] if row["task"] == task] for task in ("orders", "sums")}
@@ -167,7 +169,7 @@ def _ask(
     """What `count` equal requests of a task are answered, and the settings that are recorded."""
     metadata = ("task", 0, count)
     request = Instance("generate_until", {}, ("What is 7 + 7?", {"max_gen_toks": 8, **asked}), 0, metadata=metadata)
-    harness_model = harness.DiffusionHarness(model, harness.HarnessSettings(max_length=64, **settings))
+    harness_model = harness.DiffusionHarness(model, EvaluationOptions(max_length=64, **settings))
     return harness_model.generate_until([request] * count), harness_model.sampled["task"]
 
 
@@ -189,14 +191,14 @@ def test_answers_are_greedy_unless_the_task_or_the_caller_draws(
         ({"do_sample": False}, {"do_sample": True}, 0.7),  # the checkpoint's
         ({"do_sample": True}, {"do_sample": False}, 0.0),
     ]:
-        assert _ask(model, asked, sampler=sampler)[1]["temperature"] == expected
+        assert _ask(model, asked, set=sampler)[1]["temperature"] == expected
     drawn = _ask(model, {"do_sample": True, "temperature": 0.2, "top_p": 0.95})[1]
     assert (drawn["top_p"], drawn["gen_length"]) == (0.95, 8)
     assert _ask(model, {"do_sample": False, "top_p": 0.95})[1]["top_p"] is None
-    assert _ask(model, {"do_sample": True, "top_p": 0.95}, sampler={"do_sample": False})[1]["top_p"] is None
-    penalised = _ask(model, {"repetition_penalty": 1.5}, sampler={"suppress_tokens": [5]})[1]
+    assert _ask(model, {"do_sample": True, "top_p": 0.95}, set={"do_sample": False})[1]["top_p"] is None
+    penalised = _ask(model, {"repetition_penalty": 1.5}, set={"suppress_tokens": [5]})[1]
     assert (penalised["repetition_penalty"], penalised["suppress_tokens"]) == (1.5, [5])
-    with pytest.raises(DlmBridgeError, match="the llada sampler has no num_beams"):
+    with pytest.raises(DlmBridgeError, match="num_beams"):
         _ask(model, {"num_beams": 5})
 
 
@@ -204,8 +206,8 @@ def test_a_task_s_words_for_the_length_are_the_harness_s(opened: dict[str, Loade
     model = opened["llada"]
     assert _ask(model, {"max_gen_toks": None, "max_new_tokens": 16, "until": [""]})[1]["gen_length"] == 16
     for name in ("gen_length", "max_new_tokens"):
-        assert _ask(model, {}, sampler={name: 4})[1]["gen_length"] == 4
-    assert _ask(model, {"block_length": 8}, sampler={"block_size": 4})[1]["block_length"] == 4
+        assert _ask(model, {}, set={name: 4})[1]["gen_length"] == 4
+    assert _ask(model, {"block_length": 8}, set={"block_size": 4})[1]["block_length"] == 4
 
 
 def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, LoadedModel]) -> None:
@@ -215,7 +217,7 @@ def test_repeated_answers_are_drawn_anew_in_every_batch(opened: dict[str, Loaded
     assert len({*answers}) == 6
     assert _ask(opened["llada"], drawn, count=6, batch_size=4)[0] == answers
     assert _ask(opened["llada"], drawn, count=6, seed=1)[0] != answers
-    unseeded = [_ask(opened["llada"], drawn, sampler={"seed": None})[0] for _ in range(2)]
+    unseeded = [_ask(opened["llada"], drawn, set={"seed": None})[0] for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
@@ -225,7 +227,7 @@ def test_a_text_begins_once(opened: dict[str, LoadedModel]) -> None:
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     first = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", first)])
-    model = harness.DiffusionHarness(replace(opened["llada"], tokenizer=tokenizer), harness.HarnessSettings())
+    model = harness.DiffusionHarness(replace(opened["llada"], tokenizer=tokenizer), EvaluationOptions())
     plain = model.tok_encode("What is 7?")
     assert plain[0] == first
     assert first not in plain[1:]
@@ -246,7 +248,7 @@ def test_the_chat_that_a_task_is_asked_in(
     tokenizer = copy.deepcopy(opened[model].tokenizer)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "set_": ["gen_length=4"], "system": "Be brief."}
+    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "sampler": ["gen_length=4"], "system": "Be brief."}
     options["tokenizer"] = str(tmp_path / "tokenizer")
 
     def asked(**more: Any) -> tuple[str, dict[str, Any]]:
@@ -274,8 +276,8 @@ def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, mo
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
     task = tmp_path / "own.yaml"
     task.write_text(json.dumps({**local_task("sums"), "task": "own", "unsafe_code": True}))
-    options = {"tasks": [str(task)], "limit": 1, "set_": ["gen_length=4"]}
-    with pytest.raises(DlmBridgeError, match=r"--tasks own: .*--confirm-run-unsafe-code"):
+    options = {"tasks": [str(task)], "limit": 1, "sampler": ["gen_length=4"]}
+    with refused(SettingError, "confirm_run_unsafe_code", "own"):
         run("llada", **options)
     assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
     assert "own" in run("llada", **options, confirm_run_unsafe_code=True)["tasks"]
@@ -289,7 +291,7 @@ def test_an_interrupted_evaluation_is_resumed(
     """Nothing is computed twice, and all comes out as without the interrupt."""
     monkeypatch.setattr(harness, "TOGETHER", 1)
     (tmp_path / "text.txt").write_text(TEXT)
-    options = {"tasks": ["orders", "sums"], "limit": 2, "set_": ["gen_length=4"], "batch_size": "2"}
+    options = {"tasks": ["orders", "sums"], "limit": 2, "sampler": ["gen_length=4"], "batch_size": "2"}
     options |= {"perplexity": tmp_path / "text.txt", "window": 50, "mc_samples": 3, "max_length": 128, "device": "cpu"}
     written: list[str] = []
     add = FinishedParts.add
@@ -312,14 +314,13 @@ def test_an_interrupted_evaluation_is_resumed(
     while len(seen) < total - 1:  # interrupted again and again
         written.clear()
         interrupt(min(3, total - 1 - len(seen)))
-        with pytest.raises(KeyboardInterrupt, match=r"results\.json\.partial holds .* --resume"):
+        with pytest.raises(KeyboardInterrupt, match=r"results\.json\.partial"):
             evaluate(folder, resume=bool(seen), **options)
         assert list((tmp_path / "out").iterdir()) == [tmp_path / "out/results.json.partial"]
         seen += written
-    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial holds finished rows .*--overwrite discards"):
-        evaluate(folder, **options)
-    with pytest.raises(DlmBridgeError, match=r"results\.json\.partial is of another call"):
-        evaluate(folder, resume=True, **{**options, "seed": 1})
+    for field, more in {"output": {}, "resume": {"resume": True, "seed": 1}}.items():
+        with refused(SettingError, field, "results.json.partial"):
+            evaluate(folder, **{**options, **more})
     written.clear()
     interrupt(-1)
     evaluate(folder, resume=True, **options)
@@ -368,7 +369,7 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
     run: Eval, opened: dict[str, LoadedModel], name: str
 ) -> None:
     model = opened["llama"]
-    for row in run("llama", tasks=["sums"], limit=2, set_=[f"{name}=3"])["samples"]:
+    for row in run("llama", tasks=["sums"], limit=2, set=[f"{name}=3"])["samples"]:
         ids = model.tokenizer(f"{row['doc']['question']}\nAnswer:", return_tensors="pt")["input_ids"]
         written = model.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         assert row["resps"] == [[model.tokenizer.decode(written, skip_special_tokens=True).split("\n")[0]]]
@@ -376,13 +377,13 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
 
 def test_what_an_autoregressive_model_draws_does_not_depend_on_the_batch(run: Eval) -> None:
     def texts(batch_size: str, **options: Any) -> list[Any]:
-        given = {"tasks": ["sums"], "limit": 5, "set_": ["temperature=1.5", "gen_length=8"], **options}
+        given = {"tasks": ["sums"], "limit": 5, "sampler": ["temperature=1.5", "gen_length=8"], **options}
         return [row["resps"] for row in run("llama", batch_size=batch_size, **given)["samples"]]
 
     drawn = texts("2")
     assert texts("5") == drawn
     assert texts("2", seed=1) != drawn
-    assert texts("2", set_=["gen_length=8"]) != drawn
+    assert texts("2", set=["gen_length=8"]) != drawn
 
 
 def test_perplexity_bound_of_a_text(run: Eval, opened: dict[str, LoadedModel], tmp_path: Path) -> None:
@@ -435,7 +436,7 @@ def test_a_number_may_name_a_task(
 ) -> None:
     task = tmp_path / "own.yaml"
     task.write_text(json.dumps({**local_task("sums"), "task": 7077}))
-    evaluate(str(folders["llada"]), tasks=[str(task)], limit=1, set_=["gen_length=4"], max_length=128, device="cpu")
+    evaluate(str(folders["llada"]), tasks=[str(task)], limit=1, set=["gen_length=4"], max_length=128, device="cpu")
     assert "7077" in capsys.readouterr().out
 
 
@@ -453,9 +454,8 @@ def test_a_number_may_name_a_task(
 def test_a_damaged_task_is_named(run: Eval, tmp_path: Path, wrong: Any) -> None:
     task = tmp_path / "own.yaml"
     task.write_text(wrong if isinstance(wrong, str) else json.dumps({**local_task("sums"), "task": "own", **wrong}))
-    with pytest.raises(DlmBridgeError) as error:
-        run("llada", tasks=[str(task)], limit=1, set_=["gen_length=4"])
-    assert str(task) in str(error.value)
+    with refused(InputFileError, task) as error:
+        run("llada", tasks=[str(task)], limit=1, set=["gen_length=4"])
     assert "\n" not in str(error.value)
 
 
@@ -481,7 +481,7 @@ def test_documents_with_the_mask_token_are_named_before_anything_is_run(
     if kind == "multiple_choice":
         task["doc_to_choice"] = ["1", "2"]
     (tmp_path / "own.yaml").write_text(json.dumps(task))
-    options = {"tasks": [f"orders,{tmp_path / 'own.yaml'}"], "limit": 4, "set_": ["gen_length=4"]}
+    options = {"tasks": [f"orders,{tmp_path / 'own.yaml'}"], "limit": 4, "sampler": ["gen_length=4"]}
     run("llama", **options)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -489,15 +489,13 @@ def test_documents_with_the_mask_token_are_named_before_anything_is_run(
 
     for name in ("PromptSampler", "likelihood_bounds"):
         monkeypatch.setattr(harness, name, fail)
-    with pytest.raises(DlmBridgeError, match=r"task own, document 1\b.* the mask token 1\b") as error:
+    with refused(RowError, "task own, document 1, task own, document 3", "mask token"):
         run("llada", **options)
-    assert "\n" not in str(error.value)
-    assert "--infill" not in str(error.value)
 
 
 def test_a_text_with_the_mask_token_is_named_by_its_window(run: Eval, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("What is 1 + 1? " * 30 + "<mask>")
-    with pytest.raises(DlmBridgeError, match=r"text.txt, window (\d+): the text holds the mask token 1"):
+    with pytest.raises(RowError, match=r"text.txt, window (\d+): .*mask token 1"):
         run("llada", perplexity=tmp_path / "text.txt", window=16)
     assert run("llada", perplexity=tmp_path / "text.txt", window=16, limit=2)["perplexity"]["windows"] == 2
 
@@ -518,42 +516,52 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
 
     monkeypatch.setattr(harness, "PromptSampler", fail)
     with pytest.raises(TypeError, match="a mistake"):
-        run("llada", tasks=["sums"], limit=1, set_=["gen_length=4"])
+        run("llada", tasks=["sums"], limit=1, set=["gen_length=4"])
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "kind", "named"),
     [
-        ({}, "nothing to evaluate: set --tasks T"),
-        ({"tasks": ["sums"], "resume": True, "output": None}, "--resume continues the evaluation in --output"),
-        ({"tasks": ["order"]}, "--tasks order: unknown; here are orders, sums"),
-        ({"tasks": ["missing.yaml"]}, "--tasks missing.yaml: no such file"),
-        ({"tasks": ["sums"], "fewshot_as_multiturn": True}, "--fewshot-as-multiturn needs --chat"),
-        ({"tasks": ["sums"], "chat_template_args": ["a=1"]}, "--chat-template-args needs --chat"),
-        ({"tasks": ["orders"], "chat": True}, "--chat: the tokenizer has no chat template"),
-        ({"tasks": ["sums"], "set_": ["stepz=4"]}, "stepz"),
-        ({"tasks": ["sums"], "set_": ["gen_length=128"]}, "leave no room for a prompt in 128"),
-        ({"tasks": ["sums"], "set_": ["return_dict_in_generate=True"]}, "return_dict_in_generate: an argument of gen"),
-        ({"tasks": ["sums"], "set_": ["num_return_sequences=2"]}, "--set num_return_sequences: tasks have one"),
-        ({"tasks": ["sums"], "set_": ["infill=True"]}, "--set infill: tasks have one answer per prompt"),
-        ({"perplexity": Path("/nowhere.txt")}, "--perplexity /nowhere.txt: No such file"),
-        ({"perplexity": Path("/dev/null")}, "--perplexity /dev/null: is a device"),
+        ({}, SettingError, ("tasks", "perplexity")),
+        ({"tasks": ["sums"], "limit": 0}, SettingError, ("limit", "1")),
+        ({"tasks": ["sums"], "resume": True, "output": None}, SettingError, ("resume", "output")),
+        ({"tasks": ["order"]}, SettingError, ("tasks", "order", "orders, sums")),
+        ({"tasks": ["missing.yaml"]}, InputFileError, ("missing.yaml",)),
+        ({"tasks": ["orders"], "chat": True}, SettingError, ("chat", "tokenizer")),
+        ({"tasks": ["sums"], "sampler": ["gen_length=128"]}, SettingError, ("max_length", "128")),
+        ({"tasks": ["sums"], "sampler": ["num_return_sequences=2"]}, SettingError, ("num_return_sequences",)),
+        ({"tasks": ["sums"], "sampler": ["infill=True"]}, SettingError, ("infill",)),
+        ({"perplexity": Path("/nowhere.txt")}, InputFileError, ("/nowhere.txt",)),
     ],
 )
-def test_bad_input_is_named(run: Eval, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_named(
+    run: Eval, options: dict[str, Any], kind: Any, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(harness, "TaskManager", lambda include_defaults: TaskManager(include_defaults=False))
-    with pytest.raises(DlmBridgeError) as error:
+    with refused(kind, *named) as error:
         run("llada", **options)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tasks": ["sums"], "sampler": ["stepz=4"]}, "stepz"),
+        ({"tasks": ["sums"], "sampler": ["return_dict_in_generate=True"]}, "return_dict_in_generate"),
+        ({"perplexity": Path("/dev/null")}, "/dev/null"),
+    ],
+)
+def test_errors_of_other_packages_are_passed_on(run: Eval, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(DlmBridgeError, match=named):
+        run("llada", **options)
 
 
 def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(DlmBridgeError, match=r"results.json exists: choose another --output"):
+    with refused(SettingError, "output", "results.json", "overwrite"):
         evaluate("no/model", tasks=["orders"], output=tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(DlmBridgeError, match=r"pip install 'dlm-bridge\[eval\]'"):
+    with refused(MissingExtraError, "tasks", "dlm-bridge[eval]"):
         evaluate("no/model", tasks=["orders"])
 
 
@@ -594,7 +602,7 @@ def test_several_processes_evaluate_as_one(
         (root / "commands.json").write_text(json.dumps(own_commands))
         said |= launch("tests.cli.tp_worker", root, processes)
     options = {"limit": 5, "mc_samples": 3, "max_length": 128, "batch_size": "2"}
-    alone = {name: run(name, tasks=[tasks], set_=drawn[name], **options) for name in folders}
+    alone = {name: run(name, tasks=[tasks], set=drawn[name], **options) for name in folders}
     for command in commands:
         layout, name = command.split()
         assert command in said, said

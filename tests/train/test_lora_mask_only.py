@@ -15,10 +15,12 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from dlm_bridge import DlmBridgeError
 from dlm_bridge.convert.lora.mask_only import KEY
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.loading import load_model
 from tests.checkpoints import write_tokenizer
 from tests.convert.helpers import run_cli
 from tests.families import idlm
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 MASK = 99
@@ -108,7 +110,7 @@ def test_what_is_refused(
 ) -> None:
     code, _, said = run_cli(capsys, "adapter", "export", trained, tmp_path / "merged", "--base", base, "--merge")
     assert code == 2
-    assert "acts at mask tokens alone" in said
+    assert "mask tokens" in said
     for changes, message in (
         ({"lora_dora": True}, "--lora-mask-only with --lora-dora"),
         ({"lora_rank": 0}, "--lora-mask-only"),
@@ -120,7 +122,7 @@ def test_what_is_refused(
     config = json.loads((trained / "adapter_config.json").read_text())
     for token in (True, -1, "x", 128):
         (trained / "adapter_config.json").write_text(json.dumps({**config, KEY: token}))
-        with pytest.raises(DlmBridgeError, match=KEY):
+        with refused(CheckpointError, None, KEY):
             load_model(trained)
 
 

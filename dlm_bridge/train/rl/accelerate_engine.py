@@ -393,7 +393,7 @@ def predicted_values(model: Any, noisy: NoisyBatch) -> torch.Tensor:
 def _load_value_weights(model: nn.Module, checkpoint: Path) -> None:
     file = value_file(checkpoint, SINGLE_FILE)
     check_whole(file)
-    with reading(f"{file}: is not the value model of `model`"):
+    with reading(file, "is not the value model of `model`"):
         if any(isinstance(weight, DTensor) for weight in model.parameters()):
             load_parameters(file, model)
             return

@@ -145,7 +145,7 @@ def check_divides(size: int, processes: int) -> None:
 
 def check_split(model: Any, size: int) -> None:
     """Raise an error if `size` processes cannot share the model."""
-    check_tensor_parallel_split(model.config, size, type(model).__name__, "rollout_tp", "omit it")
+    check_tensor_parallel_split(model.config, size, "rollout_tp", "use one process per copy")
 
 
 def room_makers(config: RLConfig) -> str:
