@@ -110,25 +110,28 @@ def test_the_field_at_fault_is_named(body: Any, param: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "param", "named"),
     [
-        ({"min_new_tokens": 2**64}, "min_new_tokens"),
-        ({"top_k": -2}, "top_k"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"algorithm": "wedlm"}, "wedlm"),
-        ({"algorithm": {"a": 1}}, "algorithm"),
-        ({"max_tokens": 10, "block_length": 4}, "block_length"),
-        ({"messages": CHAT["messages"]}, "messages"),
-        ({"prompt": [9999]}, "9999"),
-        ({"frobnicate": 1}, "frobnicate"),
-        ({"frobnicate": 1}, "remasking"),  # the known settings are listed
+        ({"min_new_tokens": 2**64}, "min_new_tokens", ""),
+        ({"top_k": -2}, "top_k", "-2"),
+        ({"temperature": "hot"}, "temperature", "hot"),
+        ({"top_p": 2}, "top_p", "2"),
+        ({"algorithm": "wedlm"}, "algorithm", "wedlm"),
+        ({"algorithm": {"a": 1}}, "algorithm", ""),
+        ({"max_tokens": 10, "block_length": 4}, "gen_length", "block_length=4"),
+        ({"messages": CHAT["messages"]}, "messages", ""),
+        ({"prompt": [9999]}, "prompt", "9999"),
+        ({"prompt": [[5], [9999]]}, "prompt[1]", "9999"),
+        ({"frobnicate": 1}, "frobnicate", "remasking"),  # the sampler's settings are listed
     ],
 )
-def test_what_the_sampler_refuses_is_named(server: Running, settings: dict[str, Any], named: str) -> None:
+def test_the_setting_that_the_sampler_refuses_is_named(
+    server: Running, settings: dict[str, Any], param: str, named: str
+) -> None:
     answer = post(server, {**PROMPT, **settings})
-    assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
-    assert named in error_of(answer)["message"]
+    error = error_of(answer)
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert named in error["message"]
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
