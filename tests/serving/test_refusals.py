@@ -280,24 +280,6 @@ def test_a_client_that_leaves_takes_its_row_along(diffusion: LoadedModel, stream
         handle.remove()
 
 
-def test_the_end_of_the_server_is_told_to_those_who_wait(diffusion: LoadedModel) -> None:
-    answers: list[httpx.Response] = []
-    with held(diffusion) as go:
-        with running(diffusion, batch_size=1) as server:
-            threads = [
-                threading.Thread(target=lambda one=one: answers.append(post(server, {**PROMPT, "stream": one})))
-                for one in (False, True)
-            ]
-            for thread in threads:
-                thread.start()
-            server.wait(lambda: server.scheduler.running + server.scheduler.waiting == 2, "both wait")
-            threads.append(threading.Thread(target=lambda: [thread.join() for thread in threads[:2]] and go.set()))
-            threads[2].start()
-        threads[2].join()
-    assert sorted(answer.status_code for answer in answers) == [200, 503]
-    assert all("shut down" in answer.text for answer in answers)
-
-
 def test_what_fails_while_sampling_is_no_end_of_the_server(
     diffusion: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
