@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main
-from dlm_bridge.cli.generate_request import SETTINGS
+from dlm_bridge.generation.options import COMMAND_LINE as SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
 from dlm_bridge.generation.offline import PromptSampler

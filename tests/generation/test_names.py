@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from dlm_bridge.cli.generate_request import SETTINGS
+from dlm_bridge.generation.options import COMMAND_LINE as SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig, generate
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
