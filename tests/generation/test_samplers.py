@@ -248,7 +248,7 @@ def test_a_block_causal_prompt_keeps_its_blocks_from_the_first_token() -> None:
         ("dream-origin", {"alg_temp": 0.5}, "alg_temp", "alg=origin"),
         ("dream-entropy", {"threshold": 0.5}, "threshold", "alg=confidence_threshold"),
         ("dream-origin", {"alg": "confidence_threshold", "steps": 5}, "steps", "gen_length=12"),
-        ("rnd1", {"eos_token_id": 99}, "pad_token_id", "99"),
+        ("rnd1", {"eos_token_id": 99}, "eos_token_id", "99"),
     ],
 )
 def test_what_a_sampler_cannot_do_is_refused(name: str, arguments: dict[str, Any], field: str, named: str) -> None:
