@@ -308,17 +308,11 @@ def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig
     blocks = kind.streams == 2
     chosen = config.data.eos_padding
     refuse(
-        (
-            chosen == "block" and not blocks,
-            "eos_padding",
-            f"block: objective '{config.objective.objective}' has no blocks: use none or row",
-        ),
-        (
-            chosen == "row" and config.data.packing,
-            "eos_padding",
-            "row excludes `packing`: it fills a row with one answer: use none",
-        ),
-    )
+        (chosen == "block" and not blocks, "eos_padding",
+         f"block: objective '{config.objective.objective}' has no blocks: use none or row"),
+        (chosen == "row" and config.data.packing, "eos_padding",
+         "row excludes `packing`: it fills a row with one answer: use none"),
+    )  # fmt: skip
     padding = chosen or family.sft.get("eos_padding", "none")
     if chosen is None and padding == "row" and config.data.packing:
         padding = "block" if blocks else "none"
