@@ -2,177 +2,122 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import (
-    ALIASES,
-    SETTINGS,
-    Arguments,
-    parse_batch_size,
-    parse_settings,
-    parse_template_args,
-)
+from dlm_bridge.cli.generate_request import GenerateOptions, parse_settings
 from dlm_bridge.cli.help import (
     LOADING,
-    ChatTemplateArgs,
-    Device,
-    DeviceMap,
-    Dtype,
-    Family,
-    Like,
     Model,
     ModelCommand,
-    Revision,
-    Tokenizer,
-    TpPlan,
-    completes,
-    general_choices,
-    sampler_names,
+    declared_parameters,
+    option_annotation,
+    split_option,
+    with_parameters,
 )
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
+from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, SHARED
+from dlm_bridge.settings import LoadingOptions, Option, check_choice, options_of
 
-HELP = """Sample from a model: a diffusion one with its family's sampler, an autoregressive one with transformers' own.
+HELP = """Sample from a model: diffusion models with their family's sampler, autoregressive models with transformers'.
 
-MODEL is a Hub folder or id, or a Megatron checkpoint. The text goes to stdout, and how it was made to stderr. A
-setting that a sampler does not have is refused with those that it has.
+MODEL is a Hub folder or id, or a Megatron checkpoint. The text goes to stdout, statistics go to stderr. `--algorithm X
+--help` lists the settings of a sampler; settings that it does not have are refused.
 
 Example:
 
   dlm-bridge generate GSAI-ML/LLaDA-8B-Instruct --chat --prompt 'What is a bridge?' --gen-length 128 --show
 
-Many prompts, {"prompt": ...} or {"messages": [...]} a line:
+A file of prompts, one {"prompt": ...} or {"messages": [...]} per line:
 
   dlm-bridge generate MODEL --jsonl in.jsonl --output out.jsonl
 
-On several GPUs with --device-map auto, or:
+On several GPUs, with --device-map auto or:
 
   torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
 
   torchrun --nproc-per-node 8 -m dlm_bridge.cli generate MODEL --tp 2 --jsonl in.jsonl --output out.jsonl
 """
-Option = typer.Option
-COMPLETED = {
-    "algorithm": sampler_names,
-    "cache": general_choices("cache"),
-    "execution": general_choices("execution"),
-}
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
+]
+
+
+class GenerateCommand(ModelCommand):
+    """`generate`, whose help lists the settings of the sampler given by --algorithm."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["algorithm"] = [value for _, value in split_option(args, ("--algorithm",))[1]]
+        return super().parse_args(ctx, args)
+
+    def _panels(self, ctx: Any) -> dict[str, list[Any]]:
+        panels = super()._panels(ctx)
+        for name in ctx.meta["algorithm"][-1:]:
+            from dlm_bridge.generation import SAMPLERS
+
+            check_choice("algorithm", name, SAMPLERS)
+            own = [_shown(declared) for declared in SAMPLERS[name].options().values()]
+            general = [each for each in panels.pop(SAMPLING) if each.name not in SHARED]
+            panels |= {f"Sampler {name}": own, SAMPLING: general, LOADING: panels.pop(LOADING)}
+        return panels
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("generate", cls=ModelCommand, help=HELP)(_command())
+    app.command("generate", cls=GenerateCommand, help=HELP)(_command())
 
 
 def _command() -> Callable[..., None]:
-    """`generate` with an option for each of `SETTINGS`."""
+    """`generate` with the declared options."""
 
     def command(**options: Any) -> None:
-        usual = {name: options.pop(name) for name in SETTINGS}
-        settings = {name: value for name, value in usual.items() if value is not None}
-        if options.pop("infill"):
+        settings = {name: options.pop(name) for name in COMMAND_LINE}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if options["infill"]:
             settings["infill"] = True
         for name, value in parse_settings(options.pop("set") or []).items():
             if name in settings:
-                raise DlmBridgeError(f"--set {name}: --{name.replace('_', '-')} says it already")
+                raise SettingError(name, f"has two values: `{name}={settings[name]}` and `set={name}={value}`")
             settings[name] = value
-        options["template_args"] = parse_template_args(options.pop("chat_template_args") or [])
-        options["batch_size"] = parse_batch_size(options["batch_size"])
-        request = Arguments(settings=settings, **options)
+        loading = LoadingOptions(**{name: options.pop(name) for name in options_of(LoadingOptions)})
+        request = GenerateOptions(settings=settings, loading=loading, **options)
         request.check()
-        # Imported only now: a mistyped option should answer at once.
+        # Imported after the checks, so that errors appear at once.
         from dlm_bridge.cli.generate_run import run
 
         run(request)
 
-    annotations = _run_options() | _sampling_options() | _loading_options()
-    defaults: dict[str, Any] = {
-        "model": inspect.Parameter.empty,
-        "field": "prompt",
-        "batch_size": "8",
-        "dtype": "keep",
-        **dict.fromkeys(("chat", "infill", "commit_steps", "overwrite", "resume", "show", "as_json"), False),
-    }
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
-        for name, annotation in annotations.items()
-    ]
-    command.__annotations__ = annotations
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which Typer reads
-    return command
+    sampling = {name: (option_annotation(each), None) for name, each in COMMAND_LINE.items()}
+    sampling["seed"] = (option_annotation(dataclasses.replace(COMMAND_LINE["seed"], type=int)), None)
+    return with_parameters(
+        command,
+        {
+            "model": (Model, inspect.Parameter.empty),
+            **declared_parameters(GenerateOptions),
+            **sampling,
+            "set": (Set, None),
+            **declared_parameters(LoadingOptions),
+        },
+    )
 
 
-def _run_options() -> dict[str, Any]:
-    """Prompts, outputs and how rows are sampled together."""
-    return {
-        "model": Model,
-        "prompt": Annotated[str | None, Option(metavar="TEXT", help="The prompt.")],
-        "chat": Annotated[bool, Option("--chat", help="The prompt is a user's message: use the chat template.")],
-        "system": Annotated[str | None, Option(metavar="TEXT", help="Of --chat: the system's message.")],
-        "chat_template_args": ChatTemplateArgs,
-        "infill": Annotated[
-            bool, Option("--infill", help="Fill the prompt's [MASK] or [MASK:n], a token or n of them.")
-        ],
-        "jsonl": Annotated[str | None, Option(metavar="FILE", help="Prompts, one JSON object a line; - is stdin.")],
-        "field": Annotated[str, Option(help="Of --jsonl: where a row has its prompt.")],
-        "batch_size": Annotated[
-            str, Option(metavar="N|auto", help="Of --jsonl: rows that are sampled together; auto: as memory allows.")
-        ],
-        "commit_steps": Annotated[
-            bool,
-            Option(
-                "--commit-steps", help="Of --jsonl: write prompt_token_ids and commit_steps, for sft on trajectories."
-            ),
-        ],
-        "output": Annotated[Path | None, Option(metavar="FILE", help="Write there, whole or not at all.")],
-        "overwrite": Annotated[bool, Option("--overwrite", help="Replace --output, --html and --svg.")],
-        "resume": Annotated[
-            bool,
-            Option("--resume", help="With --jsonl: continue from OUTPUT.partial, left by an interrupt."),
-        ],
-        "show": Annotated[bool, Option("--show", help="Watch the denoising, where stdout is a terminal.")],
-        "html": Annotated[Path | None, Option(metavar="FILE", help="Write an animated page of the denoising.")],
-        "svg": Annotated[Path | None, Option(metavar="FILE", help="Write an animated picture of the denoising.")],
-        "as_json": Annotated[bool, Option("--json", help="One JSON object on stdout.")],
-    }
-
-
-def _sampling_options() -> dict[str, Any]:
-    """An option for each of `SETTINGS`, and --set."""
-    annotations: dict[str, Any] = {}
-    for name, (kind, text) in SETTINGS.items():
-        flags = [f"--{word.replace('_', '-')}" for word in (name, *ALIASES.get(name, ()))]
-        more: dict[str, Any] = {"rich_help_panel": "Sampling"}
-        if name in COMPLETED:
-            more["autocompletion"] = completes(COMPLETED[name])
-        annotations[name] = Annotated[kind | None, Option(*flags, help=text, **more)]
-    annotations["set"] = Annotated[
-        list[str] | None,
-        Option("--set", metavar="NAME=VALUE", rich_help_panel="Sampling", help="Any other setting. May be repeated."),
-    ]
-    return annotations
-
-
-def _loading_options() -> dict[str, Any]:
-    """Which model, and where it goes."""
-    panel: dict[str, Any] = {"rich_help_panel": LOADING}
-    return {
-        "dtype": Dtype,
-        "device": Device,
-        "device_map": DeviceMap,
-        "offload_folder": Annotated[
-            str | None, Option(metavar="DIR", help="Where --device-map puts what goes to the disk.", **panel)
-        ],
-        "tp_plan": TpPlan,
-        "tp": Annotated[
-            int | None, Option(min=1, help="The same in groups of N processes, each with a share of --jsonl.", **panel)
-        ],
-        "tokenizer": Tokenizer,
-        "family": Family,
-        "revision": Revision,
-        "like": Like,
-    }
+def _shown(declared: Option) -> SimpleNamespace:
+    """A sampler's parameter as a row of the help page."""
+    flag = f"--{declared.name.replace('_', '-')}" if declared.name in SHARED else f"--set {declared.name}="
+    return SimpleNamespace(
+        param_type_name="option",
+        name=declared.name,
+        opts=[flag],
+        secondary_opts=[],
+        is_flag=True,
+        help=declared.help,
+        required=False,
+        default=declared.default,
+        show_default=declared.default is not None and str(declared.default),
+    )

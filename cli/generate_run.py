@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging
 
-from dlm_bridge.cli.generate_request import Arguments
+from dlm_bridge.cli.generate_request import GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import Replicas, is_main, process_group_ends
-from dlm_bridge.errors import DlmBridgeError, RowError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
@@ -44,14 +44,13 @@ from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 from dlm_bridge.registration import load
 
 DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
-FILL = "--infill"  # how masks in a prompt are filled
-NAMED = 10  # lines in the message of a file with more that have failed
+FILL = "`infill`"  # remedy for masks in a prompt
 
 
-def run(request: Arguments) -> None:
-    """Open the model and sample. Under a launcher all processes do so together, with a shard of the model each, with
-    the whole model and a share of the prompts, or in groups of both kinds; the first one writes."""
-    logging.set_verbosity_error()  # warnings of transformers' generate are about settings that were checked here
+def run(request: GenerateOptions) -> None:
+    """Load the model and sample. Under a launcher, each process has a shard of the model, or the whole model and a
+    part of the prompts, or both in groups; the first process writes."""
+    logging.set_verbosity_error()  # transformers' generate warns about settings that are checked here
     logging.disable_progress_bar()
     quieten_peft()
     if request.jsonl is not None and request.output is not None:
@@ -60,24 +59,9 @@ def run(request: Arguments) -> None:
     prompts = []
     if request.jsonl is not None:
         prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.template_args)
-    placement = Placement(
-        request.device,
-        request.device_map,
-        request.offload_folder,
-        request.tp_plan,
-        replicated=request.jsonl is not None,  # which many processes can share
-        tp=request.tp,
-    )
+    placement = Placement.of(request.loading, replicated=request.jsonl is not None)
     with process_group_ends():
-        loaded = load_model(
-            request.model,
-            placement,
-            dtype=request.dtype,
-            family=request.family,
-            revision=request.revision,
-            like=request.like,
-            tokenizer=request.tokenizer,
-        )
+        loaded = load_model(request.model, placement, **request.loading.source)
         if request.jsonl is None:
             _sample_one(request, loaded, request.settings, displays)
         else:
@@ -85,12 +69,12 @@ def run(request: Arguments) -> None:
 
 
 def _sample_one(
-    request: Arguments, loaded: LoadedModel, settings: dict[str, Any], displays: Mapping[str, Callable[..., Any]]
+    request: GenerateOptions, loaded: LoadedModel, settings: dict[str, Any], displays: Mapping[str, Callable[..., Any]]
 ) -> None:
     text = str(request.prompt)
     prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
-    check_prompts(loaded.model, [("--prompt", ids)], settings, FILL)
+    check_prompts(loaded.model, [("prompt", ids)], settings, FILL)
     trace = None
     if displays and is_main():
         trace = load("features", "denoising trace")(loaded.tokenizer, ids)
@@ -106,18 +90,18 @@ def _sample_one(
         with atomic_file(request.svg, request.overwrite) as stream:
             stream.write(displays["svg"](trace, str(loaded.family)))
     with _stdout_or(request) as stream:
-        if request.as_json:
+        if request.json:
             samples = zip(result.texts, result.token_ids, strict=True)
             report = {**facts, "prompt": text, "samples": [{"text": text, "token_ids": ids} for text, ids in samples]}
             stream.write(json.dumps(report, ensure_ascii=False, indent=2) + "\n")
         else:
             stream.write("\n".join(result.texts) + "\n")
-    if not request.as_json:
+    if not request.json:
         typer.echo(result.summary, err=True)
 
 
 def _sample_file(
-    request: Arguments,
+    request: GenerateOptions,
     loaded: LoadedModel,
     settings: dict[str, Any],
     prompts: Sequence[WrittenPrompt],
@@ -128,14 +112,14 @@ def _sample_file(
     if not prompts:
         raise _failure(failed, given, None)
     if request.commit_steps and not loaded.diffusion:
-        raise DlmBridgeError(f"--commit-steps: {request.model} is not sampled by dlm_bridge, whose steps it records")
+        raise SettingError("commit_steps", f"{request.model} is not a diffusion model")
     copies = copies_of(loaded.model, settings)
-    # Spans of chosen lengths, and beams of one prompt, belong to one call.
+    # A call of `generate` chooses the lengths of spans, and has all beams of a prompt.
     closed = bool(settings.get("span_lengths")) or (copies > 1 and not draws(loaded.model, settings))
     sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps)
     unfinished, done, keys = _resumed(request, loaded, prompts, tokens, copies, replicas)
     began = time.perf_counter()
-    size = request.batch_size
+    size = request.rows
     if size is None:
         lengths = [len(ids) for ids in tokens]
         plan = plan_shared_batch(replicas, loaded.model, lengths, settings, diffusion=loaded.diffusion)
@@ -143,11 +127,14 @@ def _sample_file(
         if replicas.leads:
             typer.echo(plan.summary, err=True)
     if replicas.shares > 1 and seeds_of(loaded.model, tokens, settings) is None:
-        settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}  # no two draw the same
+        settings = {
+            **settings,
+            "seed": replicas.broadcast(int(torch.randint(2**31, (1,)))),
+        }  # processes draw differently
     forwards, written = _Count(), _Count()
 
     def line(index: int, facts: Facts) -> str:
-        """A row of the output; a finished one is also in the partial file."""
+        """A line of the output. Writes new rows to the partial file."""
         row = {**prompts[index // copies].row, **facts}
         if unfinished is not None and index not in done and replicas.leads_share:
             unfinished.add(keys[index], row)
@@ -155,7 +142,7 @@ def _sample_file(
         return json.dumps(row, ensure_ascii=False) + "\n"
 
     sampled = sample(loaded, tokens, settings, size, copies, forwards, replicas, done)
-    lost: set[int] = set()  # rows that have failed
+    lost: set[int] = set()  # failed rows
     rows = _finished(sampled, prompts, copies, failed, lost)
     with _progress(len(prompts) * copies) as advance:
         if request.output is None and replicas.shares == 1:
@@ -189,7 +176,7 @@ def _sample_file(
         "forwards": forwards.value,
         "seconds": seconds,
     }
-    if request.as_json:
+    if request.json:
         typer.echo(json.dumps(report, indent=2))
     else:
         typer.echo(
@@ -200,17 +187,17 @@ def _sample_file(
 
 
 def _encoded(
-    request: Arguments, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
+    request: GenerateOptions, loaded: LoadedModel, settings: dict[str, Any], prompts: Sequence[WrittenPrompt]
 ) -> tuple[list[WrittenPrompt], list[list[int]], dict[str, str]]:
-    """The prompts that can be sampled, their tokens, and why the others cannot, by their line."""
+    """Encode the prompts. Returns the valid ones, their tokens, and the reasons against the others by line."""
     encoded, failed, infill = [], {}, _infills(loaded, settings)
     for prompt in prompts:
         try:
             encoded.append((prompt, prompt.encode(loaded.tokenizer, request.model, infill)))
         except DlmBridgeError as error:
-            failed[prompt.where] = f"{prompt.where}: {error}"
+            failed[prompt.where] = str(error)
     errors = prompt_errors(loaded.model, [(prompt.where, ids) for prompt, ids in encoded], settings, FILL)
-    failed |= {encoded[number][0].where: str(error) for number, error in errors.items()}
+    failed |= {encoded[number][0].where: error.reason for number, error in errors.items()}
     fitting = [one for number, one in enumerate(encoded) if number not in errors]
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting], failed
 
@@ -222,11 +209,11 @@ def _finished(
     failed: dict[str, str],
     lost: set[int],
 ) -> Iterator[tuple[int, Facts]]:
-    """The rows that have a text. The others are added to `lost`, and the reasons to `failed`, by the prompt's line."""
+    """Yield finished rows. Failed rows are added to `lost`, and their reasons to `failed`, by line."""
     for index, facts in rows:
         if isinstance(facts, RowError):
             where = prompts[index // copies].where
-            failed[where] = f"{where}: {facts.reason}"
+            failed[where] = facts.reason
             lost.add(index)
         else:
             yield index, facts
@@ -234,13 +221,12 @@ def _finished(
 
 def _failure(
     failed: Mapping[str, str], prompts: Sequence[WrittenPrompt], unfinished: PartialOutput | None
-) -> DlmBridgeError:
-    """The error of a file of which these rows have failed, with the reason for the first."""
-    first, *others = [prompt.where for prompt in prompts if prompt.where in failed]
-    also = "" if not others else f"; also {', '.join(others[:NAMED])}"
-    more = "" if len(others) <= NAMED else f" and {len(others) - NAMED} more"
-    note = "" if unfinished is None else unfinished.note("--resume continues with these lines corrected or removed")
-    return DlmBridgeError(f"{len(failed)} of {len(prompts)} rows failed: {failed[first]}{also}{more}{note}")
+) -> RowError:
+    """Error that names the failed rows, with the reason of the first one."""
+    rows = [prompt.where for prompt in prompts if prompt.where in failed]
+    note = "" if unfinished is None else unfinished.note("`resume` continues with these lines corrected or removed")
+    others = "" if len(rows) == 1 else f" (the first one; {len(rows)} of {len(prompts)} rows failed)"
+    return RowError(f"{failed[rows[0]]}{others}{note}", rows)
 
 
 @dataclass
@@ -248,24 +234,34 @@ class _Count:
     value: int = 0
 
 
-Facts = dict[str, Any]  # what is written of a row beside its prompt
+Facts = dict[str, Any]  # output fields of a row besides its prompt's
 
 
 def _resumed(
-    request: Arguments,
+    request: GenerateOptions,
     loaded: LoadedModel,
     prompts: Sequence[WrittenPrompt],
     tokens: Sequence[Sequence[int]],
     copies: int,
     replicas: Replicas,
 ) -> tuple[PartialOutput | None, dict[int, Facts], list[str]]:
-    """The file of finished rows; those that an interrupted command has finished, the same in all processes; and each
-    row's key in the file, by its content: other lines of the input may change or go."""
+    """Open the file of finished rows.
+
+    Returns:
+        The file; the rows that an interrupted command has finished, in all processes; and the key of each row in the
+        file, a digest of its content, so that other lines of the input may change.
+    """
     if request.output is None:
         return None, {}, []
     call = [
         str(checkpoint_folder(request.model).absolute()),
-        [request.revision, request.family, request.like, str(loaded.model.dtype), request.commit_steps],
+        [
+            request.loading.revision,
+            request.loading.family,
+            request.loading.like,
+            str(loaded.model.dtype),
+            request.commit_steps,
+        ],
         request.settings,
     ]
     seeds, keys, counts = seeds_of(loaded.model, tokens, request.settings), [], Counter[str]()
@@ -291,7 +287,7 @@ def _resumed(
 
 
 def _in_order(rows: Iterator[tuple[int, Facts]], lost: Container[int]) -> Iterator[tuple[int, Facts]]:
-    """Rows by their index, as soon as all before them are there or `lost`."""
+    """Yield rows in the order of their index, each as soon as all earlier rows have arrived or are `lost`."""
     early: dict[int, Facts] = {}
     following = 0
     for index, row in rows:
@@ -300,7 +296,7 @@ def _in_order(rows: Iterator[tuple[int, Facts]], lost: Container[int]) -> Iterat
             if following in early:
                 yield following, early.pop(following)
             following += 1
-    yield from sorted(early.items())  # behind one that was lost last
+    yield from sorted(early.items())  # rows after one that was lost last
 
 
 def _gathered(
@@ -310,15 +306,15 @@ def _gathered(
     replicas: Replicas,
     advance: Callable[[int], None],
 ) -> list[str]:
-    """The lines of all processes and those that are `done`, by their index, when all rows have ended."""
+    """Collect the lines of all processes and of `done` rows, in the order of their index."""
     lines = {index: line(index, facts) for index, facts in done.items()} if replicas.leads else {}
     count = 0
     with replicas.named():
         for index, facts in rows:
-            if index in done:  # of a batch in which others were not
+            if index in done:  # sampled again with other rows of its prompt
                 continue
             lines[index] = line(index, facts)
-            count += replicas.shares  # the others are about as far
+            count += replicas.shares  # other processes are at about the same row
             advance(len(done) + count)
     merged = {index: text for part in replicas.gather(lines) for index, text in part.items()}
     return [merged[index] for index in sorted(merged)]
@@ -335,8 +331,12 @@ def _rows(
     done: Container[int],
     recorded: bool = False,
 ) -> Iterator[tuple[int, Facts | RowError]]:
-    """The rows of this process's share by their index, as they end or fail, without those that are `done`, and in
-    `forwards` the model's forward passes; `recorded` with their trajectories."""
+    """Sample this process's rows that are not `done`, and yield (index, output fields or error) as they end.
+
+    Args:
+        forwards: set to the number of forward passes.
+        recorded: include trajectories.
+    """
     sampler = PromptSampler(
         loaded.model, loaded.tokenizer, prompts, settings, size, replicas, record=recorded, skip=done
     )
@@ -365,7 +365,7 @@ def _rows_of_calls(
     replicas: Replicas,
     done: Container[int],
 ) -> Iterator[tuple[int, Facts | RowError]]:
-    """As `_rows`, by a call of `generate` for each prompt. One of which some rows are done is sampled again."""
+    """`_rows` with one call of `generate` per prompt. Prompts with some finished rows are sampled again."""
     seeds = seeds_of(loaded.model, prompts, settings)
     left = [
         number
@@ -378,7 +378,7 @@ def _rows_of_calls(
             settings = {**settings, "seed": own if loaded.diffusion else own[0]}
         try:
             result = _sample(loaded, [prompts[number]], settings, None)
-        except DlmBridgeError as error:  # of this prompt alone
+        except DlmBridgeError as error:
             reason = error.reason if isinstance(error, RowError) else str(error)
             for place in range(copies):
                 yield number * copies + place, RowError(reason)
@@ -397,7 +397,7 @@ def _sample(
 
 
 def _infills(loaded: LoadedModel, settings: dict[str, Any]) -> bool:
-    """True if [MASK] in a prompt stands for tokens to fill."""
+    """True if [MASK] in a prompt is a token to fill in."""
     return loaded.diffusion and bool(settings.get("infill"))
 
 
@@ -415,8 +415,8 @@ def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _stdout_or(request: Arguments) -> Iterator[TextIO]:
-    """The output of the first process; that of the others is discarded."""
+def _stdout_or(request: GenerateOptions) -> Iterator[TextIO]:
+    """Context manager: the output of the first process; other processes discard theirs."""
     if not is_main():
         with open(os.devnull, "w") as stream:
             yield stream
@@ -429,7 +429,7 @@ def _stdout_or(request: Arguments) -> Iterator[TextIO]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar over rows on stderr, where that is a terminal; called with the number of those done."""
+    """Context manager: a progress bar on stderr, if that is a terminal, called with the number of finished rows."""
     console = Console(stderr=True)
     if not (console.is_terminal and is_main()):
         yield lambda number: None

@@ -304,18 +304,6 @@ def sampler_names() -> list[str]:
     return list(SAMPLERS)
 
 
-def general_choices(setting: str) -> Callable[[], Iterable[str]]:
-    """The values of a setting that every sampler has."""
-
-    def choices() -> Iterable[str]:
-        from dlm_bridge.generation.samplers import GENERAL_SETTINGS
-
-        check = GENERAL_SETTINGS[setting]
-        return check.choices if check is not None else ()
-
-    return choices
-
-
 def objective_names() -> list[str]:
     from dlm_bridge.objectives.registry import OBJECTIVES
 
@@ -362,11 +350,12 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
 
 
 def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Parameters for `with_parameters`: the options of a flat dataclass that are not `names`, by the field's name."""
+    """Parameters for `with_parameters`: options of a dataclass by field name, without `names` and options of
+    sections."""
     return {
         each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
         for each in options_of(config_class).values()
-        if each.name not in names
+        if not each.section and each.name not in names
     }
 
 
@@ -407,47 +396,3 @@ def _whole_number(option: Option) -> Callable[[str], int]:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub folder or id, or Megatron checkpoint.")]
-# Options of the commands that load a model.
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="keep (as stored), bf16, fp16 or fp32.",
-        autocompletion=completes(cast_dtypes),
-        rich_help_panel=LOADING,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Such as cpu, cuda or cuda:1; a GPU by default.", rich_help_panel=LOADING)
-]
-DeviceMap = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MAP",
-        help="Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-        rich_help_panel=LOADING,
-    ),
-]
-TpPlan = Annotated[
-    str | None,
-    typer.Option(metavar="auto", help="Tensor parallelism over torchrun's processes.", rich_help_panel=LOADING),
-]
-ChatTemplateArgs = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Variable of the chat template: enable_thinking=false. Repeatable."),
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder or id; the model's own by default.", rich_help_panel=LOADING)
-]
-Family = Annotated[
-    str | None,
-    typer.Option(
-        help="The model family, where config.json cannot tell.",
-        autocompletion=completes(family_names),
-        rich_help_panel=LOADING,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.", rich_help_panel=LOADING)]
-Like = Annotated[
-    str | None,
-    typer.Option(metavar="HF", help="Hub model of a Megatron checkpoint of another program.", rich_help_panel=LOADING),
-]

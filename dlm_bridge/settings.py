@@ -98,6 +98,7 @@ def option(default: Any, help: str, **constraints: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+common_option = functools.partial(option, common=True)
 accelerate_option = functools.partial(option, engine="accelerate")
 megatron_option = functools.partial(option, engine="megatron")
 
@@ -134,55 +135,6 @@ def options_meant(config_class: type, word: str) -> list[Option]:
     return [each for each in options_of(config_class).values() if {each.name, *each.aliases} & set(names)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadingOptions:
-    """Options of the commands that load a model: which tensors, and on which devices. `source` are keywords of
-    `dlm_bridge.loading.load_model`; `dlm_bridge.loading.Placement.of` reads the others."""
-
-    dtype: str = option("keep", "keep (as stored), bf16, fp16 or fp32.", panel="Loading", common=True)
-    device: str | None = option(
-        None, "Such as cpu, cuda or cuda:1; a GPU by default.", metavar="TEXT", panel="Loading", common=True
-    )
-    device_map: str | None = option(
-        None,
-        "Several GPUs, CPU and disk: auto, or a JSON object of devices.",
-        metavar="MAP",
-        panel="Loading",
-        common=True,
-    )
-    offload_folder: str | None = option(
-        None, "Folder for the weights that `device_map` offloads to disk.", metavar="DIR", panel="Loading", common=True
-    )
-    tp_plan: str | None = option(
-        None, "Tensor parallelism over torchrun's processes.", metavar="auto", panel="Loading", common=True
-    )
-    tp: int | None = option(
-        None,
-        "Shard the model over N processes; each group of N processes gets a part of the rows.",
-        minimum=1,
-        metavar="N",
-        panel="Loading",
-        common=True,
-    )
-    tokenizer: str | None = option(
-        None, "Tokenizer folder or id; the model's own by default.", metavar="TEXT", panel="Loading", common=True
-    )
-    family: str | None = option(
-        None, "Model family, if config.json does not identify it.", metavar="TEXT", panel="Loading", common=True
-    )
-    revision: str | None = option(
-        None, "Branch, tag or commit of a Hub id.", metavar="TEXT", panel="Loading", common=True
-    )
-    like: str | None = option(
-        None, "Hub model of a Megatron checkpoint of another program.", metavar="HF", panel="Loading", common=True
-    )
-
-    @property
-    def source(self) -> dict[str, str | None]:
-        """Keywords of `load_model` that select the tensors and the tokenizer."""
-        return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}
-
-
 def check_option(option: Option, value: Any, task: str, values: Mapping[str, Any]) -> None:
     """Raise SettingError for a value out of range, or one that the engine, the task or another option excludes.
 
@@ -206,11 +158,12 @@ def check_value(option: Option, value: Any) -> None:
     """Raise SettingError for a value that is not among the option's choices or out of its range."""
     if option.choices and value is not None:
         check_choice(option.name, value, option.choices)
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _in_range(option, value):
-        raise SettingError(option.name, f"must be {_range(option)}, not {value}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not in_range(option, value):
+        raise SettingError(option.name, f"must be {range_text(option)}, not {value}")
 
 
-def _in_range(option: Option, value: float) -> bool:
+def in_range(option: Option, value: float) -> bool:
+    """True if the number is finite and within the option's bounds."""
     return (
         math.isfinite(value)
         and (option.minimum is None or value >= option.minimum)
@@ -220,7 +173,8 @@ def _in_range(option: Option, value: float) -> bool:
     )
 
 
-def _range(option: Option) -> str:
+def range_text(option: Option) -> str:
+    """Description of the option's bounds."""
     low = option.minimum if option.above is None else option.above
     high = option.maximum if option.below is None else option.below
     if high is None:
@@ -280,3 +234,34 @@ def whole_numbers(field: str, text: str | None) -> list[int]:
         return [int(word) for word in comma_separated(text)]
     except ValueError:
         raise SettingError(field, f"{text} must be integers separated by commas") from None
+
+
+_loading_option = functools.partial(common_option, panel="Loading")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions:
+    """Options of the commands that load a model. `source` are keywords of `dlm_bridge.loading.load_model`;
+    `dlm_bridge.loading.Placement.of` reads the others."""
+
+    dtype: str = _loading_option("keep", "keep (as stored), bf16, fp16 or fp32.")
+    device: str | None = _loading_option(None, "Such as cpu, cuda or cuda:1; a GPU by default.")
+    device_map: str | None = _loading_option(
+        None, "Several GPUs, CPU and disk: auto, or a JSON object of devices.", metavar="MAP"
+    )
+    offload_folder: str | None = _loading_option(
+        None, "Folder for the weights that a device map offloads to disk.", metavar="DIR"
+    )
+    tp_plan: str | None = _loading_option(None, "Tensor parallelism over torchrun's processes.", metavar="auto")
+    tp: int | None = _loading_option(
+        None, "Shard the model over N processes; each group of N gets a part of the rows.", minimum=1, metavar="N"
+    )
+    tokenizer: str | None = _loading_option(None, "Tokenizer folder or id; the model's own by default.")
+    family: str | None = _loading_option(None, "Model family, if config.json does not identify it.")
+    revision: str | None = _loading_option(None, "Branch, tag or commit of a Hub id.")
+    like: str | None = _loading_option(None, "Hub model of a Megatron checkpoint of another program.", metavar="HF")
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Keywords of `load_model` that select the tensors and the tokenizer."""
+        return {name: getattr(self, name) for name in ("dtype", "family", "revision", "like", "tokenizer")}

@@ -1,4 +1,4 @@
-"""Published samplers that are no family's default."""
+"""Published samplers that are not the default of any family."""
 
 from dlm_bridge.registration import Extension
 

@@ -1,7 +1,7 @@
-"""dInfer's credit decoding (arXiv 2510.06133): tokens that were predicted before gain credit, and commit earlier.
+"""dInfer's credit decoding (arXiv 2510.06133): repeatedly predicted tokens gain credit and are committed earlier.
 
     canvas = prompt + [MASK] * gen_length
-    for block in blocks of block_length, from left to right:    # of a block-causal model counted from the first token
+    for block in blocks of block_length, from left to right:    # block-causal: counted from the first token
         credit = zeros(block_length, vocabulary)
         while the block has masks:
             logits = model(canvas)
@@ -13,7 +13,7 @@
             scores = softmax(logits)[tokens]
             commit the tokens with score >= min(threshold, best score - 1e-5)
 
-Where dInfer's code proposes the mask token, it leaves the mask to a later step; here the mask token is never proposed.
+If dInfer's code proposes the mask token, the mask remains for a later step; here the mask token is never proposed.
 
 Source: inclusionAI/dInfer fce4e32, `CreditThresholdParallelDecoder`, called as by `BlockWiseDiffusionLLM` and
 `BlockDiffusionLLM`.
@@ -34,32 +34,26 @@ from dlm_bridge.generation.predictors import BlockCausalPredictor, Predictor
 from dlm_bridge.generation.runtime.runner import ModelRunner
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, block_parts, parameter
 
-# How much less than the best score is committed with it.
+# Scores within this distance of the best one are committed with it.
 NEARLY_BEST = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class CreditSampler(Sampler):
-    """dInfer's credit decoding.
-
-    Args:
-        block_length: tokens that are denoised together.
-        threshold: confidence, credit included, from which on a token is committed.
-        credit_alpha: weight of the credit in the logits; with 0 this is dInfer's threshold decoding.
-        boost_gamma: exponent of the probability that a token gains as credit.
-        decay_beta: factor of the credit from step to step.
-    """
+    """dInfer's credit decoding."""
 
     name: ClassVar[str] = "credit"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional", "block_causal")
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = parameter(128, minimum=1)
-    threshold: float = parameter(0.9, minimum=0)
-    credit_alpha: float = parameter(0.7, minimum=0)
-    boost_gamma: float = parameter(0.2, minimum=0)
-    decay_beta: float = parameter(0.8, minimum=0, maximum=1)
+    block_length: int = parameter(128)
+    threshold: float = parameter(0.9, "Confidence, including credit, from which a token is committed.")
+    credit_alpha: float = parameter(
+        0.7, "Weight of the credit in the logits; 0: dInfer's threshold decoding.", minimum=0
+    )
+    boost_gamma: float = parameter(0.2, "Exponent of the probability that a token gains as credit.", minimum=0)
+    decay_beta: float = parameter(0.8, "Decay factor of the credit per step.", minimum=0, maximum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         parts = block_parts(self.block_length, tokens)
@@ -74,7 +68,7 @@ class CreditSampler(Sampler):
 
 
 class NearThresholdRule(OneOrMoreRule):
-    """Commits the tokens with confidence >= threshold, or those that are best to within 1e-5."""
+    """Commits the tokens with confidence >= threshold, and those within 1e-5 of the best one."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -86,8 +80,8 @@ class NearThresholdRule(OneOrMoreRule):
 
 
 class CreditPredictor(Predictor):
-    """Adds the logarithm of a token's credit to its logit: the decayed sum, over the block's forward passes, of the
-    boosted probabilities that it had as a mask's best token."""
+    """Adds the logarithm of a token's credit to its logit. The credit is the decayed sum, over the block's forward
+    passes, of the token's boosted probabilities when it was the best token of the mask."""
 
     def __init__(
         self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, alpha: float, gamma: float, decay: float,
@@ -111,4 +105,4 @@ class CreditPredictor(Predictor):
 
 
 class BlockCreditPredictor(CreditPredictor, BlockCausalPredictor):
-    """The same of a block-causal model."""
+    """`CreditPredictor` for block-causal models."""

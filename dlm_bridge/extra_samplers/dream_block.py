@@ -1,20 +1,20 @@
-"""Fast-dLLM v1's sampler for Dream, blocks with caches of its own (arXiv 2505.22618).
+"""Fast-dLLM v1's sampler for Dream: blocks with approximate KV caches (arXiv 2505.22618).
 
     canvas = prompt + [MASK] * gen_length
     for block in blocks of block_length, from left to right:
         logits = model(canvas)                          # cache "prefix", "dual": fills the cache
         commit draw(softmax(logits / temperature), top_p, top_k) at the block's first column
         while the block has masks:
-            logits = model(canvas)                      # "prefix": the block and what follows it; "dual": the block
+            logits = model(canvas)                      # "prefix": from the block on; "dual": the block
             tokens = draw(softmax(logits / temperature), top_p, top_k)
             alg "confidence_threshold":
                 commit the tokens with probability >= threshold, and the best one
             alg "entropy": with t, s the next neighbours of linspace(1, eps, steps / blocks + 1), from the second on,
-                commit the int(masks * (1 - s / t)) tokens of lowest entropy, in the last step all
+                commit the int(masks * (1 - s / t)) tokens of lowest entropy; the last step commits all
 
-The block's first token is predicted by the column before it, so that later steps need not run that column: it is read
-from the cache as it was in the block's first forward pass. (The caches of the sampler `llada` on Dream's models run it
-in every step.) The original code keeps a cache always; without one (`cache="none"`) nothing is approximated.
+The block's first token is predicted by the column before it. Later steps do not run that column, but read it from the
+cache of the block's first forward pass. (With the sampler `llada` on Dream's models, every step runs it.) The
+published code always uses a cache; `cache="none"` is exact.
 
 Source: NVlabs/Fast-dLLM 24cc59e, dream/model/generation_utils_block.py.
 """
@@ -28,7 +28,7 @@ from math import ceil
 from typing import Any, ClassVar, Self
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, Columns
 from dlm_bridge.generation.commit_rules import CommitRule, ThresholdRule, TopScoresRule, probability
 from dlm_bridge.generation.predictors import Predictor
@@ -39,16 +39,7 @@ from dlm_bridge.generation.token_sampling import TokenSampling
 
 @dataclass(frozen=True, kw_only=True)
 class DreamBlockSampler(Sampler):
-    """Fast-dLLM v1's `diffusion_generate` for Dream, with `cache="prefix"` (its default) or `cache="dual"`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        alg: "confidence_threshold", or "entropy", which the code does for every other name.
-        threshold: confidence from which on a token is committed; of alg "confidence_threshold" only.
-        steps: denoising steps over all blocks, the first one of each included; of alg "entropy" only.
-        eps: the last noise level; of alg "entropy" only.
-        alg_temp: above 0, positions are drawn instead of ranked; of alg "entropy" only.
-    """
+    """Fast-dLLM v1's `diffusion_generate` for Dream, with `cache="prefix"` (its default) or `cache="dual"`."""
 
     name: ClassVar[str] = "dream_block"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -57,12 +48,20 @@ class DreamBlockSampler(Sampler):
     whole_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False
 
-    block_length: int = parameter(32, minimum=1)
-    alg: str = parameter("confidence_threshold", choices=("confidence_threshold", "entropy"))
-    threshold: float = parameter(0.9, minimum=0)
-    steps: int = parameter(512, minimum=1)
-    eps: float = parameter(1e-3, above=0, below=1)
-    alg_temp: float | None = parameter(None, minimum=0)
+    block_length: int = parameter(32)
+    alg: str = parameter(
+        "confidence_threshold",
+        "confidence_threshold, or entropy, which the published code uses for every other name.",
+        choices=("confidence_threshold", "entropy"),
+    )
+    threshold: float = parameter(0.9, "Confidence from which alg confidence_threshold commits a token.")
+    steps: int = parameter(
+        512, "Denoising steps in total, over all blocks, including the first one of each; for alg entropy."
+    )
+    eps: float = parameter(1e-3, "Last noise level; for alg entropy.", above=0, below=1)
+    alg_temp: float | None = parameter(
+        None, "Above 0: draw positions at this temperature; for alg entropy.", minimum=0
+    )
 
     def fitted(self, explicit: Container[str]) -> Self:
         blocks = ceil(self.gen_length / self.block_length)
@@ -84,34 +83,36 @@ class DreamBlockSampler(Sampler):
     def _rule(self, blocks: int) -> CommitRule:
         if self.alg == "confidence_threshold":
             if self.alg_temp is not None:
-                raise DlmBridgeError("alg 'confidence_threshold' draws no positions: leave alg_temp out")
+                raise SettingError("alg_temp", "`alg=confidence_threshold` does not rank positions: remove it")
             return BlockThresholdRule(self.threshold, probability)
         steps, rest = divmod(self.steps, blocks)
         if rest or (steps < 2 and self.block_length > 1):
             below = max(steps, 2) * blocks
-            raise DlmBridgeError(
-                f"steps {self.steps} is not two or more for each of the {blocks} blocks (gen_length {self.gen_length} "
-                f"/ block_length {self.block_length}), the same number for all: use steps {below} or {below + blocks}"
+            raise SettingError(
+                "steps",
+                f"{self.steps} is not a multiple of the {blocks} blocks (`gen_length={self.gen_length}` / "
+                f"`block_length={self.block_length}`) with two or more steps per block: use {below} or "
+                f"{below + blocks}",
             )
         schedule = partial(noise_level_schedule, steps=steps, eps=self.eps, first=1)
         return BlockTopScoresRule(negative_entropy, schedule, self.alg_temp)
 
 
 class BlockThresholdRule(ThresholdRule):
-    """`ThresholdRule` behind a first token that the token before it predicts."""
+    """`ThresholdRule` for blocks whose first token is predicted by the token before them."""
 
     needs_prompt: ClassVar[bool] = True
 
 
 class BlockTopScoresRule(TopScoresRule):
-    """`TopScoresRule` behind a first token that the token before it predicts."""
+    """`TopScoresRule` for blocks whose first token is predicted by the token before them."""
 
     needs_prompt: ClassVar[bool] = True
 
 
 class FirstTokenPredictor(Predictor):
-    """A block's first token comes from its first forward pass, over the whole canvas; with a cache the later ones
-    begin with the block's first column, which predicts the second token."""
+    """Predictor that commits a block's first token in its first forward pass, over the whole canvas. With a cache,
+    later passes begin at the block's first column, which predicts the second token."""
 
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
         return slice(block.start + 1, block.stop)

@@ -1,7 +1,7 @@
-"""dInfer's hierarchical decoding (arXiv 2510.08666): tokens of a step are committed far apart, and so halve the masks.
+"""dInfer's hierarchical decoding (arXiv 2510.08666): a step commits distant tokens, which divide the spans of masks.
 
     canvas = prompt + [MASK] * gen_length
-    for block in blocks of block_length, from left to right:    # of a block-causal model counted from the first token
+    for block in blocks of block_length, from left to right:    # block-causal: counted from the first token
         while the block has masks:
             logits = model(canvas)
             tokens = argmax(logits / temperature + Gumbel noise)
@@ -10,8 +10,8 @@
                 commit the span's best token if its score > low_threshold
             commit every token with score > threshold, and the block's best one
 
-The first step of a block has one span. Its best token divides it into two, whose best ones are far apart and depend
-little on each other.
+In the first step, the block is one span. Its best token divides it into two spans, whose best tokens are far apart and
+nearly independent.
 
 Source: inclusionAI/dInfer fce4e32, `HierarchyDecoder`, called as by `BlockWiseDiffusionLLM` and `BlockDiffusionLLM`.
 """
@@ -30,22 +30,18 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalSampler(Sampler):
-    """dInfer's hierarchical decoding.
-
-    Args:
-        block_length: tokens that are denoised together.
-        threshold: confidence above which a token is committed wherever it stands; None: no such tokens.
-        low_threshold: confidence above which a span's best token is committed; None: always.
-    """
+    """dInfer's hierarchical decoding."""
 
     name: ClassVar[str] = "hierarchical"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional", "block_causal")
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
 
-    block_length: int = parameter(128, minimum=1)
-    threshold: float | None = parameter(0.9, minimum=0)
-    low_threshold: float | None = parameter(0.3, minimum=0)
+    block_length: int = parameter(128)
+    threshold: float | None = parameter(0.9, "Confidence above which a token is committed anywhere; None: never.")
+    low_threshold: float | None = parameter(
+        0.3, "Confidence above which the best token of a span is committed; None: always.", minimum=0
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -56,8 +52,8 @@ class HierarchicalSampler(Sampler):
 
 
 class HierarchicalRule(OneOrMoreRule):
-    """Commits the best token of each run of neighbouring masks, if its confidence is above `low_threshold`; all tokens
-    with confidence above `threshold`; and the best one of the block."""
+    """Commits the best token of each run of neighbouring masks if its confidence is above `low_threshold`, all tokens
+    with confidence above `threshold`, and the best token of the block."""
 
     def __init__(self, threshold: float | None, low_threshold: float | None) -> None:
         self._threshold = threshold
@@ -74,7 +70,7 @@ class HierarchicalRule(OneOrMoreRule):
 
 
 def best_of_spans(scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
-    """[A, N], at each mask the highest score of the run of neighbouring masks that it belongs to."""
+    """[A, N], at each mask the highest score of its run of neighbouring masks."""
     starts_AN = masked_AN.clone()
     starts_AN[:, 1:] &= ~masked_AN[:, :-1]
     span_AN = (starts_AN.cumsum(dim=1) - 1).clamp(min=0)

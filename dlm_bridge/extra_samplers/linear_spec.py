@@ -1,14 +1,15 @@
 """Nemotron-Labs-Diffusion's linear self-speculation: speculative decoding by one model.
 
     text = prompt + causal model's next token
-    while a new token is missing:
+    while new tokens are missing:
         draft = [last token] + [MASK] * (block_length - 1)
         fill the masks of draft with the denoiser, whose block attends to all of itself and to the text
-            # threshold 0: in one forward pass; above: each pass fills what has probability >= threshold, and the best
-        check = causal model's next tokens behind each token of draft
-        commit check as far as draft predicted it, and the first token that it did not
+            # threshold 0: in one forward pass; above: each pass fills the masks with probability >= threshold, and the
+            # best one
+        check = causal model's next token after each token of draft
+        commit the tokens of check that draft predicted, and the first one that it did not
 
-At temperature 0 the text is the causal model's own, token for token; above, it is drawn from that model.
+At temperature 0, the text is the causal model's, token for token; above 0, it is drawn from that model.
 
 Source: the model's `linear_spec_generate`, in its modeling code on the Hub.
 """
@@ -24,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, to_device
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, DenoisingRule, SamplerContext, best
 from dlm_bridge.generation.kv_cache import KVCache
@@ -37,28 +38,25 @@ from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpecSampler(Sampler):
-    """The model's `linear_spec_generate`.
-
-    Args:
-        block_length: tokens of a draft, the last committed one included.
-        threshold: 0: one forward pass fills the draft. Above: each pass fills what has at least this probability.
-        draft_adapter: name of the model's PEFT adapter that is active in drafts only, as the published
-            `linear_spec_lora` is.
-    """
+    """The model's `linear_spec_generate`."""
 
     name: ClassVar[str] = "linear_spec"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
-    infills: ClassVar[bool] = False  # what follows is not attended to
+    infills: ClassVar[bool] = False  # causal attention does not reach later tokens
     model_blocks: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = False
 
-    block_length: int = parameter(32, minimum=1)
-    threshold: float = parameter(0.0, minimum=0)
-    draft_adapter: str | None = None
+    block_length: int = parameter(32, "Tokens of a draft, including the last committed one.")
+    threshold: float = parameter(
+        0.0, "0: one forward pass fills the draft. Above: each pass fills the tokens with at least this probability."
+    )
+    draft_adapter: str | None = parameter(
+        None, "Name of a PEFT adapter that is active in drafts only, such as the published linear_spec_lora."
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = self.block_length - 1  # what a check may predict behind the last new token
+        spare = self.block_length - 1  # columns that a check may predict after the last new token
         return SamplerSpec(
             layout=BlockLayout(None, spare=spare),
             rule=SpeculativeRule(self.block_length, self.threshold),
@@ -70,7 +68,7 @@ class LinearSpecSampler(Sampler):
 
 @dataclass(frozen=True)
 class SpeculativeRule(DenoisingRule):
-    """Denoises in steps of a draft and its check; see `LinearSpecSampler` for the arguments."""
+    """Rule whose steps are a draft and its check; see `LinearSpecSampler` for the arguments."""
 
     needs_prompt: ClassVar[bool] = True
 
@@ -78,7 +76,7 @@ class SpeculativeRule(DenoisingRule):
     threshold: float = 0.0
 
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """Commit the causal model's first token. The block is all of the new tokens."""
+        """Commit the causal model's first token. The block contains all new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, DraftPredictor)
         predictor.begin(rows)
@@ -87,7 +85,7 @@ class SpeculativeRule(DenoisingRule):
         return self._go_on(context, block, rows, firsts, last_A1, predictor.prompt(rows))
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """A draft and its check."""
+        """Write a draft and check it."""
         predictor = context.predictor
         assert isinstance(predictor, DraftPredictor)
         predictor.keep_rows(rows)
@@ -104,7 +102,7 @@ class SpeculativeRule(DenoisingRule):
         drafts_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
     ) -> list[int]:
-        """Commit what the check allows; the rows that have not ended."""
+        """Commit the tokens that pass the check. Returns the rows that have not ended."""
         predictor = context.predictor
         assert isinstance(predictor, DraftPredictor)
         committed_A = self._commit(context, block, rows, firsts, drafts_AN, logits_ANV)
@@ -114,7 +112,7 @@ class SpeculativeRule(DenoisingRule):
     def _draft(
         self, context: SamplerContext, predictor: DraftPredictor, rows: list[int], firsts: list[int]
     ) -> torch.Tensor:
-        """[A, N] tokens: the last committed one of each row, and the drafted ones behind it."""
+        """[A, N] tokens: the last committed one of each row, and the draft after it."""
         canvas = context.canvas
         columns_AN = columns_from(firsts, self.block_length, canvas.tokens.device)
         drafts_AN = canvas.take(rows, columns_AN)
@@ -122,11 +120,11 @@ class SpeculativeRule(DenoisingRule):
         by_text = context.constraints is not None and context.constraints.by_text
         while going:
             some = [rows[place] for place in going]
-            # Of all rows nothing is copied.
+            # A slice copies nothing.
             which = slice(None) if some == rows else to_device(going, columns_AN.device)
             columns = columns_AN[which, 1:]
             logits = predictor.draft(rows, firsts, drafts_AN)[which, 1:]
-            # Constraints by text hold in the check alone: a draft has no text before its tokens yet.
+            # Constraints by text apply in the check only: a draft has no committed text before its tokens.
             if not by_text:
                 logits = context.constrain(logits, some, columns)
             shaped, tokens = propose_tokens(logits, canvas, some, columns, context.sampling, context.noise)
@@ -152,9 +150,9 @@ class SpeculativeRule(DenoisingRule):
         drafts_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
     ) -> torch.Tensor:
-        """Commit the check's tokens as far as the drafts predicted them, and one token more.
+        """Commit the check's tokens that the drafts predicted, and one more.
 
-        Returns [A], how many tokens that are; of rows that end before, those until then or more.
+        Returns [A], the number of tokens; for rows that end before, possibly including tokens after the end.
         """
         canvas = context.canvas
         columns_AN = columns_from(firsts, drafts_AN.shape[1], drafts_AN.device) + 1
@@ -178,7 +176,7 @@ class SpeculativeRule(DenoisingRule):
         drafts_AN: torch.Tensor,
         logits_ANV: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for constraints by text, which see committed tokens only. Returns the constrained logits, too."""
+        """`_commit` for constraints by text, which depend on committed tokens. Also returns the constrained logits."""
         canvas, logits_ANV = context.canvas, logits_ANV.clone()
         committed_A = torch.zeros_like(columns_AN[:, 0])
         going = list(range(len(rows)))  # places in `rows`
@@ -208,10 +206,7 @@ class DraftPredictor(SpeculativePredictor):
     ) -> None:
         super().__init__(runner, canvas, cache, shift=shift)
         if adapter is not None and not cache.stores:
-            raise DlmBridgeError(
-                f"draft_adapter {adapter!r} drafts behind keys and values that the model has cached without it: "
-                "use cache 'block'"
-            )
+            raise SettingError("draft_adapter", "reads a KV cache that is written without the adapter: `cache=block`")
         self._adapter = DraftAdapter(runner.model, adapter)
 
     def prompt(self, rows: list[int]) -> torch.Tensor:
@@ -219,7 +214,7 @@ class DraftPredictor(SpeculativePredictor):
             return super().prompt(rows)
 
     def draft(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N, V], the denoiser's logits of the rows' blocks."""
+        """[A, N, V], the denoiser's logits for the rows' blocks."""
         with self._adapter.on():
             return self._block_logits(rows, firsts, tokens_AN, draft=True)
 
@@ -232,14 +227,16 @@ class DraftPredictor(SpeculativePredictor):
 
 
 class DraftAdapter:
-    """Activates a PEFT adapter for a forward pass; afterwards the model is restored.
+    """Activates a PEFT adapter for a forward pass, and restores the model afterwards.
 
-    Other adapters are part of the model: what of them is active takes part in drafts and checks alike. Without a name
-    nothing is switched. The layers' own attributes are set, since PEFT's methods also change what is trained.
+    Other active adapters are part of the model, in drafts and in checks. Without a name, nothing is switched. The
+    layers' attributes are set directly, because PEFT's methods also change `requires_grad`.
+
+    Raises:
+        SettingError: the model does not have the adapter, or it cannot be switched.
     """
 
     def __init__(self, model: Any, name: str | None) -> None:
-        """Raises DlmBridgeError for an adapter that the model does not have, or that cannot be switched."""
         self._name = name
         self._layers: list[Any] = []
         if name is None:
@@ -249,12 +246,11 @@ class DraftAdapter:
         layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         known = sorted({one for layer in layers for kind in layer.adapter_layer_names for one in getattr(layer, kind)})
         if name not in known:
-            have = f"it has {', '.join(known)}" if known else "put one on it with peft.PeftModel.from_pretrained"
-            raise DlmBridgeError(f"draft_adapter {name!r} is no adapter of the model: {have}")
+            have = f"it has {', '.join(known)}" if known else "add one with peft.PeftModel.from_pretrained"
+            raise SettingError("draft_adapter", f"the model has no adapter {name!r}: {have}")
         if any(layer.merged for layer in layers):
-            raise DlmBridgeError(
-                f"draft_adapter {name!r} cannot be switched while adapters are merged into the weights: "
-                "call unmerge_adapter() first"
+            raise SettingError(
+                "draft_adapter", f"{name!r} is merged into the weights: call unmerge_adapter() before sampling"
             )
         self._layers = layers
 

@@ -1,7 +1,7 @@
 """LLaDA2.1's sampler, which edits committed tokens of the block.
 
     for block in blocks of block_length, counted from the text's first token:
-        until the block has no masks and nothing was edited, or after max_post_steps steps without masks:
+        until the block has no masks and a step edits no token, or after max_post_steps steps without masks:
             tokens = argmax(logits), or draws;  scores = their probabilities
             commit the masks with score > threshold, or the num_to_transfer best if these are more
             replace committed new tokens of the block that differ and have score > editing_threshold
@@ -26,26 +26,18 @@ from dlm_bridge.generation.token_sampling import Noise
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA21Sampler(Sampler):
-    """LLaDA2.1's `generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        threshold: probability above which a mask is committed.
-        editing_threshold: probability above which a committed token is replaced.
-        max_post_steps: steps that a block without masks may take.
-        num_to_transfer: masks that a step commits at least.
-    """
+    """LLaDA2.1's `generate`."""
 
     name: ClassVar[str] = "llada2.1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, minimum=1)
-    block_length: int = parameter(32, minimum=1)
-    threshold: float = parameter(0.95, minimum=0)
-    editing_threshold: float = parameter(0.9, minimum=0)
-    max_post_steps: int = parameter(16, minimum=0)
-    num_to_transfer: int = parameter(1, minimum=1)
+    gen_length: int = parameter(2048)
+    block_length: int = parameter(32)
+    threshold: float = parameter(0.95, "Probability above which a mask is committed.")
+    editing_threshold: float = parameter(0.9, "Probability above which a committed token is replaced.", minimum=0)
+    max_post_steps: int = parameter(16, "Maximum steps of a block without masks.", minimum=0)
+    num_to_transfer: int = parameter(1, "Minimum masks that a step commits.", minimum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -58,7 +50,7 @@ class LLaDA21Sampler(Sampler):
 
 
 class EditingRule(CommitRule):
-    """Commits masks by a threshold, and replaces committed new tokens of the block by a threshold of their own."""
+    """Commits masks by one threshold, and replaces committed new tokens of the block by another one."""
 
     edits = True
 
@@ -93,6 +85,6 @@ class EditingRule(CommitRule):
         return filled_AN | edits_AN
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        # An end-of-sequence token does not end a row's block early: it may be edited away again.
+        # An end-of-sequence token does not end a row's block early, because it may still be edited.
         assert self._more_A is not None
         return self._more_A

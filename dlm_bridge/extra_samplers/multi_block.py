@@ -1,21 +1,20 @@
-"""d3LLM's multi-block decoding (arXiv 2601.07568): a block is begun before the one in front of it is complete.
+"""d3LLM's multi-block decoding (arXiv 2601.07568): a block starts before the previous one is complete.
 
     canvas = prompt + [MASK] * gen_length, in blocks of block_length
-    begun = 1
+    started = 1
     while there are masks:
-        if at least block_add_threshold of the last begun block is committed:
-            begun = begun + 1
+        if at least block_add_threshold of the last started block is committed:
+            started = started + 1
         logits = model(canvas)
         tokens = argmax(logits / temperature + Gumbel noise)
-        commit, of the begun blocks,
+        commit, in the started blocks,
             every token whose entropy of softmax(logits) is at most entropy_threshold
-            and the one of lowest entropy                       # commit_best
-            and, if these are none of the first block that has masks, its one of lowest entropy
+            and the token of lowest entropy                       # commit_best
+            and, if none of these is in the first block that has masks, that block's token of lowest entropy
 
-The code for LLaDA has `commit_best`, that for Dream has not. With block_add_threshold 1 the blocks come one after the
-other. Its `decoded_token_threshold` is left out: the first block with masks always counts as activated by it, and
-nothing else of the decoding without a cache asks for it. Its delayed cache, and `early_stop`, which overwrites what
-follows an end-of-sequence token, are not here: rows end at the token as in every sampler.
+With block_add_threshold 1, the blocks are denoised one after the other. Not implemented: `decoded_token_threshold`,
+which has no effect without a cache; the delayed cache; and `early_stop`, which overwrites the tokens after an
+end-of-sequence token (rows end at that token, as in every sampler).
 
 Source: hao-ai-lab/d3LLM e5bfcac, `generate_multi_block` of d3llm_LLaDA/d3llm_llada_generate_util.py and
 `_sample_multi_block` of d3llm_DREAM/d3llm_dream_generate_util.py.
@@ -38,15 +37,7 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiBlockSampler(Sampler):
-    """d3LLM's multi-block decoding.
-
-    Args:
-        block_length: tokens of a block.
-        entropy_threshold: entropy, in nats, up to which a token is committed; `threshold` in the published code.
-        block_add_threshold: part of the last begun block that is committed before the next one is begun.
-        commit_best: each step commits the token of lowest entropy of all begun blocks too, as for LLaDA; False: as for
-            Dream.
-    """
+    """d3LLM's multi-block decoding."""
 
     name: ClassVar[str] = "multi_block"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -55,10 +46,16 @@ class MultiBlockSampler(Sampler):
     whole_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False
 
-    block_length: int = parameter(32, minimum=1)
-    entropy_threshold: float = parameter(0.5, minimum=0)
-    block_add_threshold: float = parameter(0.5, minimum=0, maximum=1)
-    commit_best: bool = True
+    block_length: int = parameter(32)
+    entropy_threshold: float = parameter(
+        0.5, "Entropy in nats up to which a token is committed; published as `threshold`.", minimum=0
+    )
+    block_add_threshold: float = parameter(
+        0.5, "Committed fraction of the last started block at which the next one starts.", minimum=0, maximum=1
+    )
+    commit_best: bool = parameter(
+        True, "Each step also commits the token of lowest entropy of all started blocks (LLaDA's code, not Dream's)."
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -69,7 +66,7 @@ class MultiBlockSampler(Sampler):
 
 
 class MultiBlockRule(OneOrMoreRule):
-    """Commits tokens of low entropy in all blocks that are begun, and at least one in the first one with masks."""
+    """Commits tokens of low entropy in all started blocks, and at least one in the first block with masks."""
 
     def __init__(self, block_length: int, threshold: float, block_add_threshold: float, commit_best: bool) -> None:
         self._block_length = block_length
@@ -95,7 +92,7 @@ class MultiBlockRule(OneOrMoreRule):
         return picked_AN | (needy_A1 & best(scores_AN) & (scores_AN > MINUS_INFINITY))
 
     def _begin_blocks(self, step: Step) -> torch.Tensor:
-        """[A] blocks that are begun, after beginning the next one where the last one is far enough."""
+        """[A], number of started blocks, after starting the next one if enough of the last one is committed."""
         short = -step.masked.shape[1] % self._block_length  # of the last block
         masks_AK = F.pad(step.masked, (0, short)).unflatten(1, (-1, self._block_length)).sum(dim=-1)
         more_B = self.memory.tensor("blocks begun behind the first")

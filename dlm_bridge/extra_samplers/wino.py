@@ -1,23 +1,23 @@
-"""WINO: wide-in, narrow-out decoding, which masks doubtful tokens again (arXiv 2507.18578).
+"""WINO: wide-in, narrow-out decoding, which masks uncertain tokens again (arXiv 2507.18578).
 
     canvas = prompt + [MASK] * gen_length
     for block in blocks of block_length, from left to right:
         accepted = 30
         while the block has masks:
-            # [MASK] * block_length stand behind the canvas, at the positions of the block. Each attends to all but its
-            # own position of the block, and to the others of them; nothing attends to them.
-            logits, checks = model(canvas + [MASK] * block_length), of the block and of those behind the canvas
+            # The masks after the canvas have the positions of the block. Each attends to the canvas except its own
+            # position of the block, and to the other added masks; nothing else attends to them.
+            logits, checks = model(canvas + [MASK] * block_length), at the block and at the added masks
             tokens = argmax(logits / temperature + Gumbel noise)
             scores = softmax(logits)[tokens] at masks
             doubts = softmax(checks)[the block's tokens] elsewhere
             most = 0.7 * masks of the block, between 5 and 20
-            commit the tokens with score > threshold, the best one at least and the best `most` of them at most
+            commit the tokens with score > threshold: at least the best one, at most the best `most` of them
             if more than one is committed:
-                mask the tokens with doubt < threshold_back again, the least probable `accepted` - 1 of them at most
-            accepted = tokens that were committed
+                mask the tokens with doubt < threshold_back again: at most the least probable `accepted` - 1 of them
+            accepted = number of committed tokens
 
-Fewer tokens are masked in a step than the step before has committed, so that a block takes at most as many steps as it
-has tokens.
+A step masks fewer tokens than the previous step has committed, so a block takes at most as many steps as it has
+tokens.
 
 Source: Feng-Hong/WINO-DLLM 9549a1d, LLaDA/decoding.py, `decoding_wino`.
 """
@@ -47,19 +47,13 @@ from dlm_bridge.generation.runtime.runner import CanvasView
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import probability_of, propose_tokens
 
-FEWEST, MOST = 5, 20  # bounds of the tokens that a step commits at most
-ACCEPTED_BEFORE = 30  # what counts as committed before the first step
+FEWEST, MOST = 5, 20  # bounds of the maximum number of tokens that a step commits
+ACCEPTED_BEFORE = 30  # value of `accepted` before the first step
 
 
 @dataclass(frozen=True, kw_only=True)
 class WINOSampler(Sampler):
-    """WINO, of models without a logit shift.
-
-    Args:
-        block_length: tokens that are denoised together.
-        threshold: confidence above which a token is committed.
-        threshold_back: probability below which a committed token of the block is masked again; 0: never.
-    """
+    """WINO, for models without a logit shift."""
 
     name: ClassVar[str] = "wino"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -67,9 +61,11 @@ class WINOSampler(Sampler):
     shortens_block: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = False
 
-    block_length: int = parameter(128, minimum=1)
-    threshold: float = parameter(0.6, minimum=0)
-    threshold_back: float = parameter(0.9, minimum=0)
+    block_length: int = parameter(128)
+    threshold: float = parameter(0.6, "Confidence above which a token is committed.")
+    threshold_back: float = parameter(
+        0.9, "Probability below which a committed token of the block is masked again; 0: never.", minimum=0
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -81,10 +77,10 @@ class WINOSampler(Sampler):
 
 
 class CheckingPredictor(Predictor):
-    """Every forward pass also predicts each of the block's tokens from all others, by masks behind the canvas.
+    """Predictor whose forward passes also predict each of the block's tokens from all others, at added masks.
 
     Attributes:
-        checks: [A, N, V] logits of these predictions, of the last forward pass.
+        checks: [A, N, V] logits of these predictions in the last forward pass.
     """
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache,)
@@ -102,7 +98,7 @@ class CheckingPredictor(Predictor):
         real_AQ = torch.cat([view.attention_mask, canvas.real(rows)[:, columns]], dim=1)
         mask_AQK = ((column_Q < width) | (column_Q[:, None] >= width)) & real_AQ[:, None]
         mask_AQK[:, width:] &= column_Q != place_AN[..., None]
-        mask_AQK |= column_Q == column_Q[:, None]  # padding sees itself
+        mask_AQK |= column_Q == column_Q[:, None]  # padding attends to itself
         checked = CanvasView(tokens_AQ, mask_AQK[:, None], torch.cat([view.position_ids, place_AN], dim=1))
         places_A2N = torch.cat([place_AN.clamp(max=width - 1), column_Q[width:].expand_as(place_AN)], dim=1)
         logits, self.checks = self._runner.logits_at(checked, places_A2N).split(count, dim=1)
@@ -110,7 +106,7 @@ class CheckingPredictor(Predictor):
 
 
 class WINORule(DenoisingRule):
-    """Commits the tokens above one threshold, and masks committed ones below another one again."""
+    """Commits tokens above one threshold, and masks committed tokens below another one again."""
 
     edits = True
 
@@ -140,7 +136,7 @@ class WINORule(DenoisingRule):
             canvas.behind_prompt(selected, block),
         )
         committed = self._committed(probability_of(tokens, logits, torch.float64), masked)
-        doubts = probability_of(before.clamp(min=0), predictor.checks, torch.float64)  # of masks it is not read
+        doubts = probability_of(before.clamp(min=0), predictor.checks, torch.float64)  # not read at masks
         doubted = self._doubted(doubts, new & ~masked, committed.sum(dim=1), accepted_B[index])
         accepted_B[index] = committed.sum(dim=1)
         after = torch.where(committed, tokens, before.masked_fill(doubted, MASK))
@@ -150,7 +146,7 @@ class WINORule(DenoisingRule):
         return [row for row, more in zip(rows, left, strict=True) if more]
 
     def _committed(self, scores_AN: torch.Tensor, masked_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N], the masks to commit."""
+        """[A, N], True at the masks to commit."""
         scores_AN = scores_AN.masked_fill(~masked_AN, MINUS_INFINITY)
         confident_AN = scores_AN > self._threshold
         most_A1 = (masked_AN.sum(dim=1, keepdim=True) * 7 // 10).clamp(FEWEST, MOST)
@@ -160,13 +156,13 @@ class WINORule(DenoisingRule):
     def _doubted(
         self, doubts_AN: torch.Tensor, written_AN: torch.Tensor, committed_A: torch.Tensor, accepted_A: torch.Tensor
     ) -> torch.Tensor:
-        """[A, N], the tokens to mask again, of those that are written."""
+        """[A, N], True at the written tokens to mask again."""
         doubts_AN = doubts_AN.masked_fill(~written_AN, torch.inf)
         fewer_AN = _ranks(doubts_AN, descending=False) < accepted_A[:, None] - 1
         return (doubts_AN < self._threshold_back) & fewer_AN & (committed_A > 1)[:, None]
 
 
 def _ranks(scores_AN: torch.Tensor, *, descending: bool) -> torch.Tensor:
-    """[A, N], how many positions come before each in this order; of equal scores the leftmost comes first."""
+    """[A, N], rank of each position in this order; of equal scores, the leftmost comes first."""
     order_AN = scores_AN.sort(dim=1, descending=descending, stable=True).indices
     return order_AN.argsort(dim=1)

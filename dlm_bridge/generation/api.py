@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.generation.callbacks import DenoisingStep, OutputColumns, StepRecorder, TextStreams, split_observers
 from dlm_bridge.generation.canvas import Canvas, Entry
 from dlm_bridge.generation.commit_rules import CommitRule
@@ -110,12 +110,13 @@ def generate(
         end. With `return_dict_in_generate=True`, a `DiffusionGenerateOutput`.
 
     Raises:
-        DlmBridgeError: a setting or an input is invalid for the sampler; the message has the remedy.
-        NonFiniteError: logits are NaN or infinite, in the rows that the error names or in all rows.
+        SettingError: a setting or an input is invalid for the sampler.
+        RowError: the sampler cannot continue the named rows.
+        NonFiniteError: logits are NaN or infinite, in the named rows or in all rows.
     """
     began = time.perf_counter()
     if inputs is not None and input_ids is not None:
-        raise DlmBridgeError("inputs and input_ids are the same argument: pass only one of them")
+        raise SettingError("input_ids", "is the same argument as inputs: pass one of them")
     tokens_BP = check_ids(input_ids if inputs is None else inputs, attention_mask)
     longest = None if attention_mask is None else int(attention_mask.sum(dim=1).max())
     settings = resolve_settings(model, generation_config, kwargs, tokens_BP.shape[1], longest)
@@ -131,7 +132,7 @@ def generate(
         prompts, trials, row_trials = _fit_spans(model, prompts, plan, device)
         width = max(map(len, prompts))
         for number, prompt in enumerate(prompts):
-            check_row(prompt, f"input_ids row {number}", limits)
+            check_row(prompt, number, limits)
         padding = [[settings.pad_token_id] * (width - len(prompt)) for prompt in prompts]
     prompts, padding = ([row for row in rows for _ in range(copies)] for rows in (prompts, padding))
     seed = settings.seed if generator is None else kwargs.get("seed")  # a generator wins over a stored seed
@@ -238,7 +239,7 @@ def _fit_spans(
         for length in settings.span_lengths:
             tried = [resized_span(fitted[row], number, length) for row in undecided]
             for row, tokens in zip(undecided, tried, strict=True):
-                check_row(tokens, f"input_ids row {row}", settings.limits)
+                check_row(tokens, row, settings.limits)
             begins = [spans(row)[number][0] for row in tried]
             columns = slice(min(begins), max(begins) + length)
             logits_ANV = _first_logits(model, tried, columns, plan, device)
@@ -247,7 +248,7 @@ def _fit_spans(
             candidates.append(tried)
             forwards += 1
             row_forwards += len(tried)
-        highest, choices = torch.stack(scores).max(dim=0)  # of NaN, NaN
+        highest, choices = torch.stack(scores).max(dim=0)  # NaN propagates
         bad = [row for row, score in zip(undecided, highest.tolist(), strict=True) if not math.isfinite(score)]
         if bad:
             raise NonFiniteError(rows=bad if len(bad) < len(rows) else ())

@@ -1,7 +1,7 @@
-"""Sampling of autoregressive models, by transformers' own `generate`, behind the protocol of an engine.
+"""Sampling of autoregressive models with transformers' `generate`, as an engine.
 
-Not by transformers' continuous batching (5.24): it draws all rows from one seed, so that a row's tokens would depend
-on the rows beside it.
+transformers' continuous batching (5.24) is not used: it draws all rows from one seed, so that a row's tokens would
+depend on the other rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from transformers import (
     StopStringCriteria,
 )
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, one_line
+from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError, SettingError, one_line
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
 from dlm_bridge.generation.token_sampling import MIN_TEMPERATURE, Noise, draw_token, drawn_seeds, shared_seed
 
-MISSING = torch.iinfo(torch.long).max  # of a column: there is none
-NEW_TOKENS = 128  # default of autoregressive models; diffusion samplers have their own
+MISSING = torch.iinfo(torch.long).max  # in place of a column
+NEW_TOKENS = 128  # default for autoregressive models
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Completions:
 
     Args:
         sequences: [B, P + new] tokens.
-        forwards: forward passes of the model.
-        finite: [B], the first column of each row whose logits were NaN or infinite; P + new where none were.
+        forwards: number of forward passes of the model.
+        finite: [B], the first column of each row with NaN or infinite logits; P + new if there is none.
     """
 
     sequences: torch.Tensor
@@ -48,23 +48,23 @@ class Completions:
     finite: list[int]
 
     def failed(self, ends: Sequence[int]) -> list[int]:
-        """The rows that have such logits before the column in which their text ends."""
+        """Rows with NaN or infinite logits before their `ends`, the columns after their texts."""
         return [row for row, (column, end) in enumerate(zip(self.finite, ends, strict=True)) if column < end]
 
 
 class AutoregressiveEngine:
-    """Requests in closed batches: the first `max_rows` that wait run together until all have ended.
+    """Engine with closed batches: the first `max_rows` waiting requests run together until all have ended.
 
-    Each request draws by its own seed: its tokens depend neither on the other requests nor on their number, but for
-    the rounding of matrix products.
+    Each request has its own seed. Its tokens do not depend on the other requests, except through the rounding of
+    matrix products.
 
     Args:
-        settings: keyword arguments of transformers' `generate`; `gen_length` is another name of `max_new_tokens`.
-        deliver: is called after each token, while `step` runs, with the new events of requests that stream, and may
-            cancel requests; None: `step` returns all events.
+        settings: keyword arguments of transformers' `generate`; `gen_length` is an alias of `max_new_tokens`.
+        deliver: called after each token, while `step` runs, with the new events of requests that stream; may cancel
+            requests. None: `step` returns all events.
 
     Raises:
-        DlmBridgeError: a setting that transformers does not have.
+        SettingError: transformers does not have the setting, or its value is invalid.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class AutoregressiveEngine:
 
     @property
     def idle(self) -> bool:
-        """True if no request waits."""
+        """True if there is no waiting request."""
         return not self._waiting
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DlmBridgeError for a prompt that the model cannot continue."""
+        """Queue a request. Raises RowError for a prompt that the model cannot continue."""
         own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
         if request.gen_length is None:
             own = generate_keywords(self._model, self._settings, len(request.prompt))
-        check_prompt(self._model, request.prompt, own)
+        check_prompt(self._model, request.prompt, own, request.name)
         self._waiting.append(request)
 
     def cancel(self, name: Hashable) -> bool:
-        """Drop a request; also called by `deliver`, while a batch runs, which ends when no request of it is left."""
+        """Drop a request. `deliver` may call this while a batch runs; the batch ends when it has no requests."""
         for request in self._waiting:
             if request.name == name:
                 self._waiting.remove(request)
@@ -114,7 +114,7 @@ class AutoregressiveEngine:
         self._running.clear()
 
     def step(self) -> list[Event]:
-        """Sample the next batch. Requests of another `gen_length` than its first one wait."""
+        """Sample the next batch, of waiting requests with the `gen_length` of the first one."""
         if not self._waiting:
             return []
         length = self._waiting[0].gen_length
@@ -162,11 +162,11 @@ class AutoregressiveEngine:
 
 
 class AbandonedError(Exception):
-    """No request of the running batch is left."""
+    """All requests of the running batch have been cancelled."""
 
 
 class _TokenWatch:
-    """A streamer of transformers that reports the tokens of a batch."""
+    """Streamer for transformers' `generate` that reports the tokens of a batch."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _TokenWatch:
             raise AbandonedError
 
     def fail(self, numbers: Sequence[int]) -> None:
-        """Report that these rows have logits that are NaN, perhaps behind their end."""
+        """Report rows with NaN logits, possibly after their end."""
         for number in numbers:
             request = self._batch[number]
             if self._deliver is not None and not self._complete[number] and request.name in self._running:
@@ -200,10 +200,10 @@ class _TokenWatch:
                 self._deliver([Failed(request.name, NonFiniteError(rows=[request.name]))])
 
     def end(self) -> None:
-        """Nothing is left to report."""
+        """Called by transformers at the end; does nothing."""
 
     def ended(self, request: Request, tokens: list[int], forwards: int) -> list[Event]:
-        """The last events of a request with these new tokens, which may be followed by padding."""
+        """Last events of a request. `tokens`: its new tokens, possibly with padding."""
         end = self._stop.end_of(tokens)
         kept = tokens if end is None else tokens[:end]
         number = self._batch.index(request)
@@ -213,13 +213,13 @@ class _TokenWatch:
         return [*more, Ended(request.name, tuple(kept), "length" if end is None else "stop", forwards)]
 
     def _extended(self, number: int, request: Request, new: list[int]) -> Event | None:
-        """The new tokens of a request; None if there are none to report."""
+        """Event of a request's new tokens; None if there are none to report."""
         if self._complete[number] or request.name not in self._running or not request.stream:
             return None
         tokens = self._tokens[number]
         whole = tokens + new if request.gen_length is None else (tokens + new)[: request.gen_length]
         end = self._stop.end_of(whole)
-        self._complete[number] = end is not None  # behind it is padding
+        self._complete[number] = end is not None  # padding follows
         self._tokens[number] = whole = whole if end is None else whole[:end]
         if len(whole) == len(tokens):
             return None
@@ -235,25 +235,29 @@ def sample(
     streamer: Any = None,
     own_seeds: Sequence[int] | None = None,
 ) -> Completions:
-    """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1; `seed` is a setting.
+    """Continue prompts [B, P], padded on the left, with `mask` 1 at real tokens.
 
     Args:
-        streamer: with a method `fail` it is told the rows whose logits are NaN, and goes on.
-        own_seeds: seeds of the rows, each of which then draws by its own. None: all draw from torch's random state.
+        settings: keyword arguments of transformers' `generate`, and `seed`.
+        streamer: if it has a method `fail`, it receives the rows with NaN logits, and sampling continues.
+        own_seeds: one seed per row. None: all rows draw from torch's random state.
 
-    Raises DlmBridgeError, and NonFiniteError before a streamer without `fail` gets tokens of such a row.
+    Raises:
+        SettingError: transformers does not have the setting, or refuses its value.
+        RowError: the model cannot continue a prompt.
+        NonFiniteError: logits are NaN or infinite; raised before a streamer without `fail` receives the row's tokens.
     """
     prompts = rows_of(input_ids, mask)
     given = generate_keywords(model, settings, max(map(len, prompts)))
     seed = given.pop("seed", None)
-    for prompt in prompts:
-        check_prompt(model, prompt, given)
+    for number, prompt in enumerate(prompts):
+        check_prompt(model, prompt, given, number)
     if own_seeds is not None:
-        seed = own_seeds[0]  # torch.multinomial is left one token to draw, and the caller's random state as it is
+        seed = own_seeds[0]  # torch.multinomial then has one token to draw; preserves the caller's random state
         given["custom_generate"] = drawing_from(own_seeds)
         stored = getattr(model.generation_config, "stop_strings", None)
         if strings := check_stop_strings(given.get("stop_strings", stored)):
-            # With a function of one's own `generate` forgets the tokenizer that they need.
+            # With custom_generate, `generate` drops the tokenizer that stop strings need.
             given["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, list(strings))])
             given["stop_strings"] = None
     return run_generate(model, model, _generate, tokenizer, input_ids, mask, given, seed, streamer)
@@ -273,12 +277,12 @@ def run_generate(
     """Call a `generate` of transformers with the random state of a seed.
 
     Args:
-        counted: the module whose forward passes are counted.
-        given: its keyword arguments.
+        counted: module whose forward passes are counted.
+        given: keyword arguments.
     """
     if isinstance(seed, list):
         if len(seed) != 1 or len(input_ids) != 1:
-            raise DlmBridgeError(f"seed lists {len(seed)} numbers: rows draw from one stream here, give one number")
+            raise SettingError("seed", f"lists {len(seed)} numbers, but rows share one random stream: set one number")
         seed = seed[0]
     elif seed is None:
         seed = shared_seed(model)
@@ -288,7 +292,7 @@ def run_generate(
         given["streamer"] = _CheckedStreamer(streamer, check)
     if "pad_token_id" not in given and getattr(model.generation_config, "pad_token_id", None) is None:
         ends = end_tokens(model, given)
-        given["pad_token_id"] = ends[0] if ends else 0  # transformers' own choice, without its warning
+        given["pad_token_id"] = ends[0] if ends else 0  # transformers' default, without its warning
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":  # offloaded: accelerate moves the input
         device = torch.device("cpu")
@@ -302,7 +306,7 @@ def run_generate(
 
 
 def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """The real tokens of each row."""
+    """Real tokens of each row."""
     return [
         [token for token, is_real in zip(row, real, strict=True) if is_real]
         for row, real in zip(input_ids.tolist(), mask.bool().tolist(), strict=True)
@@ -310,23 +314,23 @@ def rows_of(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
-    """The keyword arguments of the model's `generate`, and `seed`. A default number of new tokens is shortened to the
-    room that the model's context has behind the `longest` prompt. Raises DlmBridgeError for unknown ones."""
+    """Keyword arguments of the model's `generate`, and `seed`. The default number of new tokens is reduced to the room
+    in the model's context after a prompt of `longest` tokens. Raises SettingError for unknown settings."""
     given = set_values(settings)
     check_values(given)
     words = given.get("bad_words_ids")
     if isinstance(words, list) and any(
         type(token) is bool for word in words if isinstance(word, list) for token in word
     ):
-        raise DlmBridgeError(f"bad_words_ids must be lists of token ids, not {words!r}")
+        raise SettingError("bad_words_ids", f"must be a list of lists of token ids, not {words!r}")
     known = {*vars(GenerationConfig()), *inspect.signature(model.generate).parameters, "seed"}
     for name in given:
         if name in diffusion_fields() and name != "seed":
-            raise DlmBridgeError(
-                f"{name} is a setting of diffusion samplers, {type(model).__name__} is autoregressive: leave it out"
+            raise SettingError(
+                name, f"is a setting of diffusion samplers, {type(model).__name__} is autoregressive: remove it"
             )
         if name not in known:
-            raise DlmBridgeError(f"transformers' generate has no setting '{name}'")
+            raise SettingError(name, "transformers' generate does not have it")
     stored = model.generation_config
     if "max_new_tokens" not in given and "max_length" not in given:
         usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens
@@ -334,50 +338,55 @@ def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0)
         given["max_new_tokens"] = usual if context is None else min(usual, max(context - longest, 1))
     if "temperature" in given:
         if given.get("do_sample") is False and given["temperature"]:
-            raise DlmBridgeError(
-                f"do_sample=False contradicts temperature {given['temperature']}: leave one of them out"
+            raise SettingError(
+                "do_sample", f"False contradicts `temperature={given['temperature']}`: remove one of them"
             )
         given["do_sample"] = given["temperature"] >= MIN_TEMPERATURE
-        if not given["do_sample"]:  # transformers warns about them in greedy decoding
+        if not given["do_sample"]:  # avoids transformers' warnings in greedy decoding
             given |= {"temperature": None, "top_k": None, "top_p": None}
     return given
 
 
 def draws(model: Any, given: Mapping[str, Any]) -> bool:
-    """True if these keyword arguments draw tokens, without beams."""
+    """True if tokens are drawn with these keyword arguments, without beams."""
     stored = getattr(model, "generation_config", None)
     samples = given.get("do_sample", getattr(stored, "do_sample", False))
     return bool(samples) and (given.get("num_beams") or getattr(stored, "num_beams", None) or 1) == 1
 
 
 def set_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings under transformers' names, without those that are None, which turns off end-of-sequence tokens."""
+    """Settings under transformers' names, without None except for `eos_token_id`, where it disables stopping."""
     return {
         name: value for name, value in merge_names(settings).items() if name == "eos_token_id" or value is not None
     }
 
 
-def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for a prompt that the model cannot continue under these keywords: an empty one, one with a
-    token outside the vocabulary, or one that leaves no room in the context."""
-    count = len(prompt)
-    if not count:
-        raise DlmBridgeError("an autoregressive model needs a prompt of at least one token: this one has none")
+def check_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any], name: object) -> None:
+    """Raise RowError for a prompt that is empty, has a token outside the vocabulary, or does not fit into the context
+    with its new tokens. `name`: the prompt's name in errors."""
     text = model.config.get_text_config()
-    outside = next((token for token in prompt if not 0 <= token < text.vocab_size), None)
-    if outside is not None:
-        raise DlmBridgeError(f"the prompt holds token {outside}, outside the vocabulary of {text.vocab_size}")
-    context = getattr(text, "max_position_embeddings", None)
+    check_tokens(prompt, text.vocab_size, name)
+    context, count = getattr(text, "max_position_embeddings", None), len(prompt)
     new = given.get("max_new_tokens")
     if context is not None and new is not None and count + new > context:
-        raise DlmBridgeError(
-            f"a prompt of {count} tokens and {new} new ones make {count + new}, beyond the model's context of "
-            f"{context}: use a shorter gen_length"
+        raise RowError(
+            f"the prompt's {count} tokens and {new} new tokens make {count + new}, beyond the model's context of "
+            f"{context}: reduce `gen_length`",
+            [name],
         )
 
 
+def check_tokens(prompt: Sequence[int], vocabulary: int, name: object) -> None:
+    """Raise RowError for a prompt that is empty or has a token outside the vocabulary."""
+    if not len(prompt):
+        raise RowError("this model needs a prompt of at least one token", [name])
+    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise RowError(f"contains token {outside}, outside the vocabulary of {vocabulary}", [name])
+
+
 def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence tokens, with the precedence of `generate`."""
+    """End-of-sequence tokens, with the precedence of `generate`."""
     if "eos_token_id" in settings:
         return eos_token_ids(settings["eos_token_id"])
     stored = getattr(model.generation_config, "eos_token_id", None)
@@ -387,7 +396,7 @@ def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> StopCondition:
-    """The stop condition, with the precedence of `generate`."""
+    """Stop condition, with the precedence of `generate`."""
     stored = getattr(model.generation_config, "stop_strings", None)
     strings = check_stop_strings(settings.get("stop_strings", stored))
     return StopCondition(end_tokens(model, settings), torch.device("cpu"), strings, tokenizer)
@@ -395,23 +404,25 @@ def stop_condition(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> S
 
 @contextmanager
 def refusals_named() -> Iterator[None]:
-    """Raise DlmBridgeError for settings, of a call or stored with the model, that transformers' `generate` refuses."""
+    """Context manager that converts the errors of transformers' `generate` about settings to SettingError."""
     try:
         yield
+    except DlmBridgeError:
+        raise
     except (ValueError, TypeError, ImportError) as error:
-        raise DlmBridgeError(f"generate refuses: {one_line(error)[:300]}") from error
+        raise SettingError(None, f"transformers' generate refuses the settings: {one_line(error)[:300]}") from error
 
 
 @contextmanager
 def random_state_preserved(enabled: bool = True) -> Iterator[None]:
-    """Restore torch's random state, on the CPU and on the current GPU, at the end."""
+    """Context manager that restores torch's random state on the CPU and the current GPU."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices, enabled=enabled):
         yield
 
 
 def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
-    """transformers' sampling loop, as the `custom_generate` of a call, in which each row draws by its own seed."""
+    """A `custom_generate` for transformers: its sampling loop with one seed per row."""
 
     def decode(model: Any, input_ids: torch.Tensor, logits_processor: Any, **rest: Any) -> torch.Tensor:
         logits_processor.append(_KeyedDraws(Noise(seeds, input_ids.device)))
@@ -422,24 +433,25 @@ def drawing_from(seeds: Sequence[int]) -> Callable[..., torch.Tensor]:
 
 
 class FiniteLogits(LogitsProcessor):
-    """Finds the rows of one call of transformers' `generate` whose logits are NaN or plus infinity, on their device.
+    """Finds rows with NaN or plus infinity in the logits of a call of transformers' `generate`, on the device.
 
-    Such logits are replaced, since drawing from them would end the process's CUDA context.
+    Such logits are replaced, because drawing from them would end the process's CUDA context.
     """
 
     def __init__(self, prompts: int) -> None:
         self._prompts = prompts
-        self._columns: torch.Tensor | None = None  # [B], the first column with such logits; MISSING: there is none
+        self._columns: torch.Tensor | None = None  # [B], first column with such logits; MISSING: none
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, V] scores of the column behind `input_ids`, or [B, N, V] of those of a canvas."""
+        """Check [B, V] scores of the column after `input_ids`, or [B, N, V] of a draft."""
         bad = ~(scores.amax(dim=-1) < torch.inf)
         now_B = torch.where(bad.view(len(scores), -1).any(dim=1), input_ids.shape[1], MISSING)
         self._columns = now_B if self._columns is None else torch.minimum(self._columns, now_B)
         return scores.masked_fill(bad[..., None], 0.0)
 
     def finite(self, rows: int, width: int) -> list[int]:
-        """The first such column of each row, `width` at most; of beams, the first of any of the prompt's."""
+        """First column with such logits of each row, at most `width`; for beams, the first of all the prompt's
+        beams."""
         if self._columns is None:
             return [width] * rows
         columns = self._columns
@@ -449,11 +461,11 @@ class FiniteLogits(LogitsProcessor):
 
 
 class _CheckedStreamer:
-    """A streamer that gets no token of a row whose logits are NaN: the check is read when tokens have arrived."""
+    """Wraps a streamer so that it receives no tokens of rows with NaN logits. The check is read when tokens arrive."""
 
     def __init__(self, streamer: Any, check: FiniteLogits) -> None:
         self._streamer, self._check = streamer, check
-        self._width = 0  # columns that have arrived
+        self._width = 0  # number of columns that have arrived
         if hasattr(streamer, "put_draft"):
             self.put_draft = self._put_draft
             self._takes_logits = getattr(streamer, "_takes_logits", False)
@@ -479,13 +491,13 @@ class _CheckedStreamer:
 
 
 class _KeyedDraws(LogitsProcessor):
-    """Draws each row's token by a random number of its own, and leaves no other a probability."""
+    """Draws each row's token with the row's own random number, and sets all other scores to minus infinity."""
 
     def __init__(self, noise: Noise) -> None:
         self._noise = noise
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, V] scores after the sampler's own processors."""
+        """Draw from [B, V] scores, which other processors have already changed."""
         uniform_B1 = self._noise.uniform(range(len(scores)), torch.zeros_like(input_ids[:, :1]))
         drawn_B1 = draw_token(scores[:, None], uniform_B1)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn_B1, 0.0)
@@ -498,7 +510,7 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Ma
 
 @contextmanager
 def _forwards_of(module: nn.Module) -> Iterator[list[None]]:
-    """A list that grows by one with each forward pass of the module."""
+    """Context manager: a list that grows by one with each forward pass of the module."""
     forwards: list[None] = []
     handle = module.register_forward_pre_hook(lambda *_: forwards.append(None))
     try:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers.generation.streamers import TextStreamer
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 from dlm_bridge.generation.request import MASK, Ended, Event, Extended
 from dlm_bridge.generation.token_sampling import gather_tokens
@@ -20,15 +20,15 @@ class DenoisingStep:
     """State of the whole batch after one forward pass, in the columns of `generate`'s output.
 
     Args:
-        forwards: forward passes of the model so far.
+        forwards: number of forward passes of the model so far.
         rows: rows of the batch that took part in this step.
-        tokens: [B, P + gen_length] token ids, prompts padded on the left, the mask token where nothing is committed.
-            Tokens behind a row's end are not part of the output. (A sampler without mask tokens shows its noise.)
-        masked: [B, P + gen_length] bool, True where nothing is committed.
-        committed: [B, P + gen_length] bool, True where this step committed or changed a token; of samplers that insert
-            and delete tokens, also where it moved one.
-        confidence: [B, P + gen_length] float32, the model's probability of the token in the step that committed it, of
-            the logits after guidance and constraints, before temperature and filters. NaN at masks and in prompts.
+        tokens: [B, P + gen_length] token ids, with prompts padded on the left and the mask token at masks. Tokens
+            after a row's end are not part of the output. Samplers without mask tokens have noise instead of masks.
+        masked: [B, P + gen_length] bool, True at masks.
+        committed: [B, P + gen_length] bool, True at tokens that this step committed or changed; for samplers that
+            insert and delete tokens, also at moved tokens.
+        confidence: [B, P + gen_length] float32, the model's probability of each token in the step that committed it,
+            after guidance and constraints, before temperature and filters. NaN at masks and in prompts.
     """
 
     forwards: int
@@ -40,14 +40,14 @@ class DenoisingStep:
 
 
 class StepCallback(Protocol):
-    """An object that `generate` calls after every forward pass, passed as `streamer`."""
+    """Interface of step callbacks, which are passed to `generate` as `streamer`."""
 
     def on_step(self, step: DenoisingStep) -> None:
         """Called after every forward pass."""
 
 
 class StepObserver(Protocol):
-    """An object that an engine calls after every forward pass."""
+    """Interface of an engine's observers."""
 
     def step(
         self,
@@ -59,7 +59,7 @@ class StepObserver(Protocol):
         *,
         final: bool,
     ) -> None:
-        """Called after a forward pass that predicted these columns, and after the commit; `final`: committed tokens do
+        """Called after a forward pass that predicted these columns, and after the commit. `final`: committed tokens do
         not change any more."""
 
     def block(self, canvas: Canvas, rows: list[int]) -> None:
@@ -68,12 +68,12 @@ class StepObserver(Protocol):
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """The columns of `generate`'s output: prompts [B, width] padded on the left, then `gen_length` new tokens.
+    """Columns of `generate`'s output: prompts [B, width] padded on the left, then `gen_length` new tokens.
 
     Args:
-        prompts: token ids of each row, `MASK` at positions to fill.
-        padding: token ids on the left of each prompt.
-        fills: the rows' positions to fill are in their prompts.
+        prompts: token ids of each row, with `MASK` at positions to fill in.
+        padding: token ids to the left of each prompt.
+        fills: True if the positions to fill in are in the prompts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -84,16 +84,16 @@ class OutputColumns:
     fills: bool
 
     def text(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """A row of the output, without padding on the right; `tokens` are those of the row's events."""
+        """A row of the output without padding on the right. `tokens`: tokens of the row's events."""
         return [*self.padding[row], *(() if self.fills else self.prompts[row]), *tokens]
 
 
 class StepRecorder:
-    """Calls the step callbacks of a call, and keeps its history.
+    """Calls the step callbacks of a call, and records its history.
 
     Args:
-        mask_token_id: shown at masks.
-        closing: a token that stands in the last column from the start.
+        mask_token_id: token at masks.
+        closing: token in the last column from the start.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class StepRecorder:
     ) -> None:
         """See `StepObserver`."""
         if self._callbacks and any(canvas.read(canvas.non_finite)):
-            return  # nothing is shown of a call that fails
+            return  # the call fails
         names = canvas.names
         tokens = self._tokens.clone()
         behind_AS = self._copy(canvas, canvas.rows, canvas.tokens, tokens)
-        masked = tokens == MASK  # perhaps again: a rule may take a token back
+        masked = tokens == MASK  # a rule may mask a token again
         committed = tokens.ne(self._tokens) & ~masked
         if canvas.grows:
             ended = to_device([int(name) for name in names], tokens.device)  # type: ignore[call-overload]
@@ -163,8 +163,8 @@ class StepRecorder:
         """See `StepObserver`."""
 
     def _copy(self, canvas: Canvas, rows: list[int], values_BS: torch.Tensor, output_BS: torch.Tensor) -> torch.Tensor:
-        """Copy these rows' values from the columns of the canvas to those of the output. Returns [A, S], True behind
-        each row's end; of rows that grow and shrink, it is padding."""
+        """Copy these rows' values from the columns of the canvas to those of the output. Returns [A, S], True after
+        each row's end; if rows grow and shrink, these columns are padding."""
         index, names, starts, ends = canvas.index(rows), canvas.names, canvas.starts, canvas.ends
         names_A = to_device([int(names[row]) for row in rows], output_BS.device)  # type: ignore[call-overload]
         start_A = canvas.first_new(rows)
@@ -183,9 +183,9 @@ class StepRecorder:
 class TextStreams:
     """Sends the final tokens of a call to its streamers.
 
-    A streamer has `put` and `end`, as in transformers. It gets the prompts [B, P] (of prompts to fill, the columns
-    before the first mask), then each run of new tokens as soon as no later step can change it: [N] of a single row,
-    [B, N] of several, as far as every row is committed. A row that has ended is padding.
+    A streamer has the methods `put` and `end`, as in transformers. It receives the prompts [B, P] (up to the first
+    mask, for prompts to fill in), then each run of new tokens that are committed in every row and final: [N] for a
+    single row, [B, N] for several. Ended rows are padded.
     """
 
     def __init__(self, streamers: Sequence[Any], output: OutputColumns) -> None:
@@ -199,7 +199,7 @@ class TextStreams:
         self._send(torch.tensor([row[: self._sent] for row in self._rows], dtype=torch.long))
 
     def report(self, event: Event) -> None:
-        """Send what the event makes final in all rows."""
+        """Send the columns that the event completes in all rows."""
         if isinstance(event, Extended):
             whole = self._output.text(event.name, [])
             self._rows[event.name] = whole + self._rows[event.name][len(whole) :][: event.first] + [*event.tokens]
@@ -210,7 +210,7 @@ class TextStreams:
         self._send_until(min(running) if running else max(map(len, self._rows)))
 
     def end(self, sequences: torch.Tensor) -> None:
-        """Send the rest of the call's result."""
+        """Send the remaining columns."""
         if self._sent < sequences.shape[1]:
             run = sequences[:, self._sent :].cpu()
             self._send(run[0] if len(run) == 1 else run)
@@ -231,23 +231,22 @@ class TextStreams:
 
 
 def split_observers(streamer: Any, batch: int) -> tuple[list[StepCallback], list[Any]]:
-    """The step callbacks and the streamers among `streamer`: one object, several in a list or tuple, or None.
+    """Split `streamer` (None, an object, or a list or tuple of objects) into step callbacks and streamers.
 
     Raises:
-        DlmBridgeError: an object that is neither, or a text streamer for more than one row.
+        SettingError: an object is neither, or a text streamer is used for more than one row.
     """
     observers = list(streamer) if isinstance(streamer, (list, tuple)) else [streamer] if streamer else []
     callbacks: list[StepCallback] = [one for one in observers if hasattr(one, "on_step")]
     streamers = [one for one in observers if hasattr(one, "put") and hasattr(one, "end")]
     for one in observers:
         if one not in callbacks and one not in streamers:
-            raise DlmBridgeError(
-                f"streamer {type(one).__name__} has neither the methods put and end nor on_step: nothing to call"
-            )
+            raise SettingError("streamer", f"{type(one).__name__} has neither the methods put and end nor on_step")
     for one in streamers:
         if batch > 1 and isinstance(one, TextStreamer):
-            raise DlmBridgeError(
-                f"{type(one).__name__} prints one row, there are {batch}: generate them one by one, or pass a "
-                "streamer whose put takes [batch, tokens]"
+            raise SettingError(
+                "streamer",
+                f"{type(one).__name__} prints one row, but there are {batch}: generate them one by one, or use a "
+                "streamer whose put takes [batch, tokens]",
             )
     return callbacks, streamers

@@ -1,4 +1,4 @@
-"""Commit rules: how the masks of a block become tokens, and which proposed tokens a denoising step commits."""
+"""Commit rules: which proposed tokens a denoising step commits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Columns, RowMemory, to_device
 from dlm_bridge.generation.constraints import Constraints
@@ -19,21 +19,21 @@ from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.token_sampling import Noise, TokenSampling, probability_of, propose_tokens
 
 MINUS_INFINITY = -torch.inf
-# (logits [A, N, V], canvas, rows, columns) -> logits; `rows` None means all
+# (logits [A, N, V], canvas, rows, columns) -> logits; `rows` None: all rows
 LogitsBias = Callable[[torch.Tensor, Canvas, list[int] | None, Columns], torch.Tensor]
 
 
 @dataclass
 class SamplerContext:
-    """The parts of a run of the sampler, and its counts.
+    """Parts and counts of a run of the sampler.
 
     Args:
-        first_token: a block's first token is committed alone, predicted by the position before it: the best token
-            ("greedy") or a draw ("sampled").
+        first_token: commit a block's first token alone, predicted by the position before it: the best token ("greedy")
+            or a draw ("sampled").
         window: number of columns, from a row's first mask on, that each step predicts instead of the whole block.
-        logits_bias: the sampler's own change of the logits.
-        planner: gives the rule that plans the steps of the row with a name; None: the run's rule plans them all.
-        row_forwards: sum over the forward passes of the rows that took part.
+        logits_bias: the sampler's change of the logits.
+        planner: returns the rule that plans the steps of the named row; None: the run's rule.
+        row_forwards: number of rows, summed over the forward passes.
     """
 
     canvas: Canvas
@@ -50,7 +50,7 @@ class SamplerContext:
     row_forwards: int = field(init=False, default=0)
 
     def predict(self, rows: list[int], columns: Columns, shift: bool | None = None) -> torch.Tensor:
-        """Logits [A, N, V] of these columns, after the sampler's bias and the call's constraints."""
+        """Logits [A, N, V] of these columns, with the sampler's bias and the call's constraints."""
         selected = self.selected(rows)
         logits = self.predictor(selected, columns, shift)
         if self.logits_bias is not None:
@@ -58,23 +58,23 @@ class SamplerContext:
         return self.constrain(logits, rows, columns)
 
     def constrain(self, logits: torch.Tensor, rows: list[int], columns: Columns) -> torch.Tensor:
-        """Logits [A, N, V] of these columns after the call's constraints, if there are any. Rows in which they are NaN
-        are flagged on the canvas: all tokens are proposed from what is returned here."""
+        """Apply the call's constraints to logits [A, N, V], and flag rows with NaN on the canvas. All tokens are
+        proposed from the result."""
         if self.constraints is not None:
             logits = self.constraints(logits, self.canvas, rows, columns)
         self.canvas.flag_non_finite(self.selected(rows), columns, logits)
         return logits
 
     def read(self, flags: torch.Tensor) -> list[Any]:
-        """The result of a step on the host. On a GPU a forward pass is launched before the host waits for it."""
+        """Copy the result of a step to the host. On a GPU, the next forward pass may be launched before waiting."""
         return self.canvas.read(flags, self.predictor.launch_speculatively)
 
     def selected(self, rows: list[int]) -> list[int] | None:
-        """None, which means all, where these are all rows of the canvas."""
+        """Return None, which selects all rows, if `rows` are all rows of the canvas."""
         return None if len(rows) == len(self.canvas.rows) else rows
 
     def propose(self, rows: list[int], columns: Columns, logits: torch.Tensor, num_transfer_tokens: list[int]) -> Step:
-        """Proposed tokens of these columns out of their logits [A, N, V], as of `predict`."""
+        """Propose tokens for these columns from their logits [A, N, V], see `predict`."""
         canvas, selected = self.canvas, self.selected(rows)
         shaped, tokens = propose_tokens(logits, canvas, rows, columns, self.sampling, self.noise)
         before, new = canvas.take(selected, columns), canvas.behind_prompt(selected, columns)
@@ -95,71 +95,72 @@ class SamplerContext:
         )
 
     def report(self, rows: list[int], columns: Columns, logits_ANV: torch.Tensor, *, final: bool) -> None:
-        """Count a forward pass that predicted these columns, and call the observers, after the commit; `final`: no
-        committed token can change any more."""
+        """Count a forward pass that predicted these columns, and call the observers, after the commit. `final`:
+        committed tokens do not change any more."""
         self.row_forwards += len(rows)
         for observer in self.observers:
             observer.step(self.canvas, rows, columns, logits_ANV, self.predictor.forwards, final=final)
 
 
 class DenoisingRule(ABC):
-    """Denoises blocks, which rows begin and complete at different steps: what a rule keeps of a row within its block
-    is in `canvas.memory`."""
+    """Denoises blocks. Rows begin and complete their blocks at different steps, so a rule stores its state of a row
+    within its block in `canvas.memory`."""
 
     edits = False  # True: committed tokens may still change until their block is complete
-    needs_prompt: ClassVar[bool] = False  # True: a row needs a token to begin with
+    needs_prompt: ClassVar[bool] = False  # True: a prompt needs at least one token
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
-        """The rule under these constraints. Raises DlmBridgeError for constraints that it cannot hold."""
+        """Return the rule for these constraints. Raises SettingError for unsupported ones."""
         return self
 
     @abstractmethod
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """Let these rows begin the block. Returns those of them that have steps to take."""
+        """Begin the block in these rows. Returns those that need steps."""
 
     @abstractmethod
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """One step of these rows: predict, propose, and write to the canvas. Returns those that need another one."""
+        """Take a step in these rows: predict, propose, and write to the canvas. Returns those that need another
+        one."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Proposals of one forward pass for N columns of the A rows that still denoise the block."""
+    """Proposals of one forward pass for N columns of the A rows that denoise the block."""
 
     rows: list[int]  # [A], rows of the canvas
-    index: list[int]  # [A], steps of each row's block so far
-    num_transfer_tokens: list[int]  # [A], this step's entry of what `CommitRule.begin` returned
+    index: list[int]  # [A], number of earlier steps in each row's block
+    num_transfer_tokens: list[int]  # [A], this step's entry in the schedule of `CommitRule.begin`
     logits: torch.Tensor  # [A, N, V], after guidance and constraints
     shaped: torch.Tensor  # [A, N, V], after temperature, top-k and top-p
     tokens: torch.Tensor  # [A, N], proposed tokens
     before: torch.Tensor  # [A, N], current tokens, `MASK` at masks
     masked: torch.Tensor  # [A, N], True at masks
-    new: torch.Tensor  # [A, N], True behind the prompt
-    columns: slice | torch.Tensor  # the N columns on the canvas
-    places: torch.Tensor  # [A, N], the columns counted from each row's first token
+    new: torch.Tensor  # [A, N], True after the prompt
+    columns: slice | torch.Tensor  # N columns of the canvas
+    places: torch.Tensor  # [A, N], columns counted from each row's first token
     noise: Noise
-    excluded_token_id: int  # which is never proposed; -1: none
+    excluded_token_id: int  # token that is never proposed; -1: none
 
     def uniform(self) -> torch.Tensor:
-        """float64 [A, N], random numbers on (0, 1), each row's from its own seed; other ones at every call."""
+        """float64 [A, N], new random numbers on (0, 1) at every call, from each row's own seed."""
         return self.noise.uniform(self.rows, self.places)
 
     def probabilities(self) -> torch.Tensor:
-        """[A, N], each proposal's probability in the distribution that it was drawn from."""
+        """[A, N], probability of each proposal in the distribution that it was drawn from."""
         return probability_of(self.tokens, self.shaped)
 
     def raw_probabilities(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[A, N], each proposal's probability by the model's own logits, computed in `dtype`, by default theirs."""
+        """[A, N], probability of each proposal by the model's own logits, computed in `dtype` (default: theirs)."""
         return probability_of(self.tokens, self.logits, dtype)
 
 
 class CommitRule(DenoisingRule):
-    """Chooses the positions to commit in each step. One object serves one call of `generate` at a time.
+    """Selects the positions to commit in each step. An object serves one call of `generate` at a time.
 
-    In a continuous batch rows begin their blocks at different steps, and change their numbers when others leave: what
-    a rule keeps of a row between two steps belongs into `memory` (a `RowMemory`), which moves with the rows.
+    In a continuous batch, rows begin their blocks at different steps, and their indices change when others leave.
+    State of a row between two steps therefore belongs in `memory` (a `RowMemory`), which follows the rows.
 
-    A rule of one's own is passed as `generate(..., commit_rule=EveryOther())`:
+    Pass a custom rule as `generate(..., commit_rule=EveryOther())`:
 
         class EveryOther(CommitRule):
             def begin(self, masks, noise):
@@ -167,33 +168,38 @@ class CommitRule(DenoisingRule):
 
             def select(self, step):
                 even = torch.arange(step.masked.shape[1], device=step.masked.device) % 2 == 0
-                scores = step.probabilities() * (1 + even)  # even places first
+                scores = step.probabilities() * (1 + even)  # even positions first
                 return best(scores.masked_fill(~step.masked, -torch.inf))
     """
 
-    exact = False  # True: `select` commits exactly `num_transfer_tokens`, so that progress need not be read back
-    # Names of attributes that `begin` alone reads: rows of rules that differ in these share a continuous batch.
+    exact = False  # True: `select` commits exactly `num_transfer_tokens`, so the host need not read the progress
+    # Attributes that only `begin` reads. Rows whose rules differ only in these share a continuous batch.
     planning: ClassVar[tuple[str, ...]] = ()
     memory: RowMemory  # set before `begin`
 
     @abstractmethod
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
-        """Plan the steps of a block. `masks`: number of masks per row; 0 for rows that do not begin the block now.
+        """Plan the steps of a block.
 
-        Returns for each row the tokens that each step commits at least. A row may take fewer steps than planned
-        unless the rule is exact.
+        Args:
+            masks: number of masks per row; 0 for rows that do not begin the block now.
+            noise: random numbers of the rows.
+
+        Returns:
+            For each row, the minimum number of tokens that each step commits. A row may take fewer steps than planned
+            unless the rule is exact.
         """
 
     @abstractmethod
     def select(self, step: Step) -> torch.Tensor:
-        """A boolean [A, N] tensor, True at the positions to commit."""
+        """bool [A, N], True at the positions to commit."""
 
     def write(self, step: Step) -> torch.Tensor:
-        """[A, N], the tokens of the columns after the step: the proposals where `select` commits them."""
+        """[A, N], tokens of the columns after the step: the proposals at positions that `select` commits."""
         return torch.where(self.select(step), step.tokens, step.before)
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        """[A], True where a row needs another step; `unfinished_A` is True where it has masks left."""
+        """[A], True if a row needs another step. `unfinished_A`: True if it has masks."""
         return unfinished_A
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
@@ -206,7 +212,7 @@ class CommitRule(DenoisingRule):
             masks[row] -= 1
         planners: dict[CommitRule, list[int]] = {}
         for row in rows:
-            if masks[row]:  # else a block of given tokens
+            if masks[row]:  # else the block is part of the prompt
                 planner = self if context.planner is None else context.planner(canvas.names[row])
                 assert isinstance(planner, CommitRule)
                 planners.setdefault(planner, []).append(row)
@@ -223,8 +229,8 @@ class CommitRule(DenoisingRule):
         return [row for row in rows if planned[row]]
 
     def denoise_step(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """Predict, propose and commit. A row takes part until its own steps are over, so that its tokens do not depend
-        on the batch."""
+        """Predict, propose and commit. Each row takes its own number of steps, so its tokens do not depend on the
+        batch."""
         canvas, predictor = context.canvas, context.predictor
         planned = canvas.memory.values("schedule")
         selected = context.selected(rows)
@@ -242,8 +248,8 @@ class CommitRule(DenoisingRule):
         return [row for row, on in zip(rows, more, strict=True) if on]
 
     def _commit_first_token(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """Commit the first token of these rows' block where it is new and has a token before it, as an autoregressive
-        model would. Returns the rows in which it did."""
+        """Commit the first token of the block as an autoregressive model does, in rows where it is new and has a token
+        before it. Returns these rows."""
         if context.first_token is None:
             return []
         canvas = context.canvas
@@ -259,17 +265,17 @@ class CommitRule(DenoisingRule):
 
 
 def _window_columns(canvas: Canvas, rows: list[int] | None, block: slice, size: int) -> torch.Tensor:
-    """[A, size] columns of the block from each row's first mask on; the canvas has `size` spare columns at its end."""
+    """[A, size] columns from each row's first mask on. The canvas has `size` spare columns at its end."""
     first = block.start + canvas.masked(rows, block).int().argmax(dim=1)
     return first[:, None] + torch.arange(size, device=first.device)
 
 
 class CheckedRule(CommitRule):
-    """The caller's commit rule; raises DlmBridgeError where an answer breaks the contract of `CommitRule`."""
+    """Wraps the caller's commit rule. Raises SettingError if a result breaks the contract of `CommitRule`."""
 
     def __init__(self, rule: Any) -> None:
         if not isinstance(rule, CommitRule):
-            raise DlmBridgeError(f"commit_rule must be an object of a subclass of CommitRule, not {rule!r}")
+            raise _refusal(f"must be an object of a subclass of CommitRule, not {rule!r}")
         self._rule = rule
         self._name = type(rule).__name__
         self._steps: list[int] = []
@@ -280,12 +286,12 @@ class CheckedRule(CommitRule):
         self._rule.memory = self.memory
         schedules = self._rule.begin(masks, noise)
         if len(schedules) != len(masks):
-            raise DlmBridgeError(f"{self._name}.begin has steps for {len(schedules)} rows, there are {len(masks)}")
+            raise _refusal(f"{self._name}.begin returns steps for {len(schedules)} rows, not {len(masks)}")
         for count, steps in zip(masks, schedules, strict=True):
             if count and not steps:
-                raise DlmBridgeError(f"{self._name}.begin plans no step for a row of {count} masks")
+                raise _refusal(f"{self._name}.begin plans no step for a row of {count} masks")
             if self.exact and sum(steps) != count:
-                raise DlmBridgeError(
+                raise _refusal(
                     f"{self._name} is exact, but its steps commit {sum(steps)} tokens of a row of {count} masks"
                 )
         self._steps = [len(steps) for steps in schedules]
@@ -294,28 +300,32 @@ class CheckedRule(CommitRule):
     def select(self, step: Step) -> torch.Tensor:
         picked_AN = self._rule.select(step)
         if picked_AN.dtype != torch.bool or picked_AN.shape != step.masked.shape:
-            raise DlmBridgeError(
+            raise _refusal(
                 f"{self._name}.select must return a boolean tensor of shape {tuple(step.masked.shape)}, not "
                 f"{picked_AN.dtype} of {tuple(picked_AN.shape)}"
             )
         if not self.edits and (picked_AN & ~step.masked).any():
-            raise DlmBridgeError(f"{self._name}.select picks a committed position: set its `edits` to True")
+            raise _refusal(f"{self._name}.select picks a committed position: set its attribute edits to True")
         counts = picked_AN.sum(dim=1).tolist()
         if self.exact and counts != step.num_transfer_tokens:
-            raise DlmBridgeError(
+            raise _refusal(
                 f"{self._name} is exact, but step {step.index[0]} picks {counts}, not {step.num_transfer_tokens}"
             )
         last = [self._steps[row] == done + 1 for row, done in zip(step.rows, step.index, strict=True)]
         left = (step.masked & ~picked_AN).any(dim=1).tolist()
         if any(over and masked for over, masked in zip(last, left, strict=True)):
-            raise DlmBridgeError(f"{self._name} leaves masks after its last step, {step.index[0]}: plan more in begin")
+            raise _refusal(f"{self._name} leaves masks after its last step, {step.index[0]}: plan more in begin")
         return picked_AN
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
         more_A = self._rule.continues(step, unfinished_A)
         if (unfinished_A & ~more_A).any():
-            raise DlmBridgeError(f"{self._name}.continues ends a row that has masks left")
+            raise _refusal(f"{self._name}.continues ends a row that has masks")
         return more_A
+
+
+def _refusal(reason: str) -> SettingError:
+    return SettingError("commit_rule", reason)
 
 
 # ---- Scores [A, N], by which rules rank positions: the highest is committed first.
@@ -326,28 +336,28 @@ Score = Callable[[Step], torch.Tensor]
 def low_confidence(step: Step) -> torch.Tensor:
     """LLaDA's confidence (arXiv 2502.09992, algorithm 5): the token's probability by the model's own logits.
 
-    In the model's dtype, as published: in half precision rounding decides between near ties.
+    Computed in the model's dtype, as published; in half precision, rounding decides between near ties.
     """
     return step.raw_probabilities()
 
 
 def precise_confidence(step: Step) -> torch.Tensor:
-    """Fast-dLLM's confidence: as LLaDA's, in float64."""
+    """Fast-dLLM's confidence: LLaDA's in float64."""
     return step.raw_probabilities(torch.float64)
 
 
 def random_order(step: Step) -> torch.Tensor:
-    """LLaDA's random remasking (algorithm 4)."""
+    """Uniform random scores for LLaDA's random remasking (algorithm 4)."""
     return step.uniform()
 
 
 def probability(step: Step) -> torch.Tensor:
-    """The token's probability in the distribution that it was drawn from (SDAR, LLaDA2, Dream's maskgit_plus)."""
+    """Probability of the token in the distribution that it was drawn from (SDAR, LLaDA2, Dream's maskgit_plus)."""
     return step.probabilities()
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """[A, N], the entropy of softmax(logits) in nats; a probability of zero adds nothing."""
+    """[A, N], entropy of softmax(logits) in nats."""
     logarithms = logits.log_softmax(dim=-1)
     probabilities = logarithms.exp()
     return -(probabilities * logarithms.masked_fill(probabilities == 0, 0)).sum(dim=-1)
@@ -357,13 +367,13 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores_AN: torch.Tensor) -> torch.Tensor:
-    """True at each row's highest score, the leftmost of equal ones."""
+    """[A, N], True at each row's highest score, the leftmost of equal ones."""
     return torch.zeros_like(scores_AN, dtype=torch.bool).scatter(1, scores_AN.argmax(dim=1, keepdim=True), True)
 
 
 def top_scores(scores_AN: torch.Tensor, counts: list[int] | torch.Tensor) -> torch.Tensor:
-    """True at each row's so many highest scores, never at minus infinity. Of equal scores the leftmost is higher, so
-    that neither padding nor the width of the batch decides."""
+    """[A, N], True at each row's `counts` highest scores, never at minus infinity. Of equal scores, the leftmost ranks
+    higher, so the result does not depend on padding or the width of the batch."""
     order_AN = scores_AN.sort(dim=1, descending=True, stable=True).indices
     ranks_N = torch.arange(scores_AN.shape[1], device=scores_AN.device)
     counts_A = counts if isinstance(counts, torch.Tensor) else to_device(counts, scores_AN.device)
@@ -371,17 +381,17 @@ def top_scores(scores_AN: torch.Tensor, counts: list[int] | torch.Tensor) -> tor
     return picked_AN & (scores_AN != MINUS_INFINITY)
 
 
-# ---- Schedules: tokens per step. Steps that would commit nothing are left out.
+# ---- Schedules: tokens per step, without steps that commit nothing.
 
 
 def even_schedule(masks: int, steps: int) -> list[int]:
-    """masks / steps in every step, the remainder one each in the first steps."""
+    """masks / steps in every step; the first steps commit one more for the remainder."""
     share, remainder = divmod(masks, steps)
     return [share + (step < remainder) for step in range(steps) if share or step < remainder]
 
 
 def truncate_schedule(schedule: list[int], masks: int) -> list[int]:
-    """The schedule's first steps, as far as there are masks."""
+    """Cut the schedule to the number of masks."""
     truncated = []
     for count in schedule:
         if masks:
@@ -391,12 +401,12 @@ def truncate_schedule(schedule: list[int], masks: int) -> list[int]:
 
 
 def one_each_then_rest(steps: int, masks: int) -> list[int]:
-    """One position in each step, in the last one all that are left."""
+    """One position per step; the last step commits the rest."""
     return [1] * masks if masks <= steps else [1] * (steps - 1) + [masks - steps + 1]
 
 
 def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
-    """[A, N], True at all masks of rows in the last of `steps` steps."""
+    """[A, N], True at the masks of rows in the last of `steps` steps."""
     return step.masked & (to_device(step.index, step.masked.device) == steps - 1)[:, None]
 
 
@@ -406,8 +416,8 @@ def all_in_last_step(step: Step, steps: int) -> torch.Tensor:
 class TopScoresRule(CommitRule):
     """Commits the highest scores, with the number of tokens per step from a schedule (LLaDA, Dream, RND1).
 
-    With a `rank_temperature` the positions are drawn from softmax(score / rank_temperature) without replacement
-    instead (Dream's alg_temp).
+    With a `rank_temperature`, positions are instead drawn from softmax(score / rank_temperature) without replacement
+    (Dream's alg_temp).
     """
 
     exact = True
@@ -430,21 +440,21 @@ class TopScoresRule(CommitRule):
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = self._score(step)
         if self._rank_temperature:
-            # The highest of score / T + Gumbel noise are draws without replacement.
+            # The highest values of score / T + Gumbel noise are draws without replacement.
             scores_AN = scores_AN / self._rank_temperature - step.uniform().log().neg().log()
         scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
         return top_scores(scores_AN, step.num_transfer_tokens)
 
 
 class OneOrMoreRule(CommitRule):
-    """A rule that commits at least one position a step, until none is left."""
+    """Base class of rules that commit at least one position per step, until the block has no masks."""
 
     def begin(self, masks: list[int], noise: Noise) -> list[list[int]]:
         return [[1] * count for count in masks]
 
 
 class LeftToRightRule(OneOrMoreRule):
-    """Commits one token a step, from left to right, as an autoregressive model does."""
+    """Commits one token per step, from left to right, as an autoregressive model does."""
 
     def select(self, step: Step) -> torch.Tensor:
         return step.masked & (step.masked.long().cumsum(dim=1) == 1)
@@ -453,8 +463,8 @@ class LeftToRightRule(OneOrMoreRule):
 class ThresholdRule(OneOrMoreRule):
     """Commits the best position and all others with confidence >= threshold (Fast-dLLM v1, Nemotron).
 
-    Of equal scores the leftmost is best: torch.topk would choose by the number of columns, which are fewer in the
-    first block of a prompt to fill than in the same row's block of a wider batch.
+    Of equal scores, the leftmost is best. torch.topk's choice depends on the number of columns, which differs between
+    a row alone and in a wider batch.
     """
 
     def __init__(self, threshold: float, score: Score = precise_confidence) -> None:
@@ -468,10 +478,10 @@ class ThresholdRule(OneOrMoreRule):
 
 
 class DynamicThresholdRule(CommitRule):
-    """Commits all positions with probability > threshold, or the schedule's number of best ones where those are fewer.
+    """Commits all positions with probability > threshold, or the scheduled number of best ones if these are more.
 
-    SDAR's low_confidence_dynamic and LLaDA2.0's rule. The schedule is that of a whole block of masks; nothing is left
-    after its last step. Without a threshold only the schedule decides (SDAR's low_confidence_static).
+    Rule of SDAR's low_confidence_dynamic and of LLaDA2.0. The schedule is for a block of masks, and commits all of
+    them. Without a threshold, only the schedule decides (SDAR's low_confidence_static).
     """
 
     planning: ClassVar[tuple[str, ...]] = ("_schedule",)

@@ -1,4 +1,4 @@
-"""Logits constraints of a call: penalties, bans, allowed tokens, the caller's logits processors."""
+"""Logits constraints of a call: penalties, banned and allowed tokens, and the caller's logits processors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import Canvas, Columns, to_device
 from dlm_bridge.generation.request import MASK
 
-# Settings of transformers' generate that are read here: never from a checkpoint's own generation_config.json, since
-# the published samplers read none of them there.
+# Settings of transformers' `generate` that are read from calls only: the published samplers ignore them in a
+# checkpoint's generation_config.json.
 CONSTRAINT_SETTINGS = (
     "bad_words_ids",
     "logits_processor",
@@ -37,17 +37,18 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Constraints:
-    """Changes the logits of every position before tokens are proposed; confidences are those of the changed logits.
+    """Changes the logits of all positions before tokens are proposed. Confidences are computed from the changed
+    logits.
 
-    - `repetition_penalty` counts every committed token of the row, prompt included, on both sides of the position.
-    - `suppress_tokens`, `bad_words_ids` of one token, and the end-of-sequence tokens in the first `min_new_tokens`
-      new columns are never proposed.
-    - `processors`, the caller's, are called once for each position of the block: `input_ids` [A, c] are the tokens
-      before the position, padded on the left with the padding token, with the mask token where nothing is committed;
-      `scores` [A, V] are the position's logits. They are called for committed positions, too.
+    - `repetition_penalty` applies to all committed tokens of the row, including the prompt and later positions.
+    - `suppress_tokens`, `bad_words_ids` of one token, and end-of-sequence tokens in the first `min_new_tokens` new
+      columns are never proposed.
+    - `processors` of the caller are called for each position of the block, including committed ones. `input_ids` [A,
+      c] are the tokens before the position, padded on the left, with the mask token at masks; `scores` [A, V] are the
+      position's logits.
     - `prefix_allowed_tokens_fn`, `no_repeat_ngram_size` and `bad_words_ids` of several tokens depend on the text
-      before a position. With one of these the sampler commits one token of a row in each step, from left to right
-      (`ordered`), so that they hold as they do in transformers.
+      before a position. With one of these (`ordered`), a step commits one token per row, from left to right, so that
+      they have the same effect as in transformers.
     """
 
     repetition_penalty: float = 1.0
@@ -69,32 +70,34 @@ class Constraints:
             self._everywhere.append(NoBadWordsLogitsProcessor(single))
 
     def refuse_text(self, reason: str) -> None:
-        """Raise DlmBridgeError for constraints that depend on committed tokens."""
+        """Raise SettingError for constraints that depend on committed tokens."""
         asked = {
             "repetition_penalty": self._penalises,
             "prefix_allowed_tokens_fn": self.allowed is not None,
-            "no_repeat_ngram_size or bad_words_ids of several tokens": self._bans_sequences,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size > 0,
+            "bad_words_ids": any(len(word) > 1 for word in self.bad_words),
         }
         for name, given in asked.items():
             if given:
-                raise DlmBridgeError(f"{name} cannot hold: {reason}; leave it out")
+                raise SettingError(name, f"is not supported by this sampler: {reason}")
 
     @property
     def ordered(self) -> bool:
-        """Whether they depend on the text before a position, so that tokens are committed from left to right."""
+        """True if they depend on the text before a position: tokens are committed from left to right."""
         return self.allowed is not None or self._bans_sequences
 
     @property
     def by_text(self) -> bool:
-        """Whether a position's logits depend on the tokens elsewhere."""
+        """True if the logits of a position depend on other tokens."""
         return self.ordered or bool(self.processors) or self._penalises
 
     def __call__(self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int], columns: Columns) -> torch.Tensor:
-        """The changed logits of these rows of the canvas at these columns, a copy.
+        """Return a copy of the logits of these rows and columns of the canvas, with the constraints applied.
+
+        A row with a position without any allowed token fails alone: its logits become NaN, see `Canvas.fail`.
 
         Raises:
-            DlmBridgeError: a hook's answer has another shape. A row of which a position is left no token fails alone:
-                its logits become NaN there; see `Canvas.fail`.
+            SettingError: a logits processor returns another shape.
         """
         if not (self._everywhere or self.ordered or self.processors or self._penalises or self._delays_end):
             return logits_ANV
@@ -136,7 +139,7 @@ class Constraints:
         positions = columns_AN.shape[1]
         seen_ANS = canvas.take(rows, slice(0, canvas.width))[:, None].repeat(1, positions, 1)
         seen_ANS.scatter_(2, columns_AN[..., None], MASK)  # a token does not repeat itself
-        # One more token stands for masks and padding.
+        # An extra token represents masks and padding.
         vocabulary = logits_ANV.shape[-1]
         padded_ANV = torch.nn.functional.pad(logits_ANV, (0, 1))
         penalise = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)
@@ -154,7 +157,7 @@ class Constraints:
         *,
         shared: bool,
     ) -> None:
-        """`shared`: the columns are the same in all rows; else each row has its own window."""
+        """Run the caller's processors. `shared`: the columns are the same in all rows."""
         tokens_AS = canvas.take(rows, slice(0, canvas.width))
         tokens_AS = tokens_AS.masked_fill(tokens_AS == MASK, canvas.mask_token_id or 0)
         tokens_AS = tokens_AS.masked_fill(~canvas.real(rows), self.pad_token_id)
@@ -170,8 +173,9 @@ class Constraints:
                     shape = scores_AV.shape
                     scores_AV = processor(tokens_AS[group, first:column], scores_AV)
                     if not isinstance(scores_AV, torch.Tensor) or scores_AV.shape != shape:
-                        raise DlmBridgeError(
-                            f"logits_processor {type(processor).__name__} must give scores of shape {tuple(shape)}"
+                        raise SettingError(
+                            "logits_processor",
+                            f"{type(processor).__name__} must return scores of shape {tuple(shape)}",
                         )
                 logits_ANV[group, place] = scores_AV
         self._fail_without_token(logits_ANV, canvas, rows, columns_AN)
@@ -179,22 +183,22 @@ class Constraints:
     def _fail_without_token(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
-        """Let rows fail in which the processors leave a mask no token."""
+        """Fail rows in which the processors exclude all tokens of a mask."""
         others_V = torch.arange(logits_ANV.shape[-1], device=logits_ANV.device) != canvas.excluded_token_id
-        some_AN = ((logits_ANV != -torch.inf) & others_V).any(dim=-1)  # rows of NaN fail later, for that reason
+        some_AN = ((logits_ANV != -torch.inf) & others_V).any(dim=-1)  # rows with NaN fail later
         for row, place in (canvas.masked(rows, columns_AN) & ~some_AN).nonzero().tolist():
             before = int(canvas.places(rows)[row, columns_AN[row, place]])
             canvas.fail(
                 canvas.names[row if rows is None else rows[row]],
-                f"logits_processor leaves no token to come after its first {before} tokens: one score at least must "
-                "be above minus infinity",
+                f"`logits_processor` excludes all tokens after the first {before}: at least one score must be above "
+                "minus infinity",
             )
             logits_ANV[row, place] = torch.nan
 
     def _constrain_by_text(
         self, logits_ANV: torch.Tensor, canvas: Canvas, rows: list[int] | None, columns_AN: torch.Tensor
     ) -> None:
-        """Constrain each row's first mask, the position that is committed in this step."""
+        """Constrain each row's first mask, which this step commits."""
         place_A1 = canvas.masked(rows, columns_AN).int().argmax(dim=1, keepdim=True)
         index_A1V = place_A1[..., None].expand(-1, 1, logits_ANV.shape[-1])
         tokens_AS, begin_A1 = canvas.take(rows, slice(0, canvas.width)), canvas.origin(rows)[:, None]
@@ -216,8 +220,8 @@ class Constraints:
             length = int(stop_A1[row] - begin_A1[row])
             canvas.fail(
                 names[row],
-                f"no token is allowed after its {length} tokens: loosen the constraints (prefix_allowed_tokens_fn, "
-                "no_repeat_ngram_size, bad_words_ids)",
+                f"the constraints (`prefix_allowed_tokens_fn`, `no_repeat_ngram_size`, `bad_words_ids`) exclude all "
+                f"tokens after the first {length}",
             )
             scores_AV[row] = torch.nan
         logits_ANV.scatter_(1, index_A1V, scores_AV[:, None])
@@ -225,10 +229,12 @@ class Constraints:
     def _end_of_sequences(
         self, tokens_AS: torch.Tensor, begin_A1: torch.Tensor, stop_A1: torch.Tensor, scores_AV: torch.Tensor
     ) -> torch.Tensor:
-        """[A, V], True at the tokens that would complete a bad word, or an n-gram that is there already, behind the
-        text from column `begin` up to `stop`."""
+        """[A, V], True at tokens that complete a bad word or repeat an n-gram after the text from column `begin` up to
+        `stop`."""
         count, vocabulary = scores_AV.shape
-        banned_AV = torch.zeros(count, vocabulary + 1, dtype=torch.bool, device=scores_AV.device)  # the last: none
+        banned_AV = torch.zeros(
+            count, vocabulary + 1, dtype=torch.bool, device=scores_AV.device
+        )  # last column: unused
         size = self.no_repeat_ngram_size
         if 0 < size <= tokens_AS.shape[1]:
             grams_AWN = tokens_AS.unfold(1, size, 1)
@@ -249,7 +255,7 @@ class Constraints:
 def _follows(
     tokens_AS: torch.Tensor, begin_A1: torch.Tensor, stop_A1: torch.Tensor, sequences_AWN: torch.Tensor
 ) -> torch.Tensor:
-    """[A, W], where the text from column `begin` up to `stop` ends with the sequence."""
+    """[A, W], True if the text from column `begin` up to `stop` ends with the sequence."""
     length = sequences_AWN.shape[-1]
     columns_AN = stop_A1 - length + torch.arange(length, device=tokens_AS.device)
     last_AN = tokens_AS.gather(1, columns_AN.clamp(min=0))
@@ -257,20 +263,20 @@ def _follows(
 
 
 def _only_allowed(scores_AV: torch.Tensor, allowed: Sequence[Any], names: Sequence[Any]) -> torch.Tensor:
-    """The scores of each row's allowed tokens, minus infinity elsewhere."""
+    """Scores of each row's allowed tokens, minus infinity elsewhere. Raises SettingError."""
     vocabulary, index = scores_AV.shape[1], []
     for row, (answer, name) in enumerate(zip(allowed, names, strict=True)):
         try:
             tokens = [int(token) for token in (answer.tolist() if isinstance(answer, torch.Tensor) else answer)]
         except (TypeError, ValueError):
-            raise DlmBridgeError(
-                f"prefix_allowed_tokens_fn must give a list of token ids, not {answer!r} as for row {name}"
+            raise SettingError(
+                "prefix_allowed_tokens_fn", f"must return a list of token ids, not {answer!r} (row {name})"
             ) from None
         outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if outside is not None:
-            raise DlmBridgeError(
-                f"prefix_allowed_tokens_fn allows row {name} the token {outside}, outside the vocabulary of "
-                f"{vocabulary}"
+            raise SettingError(
+                "prefix_allowed_tokens_fn",
+                f"allows token {outside}, outside the vocabulary of {vocabulary} (row {name})",
             )
         index += [row * vocabulary + token for token in tokens]
     kept_AV = torch.zeros_like(scores_AV, dtype=torch.bool)
@@ -288,51 +294,50 @@ def read_constraints(
     pad_token_id: int,
     suppress: tuple[int, ...] = (),
 ) -> Constraints:
-    """The constraints of a call.
+    """Build the constraints of a call.
 
     Args:
-        asked: gives the value of one of `CONSTRAINT_SETTINGS`, or None.
-        excluded_token_id: never proposed; below 0 there is none.
-        suppress: the sampler's own bans.
+        asked: returns the value of one of `CONSTRAINT_SETTINGS`, or None.
+        excluded_token_id: token that is never proposed; negative: none.
+        suppress: tokens that the sampler bans.
 
     Raises:
-        DlmBridgeError: a wrong value, by its setting's name.
+        SettingError: a value is invalid.
     """
     penalty = asked("repetition_penalty")
     number = isinstance(penalty, (int, float)) and not isinstance(penalty, bool)
     if penalty is not None and not (number and 0 < penalty <= sys.float_info.max):
-        raise DlmBridgeError(f"repetition_penalty must be a number above 0, not {penalty!r}")
+        raise SettingError("repetition_penalty", f"must be a number above 0, not {penalty!r}")
     counts = {}
     for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
         counts[name] = asked(name) or 0
         if type(counts[name]) is not int or not 0 <= counts[name] < 2**63:
-            raise DlmBridgeError(f"{name} must be a whole number, 0 or above, not {counts[name]!r}")
+            raise SettingError(name, f"must be a whole number, 0 or above, not {counts[name]!r}")
     words = asked("bad_words_ids") or []
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, (list, tuple)) and word for word in words):
-        raise DlmBridgeError(f"bad_words_ids must be a list of lists of token ids, not {words!r}")
+        raise SettingError("bad_words_ids", f"must be a list of lists of token ids, not {words!r}")
     banned = asked("suppress_tokens")
     banned = [] if banned is None else banned.tolist() if isinstance(banned, torch.Tensor) else banned
     if not isinstance(banned, (list, tuple)):
-        raise DlmBridgeError(f"suppress_tokens must be a list of token ids, not {banned!r}")
+        raise SettingError("suppress_tokens", f"must be a list of token ids, not {banned!r}")
     for name, tokens in (("bad_words_ids", [token for word in words for token in word]), ("suppress_tokens", banned)):
         wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary_size]
         if wrong:
-            raise DlmBridgeError(
-                f"{name} holds {wrong[0]!r}, which is not a token of the vocabulary of {vocabulary_size}"
-            )
-    ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # others no model proposes
+            raise SettingError(name, f"contains {wrong[0]!r}, outside the vocabulary of {vocabulary_size}")
+    ends = tuple(token for token in eos_token_ids if token < vocabulary_size)  # models propose no others
     fewest = max(counts["min_new_tokens"], counts["min_length"] - prompt_width)
     never = {*suppress, *banned, *(word[0] for word in words if len(word) == 1), *(ends if fewest > 0 else ())}
     if never | {excluded_token_id} >= {*range(vocabulary_size)}:
-        raise DlmBridgeError(
-            f"suppress_tokens, bad_words_ids and min_new_tokens leave no token of the vocabulary of {vocabulary_size}"
+        raise SettingError(
+            "suppress_tokens",
+            f"excludes all {vocabulary_size} tokens, together with `bad_words_ids` and `min_new_tokens`",
         )
     allowed = asked("prefix_allowed_tokens_fn")
     processors = asked("logits_processor")
     processors = [] if processors is None else list(processors) if isinstance(processors, list) else [processors]
     for name, hook in [("prefix_allowed_tokens_fn", allowed), *(("logits_processor", one) for one in processors)]:
         if hook is not None and not callable(hook):
-            raise DlmBridgeError(f"{name} must be callable, not {hook!r}")
+            raise SettingError(name, f"must be callable, not {hook!r}")
     return Constraints(
         repetition_penalty=float(penalty or 1.0),
         suppress=tuple(dict.fromkeys([*suppress, *banned])),

@@ -30,12 +30,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
 from dlm_bridge.generation.callbacks import StepObserver
 from dlm_bridge.generation.canvas import Canvas, Entry, cache_columns, order_behind
 from dlm_bridge.generation.commit_rules import CheckedRule, CommitRule, DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints, read_constraints
-from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
+from dlm_bridge.generation.kv_cache import BlockKVCache, KVCache
+from dlm_bridge.generation.options import CacheMode
 from dlm_bridge.generation.predictors import Predictor
 from dlm_bridge.generation.prompts import check_row
 from dlm_bridge.generation.reporting import EventReporter, RunningRequest
@@ -74,7 +75,7 @@ class SamplingEngine:
         tokenizer: decodes text for `stop_strings`; may also be one of the settings.
 
     Raises:
-        DlmBridgeError: a setting is invalid for the sampler, or `max_length` is None and the model's config has no
+        SettingError: a setting is invalid for the sampler, or `max_length` is None and the model's config has no
             context length.
     """
 
@@ -98,14 +99,14 @@ class SamplingEngine:
         for name in REFUSED:
             value = self._settings.get(name)
             if value not in (None, False, (), []) and (name, value) != ("num_return_sequences", 1):
-                raise DlmBridgeError(f"{name} is for whole calls of generate: an engine samples single requests")
+                raise SettingError(name, "applies to whole calls of generate, not to an engine's requests")
         self._settings = {name: value for name, value in self._settings.items() if name not in REFUSED}
         length = max_length
         if self._only_plan is None:
             limits = resolve_settings(model, None, self._settings, prompt_width=1).limits
             length = limits.context if max_length is None else max_length
         if length is None:
-            raise DlmBridgeError("the model's config names no context length: pass max_length")
+            raise SettingError("max_length", "is needed, because the model's config has no context length")
         self.max_length = length
         self.max_rows = max_rows
         self._stream = stream
@@ -146,28 +147,27 @@ class SamplingEngine:
     def submit(self, request: Request) -> None:
         """Queue a request.
 
-        Raises DlmBridgeError for a name in use, an invalid `gen_length`, or a prompt that does not fit the sampler,
-        the model's context or `max_length`.
+        Raises:
+            RowError: the name is in use, or the prompt does not fit the sampler, the model's context or `max_length`.
+            SettingError: `gen_length` is invalid.
         """
-        shown = f"request {request.name!r}"
         leaving = set() if self._canvas is None else self._canvas.cancelled
         names = {*self._running, *leaving, *(row.request.name for row in self._waiting)}
         if request.name in names:
-            raise DlmBridgeError(f"{shown}: another waiting or running request has this name")
+            raise RowError("another waiting or running request has this name", [request.name])
         plan = self._plan(request.gen_length, len(request.prompt))
         limits = plan.settings.limits
         request = replace(request, prompt=limits.with_masks(request.prompt))
-        check_row(request.prompt, shown, limits)
+        check_row(request.prompt, request.name, limits)
         gen_length = limits.gen_length
         if len(request.prompt) + gen_length > self.max_length:
-            raise DlmBridgeError(
-                f"{shown}: a prompt of {len(request.prompt)} tokens and gen_length {gen_length} make "
-                f"{len(request.prompt) + gen_length}, beyond the engine's max_length of {self.max_length}"
+            raise RowError(
+                f"the prompt's {len(request.prompt)} and `gen_length={gen_length}` make "
+                f"{len(request.prompt) + gen_length} tokens, beyond `max_length={self.max_length}`",
+                [request.name],
             )
         if plan.spec.rule.needs_prompt and not len(request.prompt):
-            raise DlmBridgeError(
-                f"{shown} has no tokens, but this sampler needs at least one: begin with bos_token_id"
-            )
+            raise RowError("this sampler needs a prompt of at least one token: use bos_token_id", [request.name])
         self._waiting.append(_Waiting(request, plan, gen_length))
 
     def cancel(self, name: Hashable) -> bool:
@@ -229,7 +229,9 @@ class SamplingEngine:
                 self._end_run()
         except BaseException as error:
             known = isinstance(error, DlmBridgeError)
-            failure = error if isinstance(error, DlmBridgeError) else DlmBridgeError(f"sampling failed: {error!r}")
+            failure = (
+                error if isinstance(error, DlmBridgeError) else DlmBridgeError(None, f"sampling failed: {error!r}")
+            )
             self._events += [Failed(name, failure) for name in self._running]
             self._running.clear()
             self._end_run()
@@ -377,7 +379,7 @@ class SamplingPlan:
 
     @classmethod
     def of(cls, settings: GenerationSettings, commit_rule: CommitRule | None, prompt_width: int) -> SamplingPlan:
-        """Build the plan for these settings. `commit_rule` replaces the sampler's own rule. Raises DlmBridgeError."""
+        """Build the plan for these settings. `commit_rule` replaces the sampler's own rule. Raises SettingError."""
         spec = sampler_spec(settings, commit_rule)
         constraints = call_constraints(settings, spec, prompt_width)
         rule = spec.rule if constraints is None else spec.rule.constrained(constraints)
@@ -472,34 +474,33 @@ def choose_cache(predictor: type[Predictor], model: Any, wanted: CacheMode | Non
         storing = [kind for kind in predictor.caches if kind.stores and kind.exact]
         return storing[0]() if storing and supports_kv_cache(model) else KVCache()
     if wanted not in kinds:
-        raise DlmBridgeError(f"this sampler has no cache '{wanted}', its attention allows {' or '.join(kinds)}")
+        raise SettingError("cache", f"{wanted} does not fit the sampler's attention: use {' or '.join(kinds)}")
     return kinds[wanted]()
 
 
 def sampler_spec(settings: GenerationSettings, commit_rule: CommitRule | None) -> SamplerSpec:
-    """Parts of the sampler; `commit_rule` replaces its own rule. Raises DlmBridgeError."""
+    """Parts of the sampler; `commit_rule` replaces its own rule. Raises SettingError."""
     sampler, limits = settings.sampler, settings.limits
     if limits.context is not None and not limits.infill and limits.gen_length > limits.context:
-        raise DlmBridgeError(  # before the checks of block length and steps
-            f"gen_length {limits.gen_length} alone is beyond the model's context of {limits.context}: use "
-            f"{limits.context} less the prompt's tokens, or fewer"
-        )
+        # Before the sampler's checks of block length and steps.
+        raise SettingError("gen_length", f"{limits.gen_length} is beyond the model's context of {limits.context}")
     spec = sampler.spec(SpecialTokens.of(settings))
     closing = spec.layout.closing
     if closing is not None and closing >= limits.vocabulary_size:
-        raise DlmBridgeError(
-            f"the {sampler.name} sampler puts token {closing} at the text's end, outside the vocabulary of "
-            f"{limits.vocabulary_size}: pass another eos_token_id and pad_token_id"
+        raise SettingError(
+            "eos_token_id" if closing in settings.eos_token_ids else "pad_token_id",
+            f"{closing}, with which the {sampler.name} sampler ends the text, is outside the vocabulary of "
+            f"{limits.vocabulary_size}",
         )
     if commit_rule is None:
         return spec
     if not sampler.takes_commit_rule:
-        raise DlmBridgeError(f"the {sampler.name} sampler does not support commit_rule: remove it")
+        raise SettingError("commit_rule", f"the {sampler.name} sampler does not support it")
     return replace(spec, rule=CheckedRule(commit_rule))
 
 
 def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_width: int) -> Constraints | None:
-    """Constraints requested by the caller or the sampler, or None. Raises DlmBridgeError."""
+    """Constraints requested by the caller or the sampler, or None. Raises SettingError."""
     if not settings.constraints and not spec.suppress:
         return None
     return read_constraints(
@@ -514,16 +515,13 @@ def call_constraints(settings: GenerationSettings, spec: SamplerSpec, prompt_wid
 
 
 def input_device(model: Any) -> torch.device:
-    """Device of the model's input. Raises DlmBridgeError for a model without weights."""
+    """Device of the model's input. Raises SettingError for a model without weights."""
     embedding = model.get_input_embeddings()
     device: torch.device = embedding.weight.device
     if device.type == "meta":  # offloaded: accelerate's hook names the device
         hook = getattr(embedding, "_hf_hook", None)
         if hook is None:
-            raise DlmBridgeError(
-                "the model is on the meta device, without weights: load it with from_pretrained, or move it with "
-                "to_empty and load its state_dict"
-            )
+            raise SettingError("model", "is on the meta device, without weights: load it with from_pretrained")
         device = torch.device(hook.execution_device)
     return device
 

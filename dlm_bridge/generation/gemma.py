@@ -1,19 +1,18 @@
-"""DiffusionGemma's engine: drafts behind an encoder, many requests together, each with its own random numbers.
+"""DiffusionGemma's engine: continuous batching of drafts after an encoder.
 
     a request enters:   the encoder reads its prompt;  draft = uniform random tokens
-    each step, of all rows together, n counted down from `max_denoising_steps` for each row:
-        logits = decoder(draft, behind the row's text, given the row's last logits) / temperature(n)
+    each step, for all rows together, n counts down from `max_denoising_steps` for each row:
+        logits = decoder(draft, after the row's text, given the row's last logits) / temperature(n)
         drawn = a draw from softmax(logits) at each position;  H = its entropy
-        accept the drawn tokens of lowest H while the sum of the H before them is at most `entropy_bound`
+        accept the drawn tokens of lowest H while the sum of the lower H is at most `entropy_bound`
         the others become uniform random tokens
-    a row whose best tokens were stable and certain, or whose steps are over, commits its best tokens:
-        it leaves where they hold an end token or nothing is missing; else the encoder reads them
+    a row whose best tokens are stable and certain, or that has no more steps, commits its best tokens:
+        it leaves if they contain an end token or complete its length; else the encoder reads them
 
-The sampler is the entropy-bound one (arXiv 2505.24857) under a temperature that falls from `t_max` to `t_min`. It is
-transformers' `DiffusionGemmaGenerationMixin.generate` (5.23, 5.24) row by row: with the same random numbers a row's
-tokens are those of that function for its prompt alone. There all rows of a batch take the decoder passes of the
-slowest one, draft by draft, and of the longest text; here a row that is done makes room for the next, and its random
-numbers are a function of its own seed.
+The sampler is entropy-bounded (arXiv 2505.24857), with a temperature that falls from `t_max` to `t_min`. With the same
+random numbers, a row's tokens are those of transformers' `DiffusionGemmaGenerationMixin.generate` (5.23, 5.24) for its
+prompt alone. In that function, all rows of a batch take as many decoder passes as the slowest one; here, a finished
+row makes room for the next request, and its random numbers depend on its own seed only.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import NonFiniteError, RowError, SettingError
 from dlm_bridge.generation.autoregressive import (
     AutoregressiveEngine,
     Completions,
+    check_tokens,
     end_tokens,
     rows_of,
     run_generate,
@@ -40,53 +40,62 @@ from dlm_bridge.generation.autoregressive import (
     stop_condition,
 )
 from dlm_bridge.generation.canvas import to_device
+from dlm_bridge.generation.options import check_value
 from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group
-from dlm_bridge.generation.samplers import Check, check_value
 from dlm_bridge.generation.settings import check_adapters
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds
 from dlm_bridge.objectives.noise import random_tokens
+from dlm_bridge.settings import option, options_of
 
 logger = logging.getLogger(__name__)
 
-# The settings, under transformers' names; `entropy_bound` is that of its EntropyBoundSamplerConfig.
-SETTINGS: dict[str, Check | None] = {
-    "max_new_tokens": Check("int", minimum=1),
-    "max_denoising_steps": Check("int", minimum=1),
-    "entropy_bound": Check("float", above=0),
-    "t_min": Check("float", minimum=0),
-    "t_max": Check("float", above=0),
-    "stability_threshold": Check("int", minimum=0),
-    "confidence_threshold": Check("float", above=0),
-    "block_length": Check("int", minimum=1),
-    "cache_implementation": Check("str"),
-    "disable_compile": Check("bool"),
-    "eos_token_id": None,
-    "pad_token_id": Check("int", minimum=0),
-    "num_return_sequences": Check("int", minimum=1),
-    "stop_strings": None,
-    "seed": None,
-}
-IGNORED = ("do_sample", "transformers_version", "use_cache")  # which transformers' clients send
-OTHER_NAMES = {"steps": "max_denoising_steps", "block_size": "block_length", "canvas_length": "block_length"}
-NUMBERS = ("entropy_bound", "t_min", "t_max", "confidence_threshold")  # which transformers takes as floats only
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaSettings:
+    """Settings of DiffusionGemma under transformers' names. None: the checkpoint's value."""
+
+    max_new_tokens: int | None = option(None, "Maximum number of new tokens.", minimum=1)  # `merge_names` renames
+    max_denoising_steps: int | None = option(None, "Denoising steps per draft.", minimum=1, aliases=("steps",))
+    entropy_bound: float | None = option(None, "Bound on the entropy that a step accepts.", above=0)
+    t_min: float | None = option(None, "Temperature of the last step.", minimum=0)
+    t_max: float | None = option(None, "Temperature of the first step.", above=0)
+    stability_threshold: int | None = option(None, "Unchanged steps after which a draft may end.", minimum=0)
+    confidence_threshold: float | None = option(None, "Mean entropy below which a draft may end.", above=0)
+    block_length: int | None = option(None, "Tokens per draft.", minimum=1, aliases=("block_size", "canvas_length"))
+    cache_implementation: str | None = option(None, "KV cache of transformers' loop.")
+    disable_compile: bool | None = option(None, "Do not compile transformers' loop.")
+    eos_token_id: Any = option(None, "One or several tokens that end a text.")
+    pad_token_id: int | None = option(None, "Token after the end of a text.", minimum=0)
+    num_return_sequences: int | None = option(None, "Texts per prompt.", minimum=1)
+    stop_strings: Any = option(None, "Strings that end a text.")
+    seed: Any = option(None, "Seed of the random numbers.")
+
+
+SETTINGS = options_of(GemmaSettings)
+OTHER_NAMES = {alias: name for name, declared in SETTINGS.items() for alias in declared.aliases}
+IGNORED = ("do_sample", "transformers_version", "use_cache")  # sent by transformers' clients
+FLOATS = ("entropy_bound", "t_min", "t_max", "confidence_threshold")  # transformers does not accept integers
 IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def is_gemma(model: Any) -> bool:
-    """Whether this is a DiffusionGemma model, plain or wrapped by PEFT."""
+    """True for a DiffusionGemma model, plain or wrapped by PEFT."""
     return getattr(model.config, "canvas_length", None) is not None
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:
-    """The tokens that stand for images in a model's text, by its config; other models have none."""
+    """Tokens that represent images in a model's text, by its config; empty for other models."""
     ids = (getattr(config, name, None) for name in IMAGE_TOKENS)
     return tuple(token for token in ids if token is not None)
 
 
 def gemma_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a call under transformers' names, checked, with the number of new tokens and the tokens that end
-    a text. Raises DlmBridgeError for one that the sampler does not have or whose value is wrong."""
+    """Check the settings of a call. Returns them under transformers' names, with `max_new_tokens` and `eos_token_id`.
+
+    Raises:
+        SettingError: the sampler does not have the setting, or its value is invalid.
+    """
     check_adapters(model)
     found: dict[str, Any] = {}
     for name, value in set_values(settings).items():
@@ -94,62 +103,54 @@ def gemma_keywords(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         if own in IGNORED:
             continue
         if own not in SETTINGS:
-            more = ": it falls from t_max to t_min" if name == "temperature" else ""
-            raise DlmBridgeError(
-                f"DiffusionGemma's sampler has no setting '{name}'{more}: it has "
-                f"{', '.join(sorted(SETTINGS.keys() | OTHER_NAMES.keys()))}"
-            )
+            more = " (its temperature falls from `t_max` to `t_min`)" if name == "temperature" else ""
+            names = ", ".join(sorted(SETTINGS.keys() | OTHER_NAMES.keys()))
+            raise SettingError(name, f"DiffusionGemma's sampler does not have it{more}: it has {names}")
         if own in found:
-            raise DlmBridgeError(f"{name} and {own} are the same setting: give one of them")
+            raise SettingError(name, f"is the same setting as `{own}`: set one of them")
         check_value(name, SETTINGS[own], value)
-        found[own] = float(value) if own in NUMBERS else value
+        found[own] = float(value) if own in FLOATS else value
     stored, defaults = model.generation_config, model.generation_config._get_default_generation_params()
     t_min, t_max = (found.get(name, getattr(stored, name, None)) for name in ("t_min", "t_max"))
     t_min, t_max = defaults["t_min"] if t_min is None else t_min, defaults["t_max"] if t_max is None else t_max
     if t_min >= t_max:
-        raise DlmBridgeError(f"t_min {t_min} is not below t_max {t_max}, from which the temperature falls to it")
+        raise SettingError("t_min", f"{t_min} must be below `t_max={t_max}`")
     if "max_new_tokens" not in found:
         found["max_new_tokens"] = stored.max_new_tokens or defaults["max_new_tokens"]
     found["eos_token_id"] = list(end_tokens(model, settings)) or None
     return found
 
 
-def check_gemma_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any]) -> None:
-    """Raise DlmBridgeError for an empty prompt, one with an image, and where its drafts leave the context."""
+def check_gemma_prompt(model: Any, prompt: Sequence[int], given: Mapping[str, Any], name: object) -> None:
+    """Raise RowError for a prompt that is empty, contains an image, or does not fit into the context with its drafts.
+    Raises SettingError for drafts longer than the context. `name`: the prompt's name in errors."""
     config, text = model.config, model.config.get_text_config()
-    if not len(prompt):
-        raise DlmBridgeError("DiffusionGemma needs a prompt of at least one token: this one has none")
     image = next((token for token in image_token_ids(config) if token in prompt), None)
     if image is not None:
-        raise DlmBridgeError(
-            f"the prompt holds an image (token id {image}): only text is sampled here, leave images out"
-        )
-    outside = next((token for token in prompt if not 0 <= token < text.vocab_size), None)
-    if outside is not None:
-        raise DlmBridgeError(f"the prompt holds token {outside}, outside the vocabulary of {text.vocab_size}")
+        raise RowError(f"contains an image (token id {image}): only text is supported", [name])
+    check_tokens(prompt, text.vocab_size, name)
     length = given.get("block_length") or config.canvas_length
     context = text.max_position_embeddings
     if length > context:
-        raise DlmBridgeError(
-            f"a draft of {length} tokens is longer than the model's context of {context}: use a shorter block_length"
-        )
+        raise SettingError("block_length", f"{length} is longer than the model's context of {context}")
     last = len(prompt) + math.ceil(given["max_new_tokens"] / length) * length
     if last > context:
-        raise DlmBridgeError(
-            f"a prompt of {len(prompt)} tokens and drafts of {length} for {given['max_new_tokens']} new ones make "
-            f"{last}, beyond the model's context of {context}: use a shorter gen_length"
+        raise RowError(
+            f"the prompt's {len(prompt)} tokens and drafts of {length} for {given['max_new_tokens']} new tokens make "
+            f"{last}, beyond the model's context of {context}: reduce `gen_length`",
+            [name],
         )
 
 
-OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop alone
-ENCODED_TOGETHER = 4  # rows wait for one encoder pass until they are 1/4 of all that run or wait for it
+OWN = ("cache_implementation", "disable_compile")  # settings of transformers' loop only
+ENCODED_TOGETHER = 4  # rows wait for an encoder pass until they are 1/4 of all running and waiting rows
 
 
 def supports_drafts(model: Any, settings: Mapping[str, Any]) -> bool:
     """True if `GemmaEngine` can sample from the model under these settings; otherwise transformers' loop has to."""
     plain = _plain(model)
     if not is_gemma(plain) or "self_conditioning_mask" not in inspect.signature(plain.forward).parameters:
-        return False  # no such model, or one of a transformers whose decoder conditions all rows or none
+        return False  # another model, or a version of transformers whose decoder conditions all rows or none
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
     attention = {module.config._attn_implementation for module in (plain.model.decoder, plain.model.encoder)}
     whole = tensor_parallel_group(plain) is None
@@ -157,17 +158,17 @@ def supports_drafts(model: Any, settings: Mapping[str, Any]) -> bool:
 
 
 class GemmaEngine:
-    """The engine of DiffusionGemma; see `dlm_bridge.generation.request.Engine`.
+    """Engine for DiffusionGemma; see `dlm_bridge.generation.request.Engine`.
 
     Args:
-        settings: `SETTINGS`, or other names of them.
-        max_rows: requests that run at once. Others wait, in the order of their arrival.
-        stream: report `Committed` and `Extended` of requests that stream, each time a draft is committed.
-        on_draft: is called after each step with the best tokens [A, Q] of all drafts, or with their logits [A, Q, V]
-            if its attribute `_takes_logits` is true.
+        settings: `GemmaSettings`, also under their aliases.
+        max_rows: maximum number of running requests. Further requests wait, in the order of their arrival.
+        stream: report `Committed` and `Extended` of requests that stream, when a draft is committed.
+        on_draft: called after each step with the best tokens [A, Q] of all drafts, or with their logits [A, Q, V] if
+            its attribute `_takes_logits` is true.
 
     Raises:
-        DlmBridgeError: a setting that the sampler does not have.
+        SettingError: the sampler does not have the setting, or its value is invalid.
     """
 
     def __init__(
@@ -185,32 +186,32 @@ class GemmaEngine:
         self._rows = max_rows
         self._stop = stop_condition(model, tokenizer, settings)
         self._stream, self._on_draft = stream, on_draft
-        self.forwards = 0  # decoder passes, of all rows together
+        self.forwards = 0  # decoder passes over all rows
         warn_of_another_length(self._model, self._given.get("block_length"))
         self._settings = _Settings.of(self._model, self._given)
         self._device = self._model.model.decoder.embed_tokens.weight.device
         self._cache = EncoderCache(self._model)
         self._noise = Noise([], self._device)
-        self._drawing: list[_Row] = []  # row i of the noise, running or unread
+        self._drawing: list[_Row] = []  # rows of the noise: running and unread
         self._waiting: deque[_Row] = deque()
-        self._unread: list[_Row] = []  # with tokens that the encoder has not read
-        self._running: list[_Row] = []  # row i of the drafts
+        self._unread: list[_Row] = []  # rows with tokens that the encoder has not read
+        self._running: list[_Row] = []  # rows of the drafts
         self._drafts: _Drafts | None = None
 
     @property
     def idle(self) -> bool:
-        """True if no request waits or runs."""
+        """True if there is no waiting or running request."""
         return not (self._waiting or self._unread or self._running)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DlmBridgeError for a prompt that the model cannot continue."""
+        """Queue a request. Raises RowError for a prompt that the model cannot continue."""
         new = self._given["max_new_tokens"] if request.gen_length is None else request.gen_length
-        check_gemma_prompt(self._model, request.prompt, {**self._given, "max_new_tokens": new})
+        check_gemma_prompt(self._model, request.prompt, {**self._given, "max_new_tokens": new}, request.name)
         seed = drawn_seeds(1)[0] if request.seed is None else request.seed
         self._waiting.append(_Row(request, list(request.prompt), new, seed))
 
     def cancel(self, name: Hashable) -> bool:
-        """Drop a request. False if there is none of this name."""
+        """Drop a request. Returns False if there is no request of this name."""
         before = len(self._waiting) + len(self._drawing)
         self._waiting = deque(row for row in self._waiting if row.request.name != name)
         self._unread = [row for row in self._unread if row.request.name != name]
@@ -225,8 +226,8 @@ class GemmaEngine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """A denoising step of the rows that run, after others have entered where there is room. Returns the events of
-        the drafts that it has completed."""
+        """Admit waiting requests, then run a denoising step of all running rows. Returns the events of completed
+        drafts."""
         room = self._rows - len(self._drawing)
         if self._waiting and room > 0:
             self._enter([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
@@ -243,7 +244,7 @@ class GemmaEngine:
             return events
         ended_A = [ended for ended, bad in flags_A if not bad]
         if self._on_draft is not None:
-            assert self._drafts.logits is not None, "a step has been taken"
+            assert self._drafts.logits is not None, "set by a step"
             logits = getattr(self._on_draft, "_takes_logits", False)
             self._on_draft(self._drafts.logits.cpu() if logits else self._drafts.best.cpu())
         if not any(ended_A):
@@ -257,7 +258,7 @@ class GemmaEngine:
         return events
 
     def _committed(self, row: _Row, draft: list[int]) -> list[Event]:
-        """Write a completed draft behind the row's text."""
+        """Append a completed draft to the row's text. Returns its events."""
         before = len(row.new)
         complete = row.commit(draft, self._settings)
         end = self._stop.end_of(row.new)
@@ -294,7 +295,7 @@ class GemmaEngine:
             row.place = place
 
     def _read(self) -> None:
-        """Let the encoder read the rows that it has not read, and begin their next drafts."""
+        """Run the encoder over the unread rows, and begin their next drafts."""
         rows, self._unread = self._unread, []
         self._cache.read([row.encoded for row in rows], [row.unread() for row in rows])
         begun = _Drafts.begin(rows, self._noise, self._settings, self._cache.dtype)
@@ -303,7 +304,7 @@ class GemmaEngine:
         self._cache.show([row.encoded for row in self._running], self._settings.length)
 
     def _keep(self, places: list[int]) -> None:
-        """Go on with the running rows at these places."""
+        """Keep only the running rows at these places."""
         if len(places) == len(self._running):
             return
         assert self._drafts is not None
@@ -313,8 +314,8 @@ class GemmaEngine:
             self._cache.show([row.encoded for row in self._running], self._settings.length)
 
     def _denoise(self, drafts: _Drafts) -> list[list[bool]]:
-        """A denoising step of the running rows. Returns for each if it has ended its draft, and if its logits are NaN
-        or plus infinity."""
+        """Run a denoising step of the running rows. Returns for each whether its draft has ended, and whether its
+        logits are NaN or plus infinity."""
         for row in self._running:
             row.forwards += 1
         self.forwards += 1
@@ -331,16 +332,15 @@ class GemmaEngine:
 
 
 class GemmaLoopEngine(AutoregressiveEngine):
-    """DiffusionGemma by transformers' own loop, in closed batches, where `supports_drafts` is false. Rows draw from
-    one stream."""
+    """Engine with transformers' loop, in closed batches, if `supports_drafts` is false. Rows share a random stream."""
 
     def _keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         return gemma_keywords(self._model, settings)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DlmBridgeError for a prompt that the model cannot continue."""
+        """Queue a request. Raises RowError for a prompt that the model cannot continue."""
         own = self._given if request.gen_length is None else {**self._given, "max_new_tokens": request.gen_length}
-        check_gemma_prompt(self._model, request.prompt, own)
+        check_gemma_prompt(self._model, request.prompt, own, request.name)
         self._waiting.append(request)
 
     def _sample(
@@ -363,21 +363,24 @@ def sample_drafts(
     settings: Mapping[str, Any],
     streamer: Any = None,
 ) -> Completions:
-    """Continue prompts [B, P] that are padded on the left, whose real tokens have `mask` 1.
+    """Continue prompts [B, P], padded on the left, with `mask` 1 at real tokens.
 
     Args:
-        streamer: as for transformers' `generate`; its `put_draft` gets what `GemmaEngine.on_draft` does.
+        streamer: as for transformers' `generate`; its `put_draft` is called like `GemmaEngine.on_draft`.
 
-    Raises DlmBridgeError.
+    Raises:
+        SettingError: the sampler does not have the setting, or its value is invalid.
+        RowError: the model cannot continue a prompt.
+        NonFiniteError: logits are NaN or infinite.
     """
     given = gemma_keywords(model, settings)
     prompts = rows_of(input_ids, mask)
-    # A streamer of several rows gets them side by side, which only transformers' loop runs like that.
+    # A streamer of several rows needs them in step, as in transformers' loop.
     if not supports_drafts(model, given) or (streamer is not None and len(prompts) > 1):
         return gemma_loop(model, tokenizer, input_ids, mask, settings, streamer)
     copies, seed = given.pop("num_return_sequences", 1), given.pop("seed", None)
     if streamer is not None and copies > 1:
-        raise DlmBridgeError(f"a streamer shows one text, num_return_sequences asks for {copies}: leave one out")
+        raise SettingError("streamer", f"shows one text: it excludes `num_return_sequences={copies}`")
     rows = [prompt for prompt in prompts for _ in range(copies)]
     seeds = drawn_seeds(len(rows)) if seed is None else row_seeds(seed, rows)
     on_draft = getattr(streamer, "put_draft", None)
@@ -399,7 +402,7 @@ def sample_drafts(
     if streamer is not None:
         streamer.end()
     width = max(map(len, texts.values()))
-    padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # behind an end token
+    padding = given.get("pad_token_id", (given["eos_token_id"] or [0])[0])  # after an end token
     new = [[*texts[number], *[padding] * (width - len(texts[number]))] for number in range(len(rows))]
     sequences = torch.cat([input_ids.repeat_interleave(copies, dim=0).cpu(), torch.tensor(new)], dim=1)
     return Completions(sequences, engine.forwards, [sequences.shape[1]] * len(sequences))
@@ -413,20 +416,20 @@ def gemma_loop(
     settings: Mapping[str, Any],
     streamer: Any = None,
 ) -> Completions:
-    """As `sample_drafts`, by transformers' loop."""
+    """`sample_drafts` by transformers' loop."""
     given = gemma_keywords(model, settings)
-    for prompt in rows_of(input_ids, mask):
-        check_gemma_prompt(model, prompt, given)
+    for number, prompt in enumerate(rows_of(input_ids, mask)):
+        check_gemma_prompt(model, prompt, given, number)
     seed = given.pop("seed", None)
-    # The decoder's forward passes are the denoising steps; the encoder's, one per draft, are not counted.
+    # Count the decoder's forward passes, without the encoder's (one per draft).
     counted = _plain(model).model.decoder
     return run_generate(model, counted, _generate, tokenizer, input_ids, mask, given, seed, streamer)
 
 
 def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """[B, P + new] tokens: the last draft is cut where `max_new_tokens` end."""
+    """[B, P + new] tokens. The last draft is cut at `max_new_tokens`."""
     own = dict(given)
-    for name in ("tokenizer", "stop_strings"):  # a text is cut at its first stop string by the caller
+    for name in ("tokenizer", "stop_strings"):  # the caller cuts texts at stop strings
         own.pop(name, None)
     new, copies = own["max_new_tokens"], own.pop("num_return_sequences", 1)
     if "entropy_bound" in own:
@@ -445,17 +448,18 @@ def _generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, given: Ma
 
 
 def warn_of_another_length(model: Any, length: int | None) -> None:
-    """Warn of drafts of another length than the model was trained with."""
+    """Warn about drafts of another length than in training."""
     trained = model.config.canvas_length
     if length not in (None, trained):
         logger.warning(
-            f"drafts of {length} tokens: the model was trained with {trained} (canvas_length in config.json)"
+            f"block_length {length}: the model was trained with drafts of {trained} tokens (canvas_length in its "
+            "config.json)"
         )
 
 
 @contextmanager
 def _drafts_of(model: Any, length: int | None) -> Iterator[None]:
-    """Context manager that gives the model drafts of another length, which it was not trained with."""
+    """Context manager that changes the length of the model's drafts."""
     warn_of_another_length(model, length)
     trained = model.config.canvas_length
     model.config.canvas_length = length or trained
@@ -465,37 +469,37 @@ def _drafts_of(model: Any, length: int | None) -> Iterator[None]:
         model.config.canvas_length = trained
 
 
-# ---- What the encoder has read.
+# ---- KV cache of the encoder.
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 @dataclass
 class EncodedPrompt:
-    """What is kept of one row."""
+    """Cached keys and values of one row."""
 
-    length: int = 0  # tokens that the encoder has read
-    kept: list[Pair] = field(default_factory=list)  # [H, K, D] by layer, of the last K of them
+    length: int = 0  # number of tokens that the encoder has read
+    kept: list[Pair] = field(default_factory=list)  # [H, K, D] per layer, of the last K tokens
 
 
 def cache_of(tower: Any, cache: Any) -> dict[str, Any]:
-    """A cache as the keyword of a tower of transformers', or of the whole model: `cache` from 5.24 on."""
+    """Keyword argument for the cache of transformers' encoder, decoder or model: `cache` from 5.24 on."""
     name = "cache" if "cache" in inspect.signature(tower.forward).parameters else "past_key_values"
     return {name: cache}
 
 
 @dataclass
 class _Layer:
-    """Keys and values of some rows, [A, H, K, D], padded on the right; the names are those of transformers' layers."""
+    """Keys and values [A, H, K, D], padded on the right, with the attribute names of transformers' cache layers."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class EncoderCache:
-    """The rows that the encoder or the decoder runs on, as their cache."""
+    """KV cache of the rows that the encoder or the decoder runs on."""
 
-    is_compileable = False  # transformers' decoder puts the draft's keys behind those of a layer
+    is_compileable = False  # transformers' decoder then appends the draft's keys to a layer's
 
     def __init__(self, model: Any) -> None:
         self._encoder = model.model.encoder
@@ -504,12 +508,12 @@ class EncoderCache:
         self._device, self.dtype = embedding.device, embedding.dtype
         self._additive = model.model.decoder.config._attn_implementation == "eager"
         self.layers: list[_Layer] = []
-        self.masks: dict[str, torch.Tensor | None] = {}  # by the type of a layer
+        self.masks: dict[str, torch.Tensor | None] = {}  # by layer type
         self.positions = torch.empty(0)  # [A, Q], of the drafts
 
     @torch.no_grad()
     def read(self, rows: Sequence[EncodedPrompt], tokens: Sequence[list[int]]) -> None:
-        """One encoder pass over new tokens of the rows, of any number each."""
+        """Run the encoder over new tokens of the rows, which may differ in number."""
         width = max(map(len, tokens))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self._device)
         lengths = torch.tensor([row.length for row in rows], device=self._device)
@@ -526,9 +530,9 @@ class EncoderCache:
             ]
 
     def show(self, rows: Sequence[EncodedPrompt], length: int) -> None:
-        """Lay the cache out for the decoder, on drafts of `length` tokens behind these rows."""
+        """Prepare the cache for the decoder, with drafts of `length` tokens after these rows."""
         self._lay_out(rows)
-        for place, row in enumerate(rows):  # views, so that nothing is held twice
+        for place, row in enumerate(rows):  # views, which need no memory
             row.kept = [
                 (layer.keys[place, :, : keys.shape[1]], layer.values[place, :, : keys.shape[1]])
                 for layer, (keys, _) in zip(self.layers, row.kept, strict=True)
@@ -540,8 +544,8 @@ class EncoderCache:
         self.positions = lengths[:, None] + torch.arange(length, device=self._device)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any) -> Pair:
-        """The encoder's new keys and values behind those of a layer, as transformers' caches do it."""
-        if layer == len(self.layers):  # of rows that have none
+        """Append the encoder's new keys and values to those of a layer, as transformers' caches do."""
+        if layer == len(self.layers):  # the first tokens of the rows
             self.layers.append(_Layer(keys, values))
         else:
             held = self.layers[layer]
@@ -556,12 +560,12 @@ class EncoderCache:
         return self._config.sliding_window if kind == "sliding_attention" else None
 
     def _kept(self, length: int) -> dict[str, int]:
-        """How many of so many tokens the layers of a type keep."""
+        """Number of cached tokens for a row of `length` tokens, by layer type."""
         windows = {kind: self._window(kind) for kind in self._kinds}
         return {kind: length if window is None else min(length, window - 1) for kind, window in windows.items()}
 
     def _lay_out(self, rows: Sequence[EncodedPrompt]) -> None:
-        """Set `layers` to what is kept of the rows, padded; to none where there is nothing yet."""
+        """Set `layers` to the rows' cached keys and values, padded; to an empty list without any."""
         self.layers = []
         first = next((row for row in rows if row.kept), None)
         for number in range(0 if first is None else len(first.kept)):
@@ -581,7 +585,8 @@ class EncoderCache:
     def _of_row(
         self, layer: _Layer, place: int, held: int, width: int, row: EncodedPrompt, new: int, kind: str
     ) -> Pair:
-        """What a layer keeps of a row: `held` columns and, behind the `width` that all rows have, `new` ones."""
+        """Keys and values that a layer keeps of a row: the last of `held` old columns and of the `new` ones, which
+        start at column `width`."""
         last = self._kept(row.length)[kind]
 
         def kept(whole: torch.Tensor) -> torch.Tensor:
@@ -591,7 +596,7 @@ class EncoderCache:
         return kept(layer.keys), kept(layer.values)
 
     def _causal(self, width: int, held: list[int], kind: str) -> torch.Tensor:
-        """[G, 1, N, K + N]: which of the columns that are held, and of the new ones, each new token attends to."""
+        """[G, 1, N, K + N] mask of the cached and the new columns that each new token attends to."""
         window, past = self._window(kind), max(held)
         held_G11 = torch.tensor(held, device=self._device)[:, None, None]
         query_N1 = torch.arange(width, device=self._device)[:, None]
@@ -605,7 +610,7 @@ class EncoderCache:
         return self._mask(torch.cat([before_GNK, new_NN.expand(len(held), -1, -1)], dim=-1))
 
     def _behind(self, held: list[int], length: int) -> torch.Tensor | None:
-        """[A, 1, Q, K + Q]: a draft attends to all that is held of its row and to itself; None where that is all."""
+        """[A, 1, Q, K + Q] mask: a draft attends to its row's cached columns and to itself; None: to all columns."""
         if min(held) == max(held):
             return None
         held_A1 = torch.tensor(held, device=self._device)[:, None]
@@ -625,7 +630,7 @@ class EncoderCache:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The sampler's numbers. A draft has `length` tokens."""
+    """Resolved settings of the sampler. A draft has `length` tokens."""
 
     length: int
     vocabulary: int
@@ -633,7 +638,7 @@ class _Settings:
     bound: float
     t_min: float
     t_max: float
-    stability: int | None  # None: a draft takes all of its steps
+    stability: int | None  # None: a draft takes all its steps
     confidence: float
     ends: frozenset[int]
 
@@ -661,13 +666,13 @@ class _Settings:
 
 @dataclass(eq=False)
 class _Row:
-    """A prompt with what was written behind it."""
+    """A request with its committed text."""
 
     request: Request
-    text: list[int]  # the prompt and the committed drafts
-    new_tokens: int  # at most
+    text: list[int]  # prompt and committed drafts
+    new_tokens: int  # maximum
     seed: int
-    place: int = 0  # among the rows of the noise
+    place: int = 0  # row of the noise
     new: list[int] = field(default_factory=list)
     encoded: EncodedPrompt = field(default_factory=EncodedPrompt)
     forwards: int = 0
@@ -676,8 +681,7 @@ class _Row:
         return self.text[self.encoded.length :]
 
     def commit(self, draft: list[int], settings: _Settings) -> bool:
-        """Write a draft behind the text. Whether the text is complete: at an end token, and where no token is
-        missing."""
+        """Append a draft to the text. Returns True if it has an end token or completes the length."""
         end = next((place for place, token in enumerate(draft) if token in settings.ends), None)
         self.text += draft
         self.new += draft if end is None else draft[: end + 1]
@@ -691,15 +695,15 @@ _PER_ROW = ("tokens", "best", "history", "left", "conditioned")
 
 @dataclass
 class _Drafts:
-    """The drafts of A rows, of Q tokens each, and what their next step needs."""
+    """Drafts of A rows, of Q tokens each, and the state for their next step."""
 
     tokens: torch.Tensor  # [A, Q]
-    best: torch.Tensor  # [A, Q], the likeliest ones after the last step
-    history: torch.Tensor  # [A, stability, Q], those after the steps before; -1 where there was none
-    left: torch.Tensor  # [A] int32, steps
-    logits: torch.Tensor | None  # [A, Q, V] of the last step, over its temperature; None where no row has had one
-    conditioned: torch.Tensor  # [A] bool, rows that have had one
-    dtype: torch.dtype  # of what the decoder is given of them
+    best: torch.Tensor  # [A, Q], most probable tokens after the last step
+    history: torch.Tensor  # [A, stability, Q], `best` of earlier steps; -1: none
+    left: torch.Tensor  # [A] int32, remaining steps
+    logits: torch.Tensor | None  # [A, Q, V] of the last step, divided by its temperature; None before the first one
+    conditioned: torch.Tensor  # [A] bool, True after a row's first step
+    dtype: torch.dtype  # of the logits that condition the decoder
 
     @classmethod
     def begin(cls, rows: Sequence[_Row], noise: Noise, settings: _Settings, dtype: torch.dtype) -> _Drafts:
@@ -715,7 +719,7 @@ class _Drafts:
         )
 
     def joined(self, others: _Drafts) -> _Drafts:
-        """These rows, then the others, which have had no step."""
+        """Concatenation with drafts that have not taken a step."""
         parts = {name: torch.cat([getattr(self, name), getattr(others, name)]) for name in _PER_ROW}
         logits = self.logits
         if logits is not None:
@@ -723,7 +727,7 @@ class _Drafts:
         return _Drafts(**parts, logits=logits, dtype=self.dtype)
 
     def selected(self, places: list[int]) -> _Drafts | None:
-        """Some of the rows; None of none."""
+        """Drafts of the rows at these places; None if there are none."""
         if not places:
             return None
         places_A = to_device(places, self.tokens.device)
@@ -733,7 +737,7 @@ class _Drafts:
     def denoise(
         self, logits_AQV: torch.Tensor, rows: Sequence[_Row], noise: Noise, settings: _Settings
     ) -> torch.Tensor:
-        """One step, in place. Returns [A, 2] bool: drafts that have ended, and those whose logits are not finite."""
+        """Take a step in place. Returns [A, 2] bool: ended drafts, and drafts with non-finite logits."""
         temperature_A = settings.t_min + (settings.t_max - settings.t_min) * (self.left / settings.steps)
         logits_AQV = logits_AQV / temperature_A[:, None, None]
         highest_AQ, self.best = logits_AQV.max(dim=-1)
@@ -759,16 +763,16 @@ class _Drafts:
 
 
 def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
-    """float64 [A, Q], the rows' next numbers on (0, 1)."""
+    """float64 [A, Q], the rows' next random numbers on (0, 1)."""
     places_AQ = torch.arange(settings.length, device=noise.device).expand(len(rows), -1)
     return noise.uniform([row.place for row in rows], places_AQ)
 
 
 def _random_tokens(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
-    """[A, Q], all tokens equally likely."""
+    """[A, Q] uniformly random tokens."""
     return random_tokens(_uniform(rows, noise, settings), settings.vocabulary, mask_token_id=-1)
 
 
 def _plain(model: Any) -> Any:
-    """The model itself, also where PEFT wraps it."""
+    """Return the model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

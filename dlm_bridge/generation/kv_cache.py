@@ -1,31 +1,30 @@
-"""KV cache: static buffers of keys and values, and the columns that a forward pass runs instead of reading them.
+"""KV cache: static buffers of keys and values, and the columns that a forward pass runs or reads from them.
 
-The setting `cache` names the kind:
+Values of the setting `cache`:
 
 - "none": every forward pass runs all columns that it attends to.
 - "prefix", "dual" (Fast-dLLM v1, arXiv 2505.22618), for bidirectional attention: a block's first forward pass runs the
-  whole canvas; later ones run the block ("dual"), or the block and what follows it ("prefix"). Approximate.
-- "block", for attention that never looks behind the block: committed blocks are run once more and cached. Exact.
+  whole canvas; later ones run the block ("dual"), or all columns from the block on ("prefix"). Approximate.
+- "block", for attention that does not reach past the block: committed blocks are run once more and cached. Exact.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from dlm_bridge.generation.canvas import to_device
-
-CacheMode = Literal["none", "prefix", "dual", "block"]
+from dlm_bridge.generation.options import CacheMode
 
 
 class StaticKVCache:
-    """Buffers [rows, KV heads, width, head size] of every attention layer, in the canvas' columns.
+    """Buffers [rows, KV heads, width, head size] of every attention layer, by columns of the canvas.
 
-    Keys and values have separate storage: compiled code takes two changed views of one tensor for each other. The
-    layers reach theirs as the attributes `kv_keys` and `kv_values`: the attention function is given the layer, and
-    compiled code is the same for all layers.
+    Keys and values have separate storage, because compiled code confuses two modified views of one tensor. Each layer
+    has its buffers as attributes `kv_keys` and `kv_values`: the attention function receives the layer, and compiled
+    code is the same for all layers.
     """
 
     def __init__(self, layers: list[Any], buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -47,19 +46,19 @@ class StaticKVCache:
         return cls(layers, buffers)
 
     def attach(self, rows: int | None) -> None:
-        """Use the buffers of the first `rows` rows in the layers; None: of all rows."""
+        """Attach the buffers of the first `rows` rows (None: all rows) to the layers."""
         for layer, (keys, values) in zip(self._layers, self._buffers, strict=True):
             layer.kv_keys, layer.kv_values = keys[:rows], values[:rows]
 
     def detach(self) -> None:
-        """Take the buffers away from the layers."""
+        """Remove the buffers from the layers."""
         for layer in self._layers:
             for name in ("kv_keys", "kv_values"):
                 if hasattr(layer, name):
                     delattr(layer, name)
 
     def select_rows(self, rows: list[int]) -> None:
-        """Move these rows to the front, in this order. Those that stand there already are not copied."""
+        """Move these rows to the front, in this order. Rows already in place are not copied."""
         moves = [(to, row) for to, row in enumerate(rows) if to != row]
         if not moves:
             return
@@ -71,7 +70,7 @@ class StaticKVCache:
                 buffer[to_M] = buffer[row_M]
 
     def shift(self, by: int) -> None:
-        """Move the columns to the right, or to the left with `by` below 0."""
+        """Move the columns to the right by `by` (negative: to the left)."""
         for buffers in self._buffers:
             for buffer in buffers:
                 width = buffer.shape[2] - abs(by)
@@ -86,7 +85,7 @@ class StaticKVCache:
 
     @property
     def width(self) -> int:
-        """Columns of the buffers."""
+        """Number of columns."""
         return self._buffers[0][0].shape[2]
 
     @staticmethod
@@ -104,7 +103,7 @@ class StaticKVCache:
 
 
 def kv_heads(model: Any, layer: Any) -> int:
-    """The KV heads that an attention layer has in this process."""
+    """Number of KV heads of an attention layer in this process."""
     # Tensor parallelism shards the heads, except those of a fused QKV matrix, whose output is gathered.
     shards = 1 if hasattr(layer, "query_key_value") else getattr(model, "_tp_size", None) or 1
     heads: int = model.config.get_text_config().num_attention_heads // shards // layer.num_key_value_groups
@@ -112,7 +111,7 @@ def kv_heads(model: Any, layer: Any) -> int:
 
 
 class KVCache:
-    """KV cache of one call of `generate`. This class is the setting "none": nothing is cached."""
+    """KV cache of one call of `generate`. This base class, the setting "none", caches nothing."""
 
     mode: ClassVar[CacheMode] = "none"
     stores: ClassVar[bool] = False
@@ -122,30 +121,29 @@ class KVCache:
         self.buffers: StaticKVCache | None = None
 
     def allocate(self, model: Any, rows: int, width: int) -> None:
-        """Make the buffers."""
+        """Allocate the buffers."""
 
     def open_block(self, block: slice) -> None:
-        """A block begins."""
+        """Start a block."""
 
     def read(self, block: slice, end: int, *, shift: bool) -> slice:
-        """The columns to run, of a forward pass over the first `end` columns that predicts columns of the block; the
-        others are read. With a shift the column before the block predicts its first token."""
+        """Columns to run in a forward pass that predicts the block and attends to the first `end` columns; the other
+        columns are read from the cache. With a shift, the column before the block predicts its first token."""
         return slice(0, end)
 
     def write(self, stop: int) -> None:
-        """A forward pass has written the columns before `stop`."""
+        """Record that a forward pass has written the columns before `stop`."""
 
     def shift(self, by: int) -> None:
-        """Move the cached columns to the right by `by`, like the canvas."""
+        """Move the cached columns to the right by `by`, as the canvas does."""
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only."""
+        """Keep only these rows, in this order."""
         if self.buffers is not None:
             self.buffers.select_rows(rows)
 
     def drop_non_finite(self) -> None:
-        """Forget what rows with NaN have left behind: columns that are masked are multiplied by zero, which of NaN is
-        NaN."""
+        """Clear NaN and infinity of failed rows: attention multiplies masked columns by zero, and 0 * NaN is NaN."""
         if self.buffers is not None:
             self.buffers.drop_non_finite()
 
@@ -158,7 +156,7 @@ class _StoringKVCache(KVCache):
 
 
 class PrefixKVCache(_StoringKVCache):
-    """Columns before the block, as they were in the block's first forward pass."""
+    """KV cache of the columns before the block, from the block's first forward pass."""
 
     mode: ClassVar[CacheMode] = "prefix"
     exact: ClassVar[bool] = False
@@ -178,7 +176,7 @@ class PrefixKVCache(_StoringKVCache):
 
 
 class DualKVCache(PrefixKVCache):
-    """Columns before and after the block, as they were in the block's first forward pass."""
+    """KV cache of the columns before and after the block, from the block's first forward pass."""
 
     mode: ClassVar[CacheMode] = "dual"
 
@@ -188,10 +186,10 @@ class DualKVCache(PrefixKVCache):
 
 
 class BlockKVCache(_StoringKVCache):
-    """Committed columns before the block, whose keys and values no later token changes.
+    """KV cache of the committed columns before the block, which later tokens do not change.
 
     Attributes:
-        length: columns that are cached.
+        length: number of cached columns.
     """
 
     mode: ClassVar[CacheMode] = "block"
@@ -209,29 +207,29 @@ class BlockKVCache(_StoringKVCache):
     def shift(self, by: int) -> None:
         if by and self.buffers is not None:
             self.buffers.shift(by)
-        if self.length:  # else nothing is cached: the columns that are new on the left are not, either
+        if self.length:  # else no columns are cached, including the new ones on the left
             self.length += by
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
-    """The modules of a transformers body that hold keys and values."""
+    """Attention layers of a transformers body."""
     return [module for module in model.modules() if is_attention(module)]
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether the module is an attention layer of transformers."""
+    """True if the module is an attention layer of transformers."""
     return hasattr(module, "num_key_value_groups")
 
 
 def head_sizes(layer: Any) -> tuple[int, int]:
-    """Of keys and of values, which are narrower in latent attention."""
+    """Head sizes of keys and of values. The latter are smaller in latent attention."""
     if hasattr(layer, "kv_lora_rank"):
         return layer.qk_head_dim, layer.v_head_dim
     return layer.head_dim, layer.head_dim
 
 
 def _device(layer: nn.Module) -> torch.device:
-    """Where a layer computes: where its weights are, or where accelerate brings them from the CPU or the disk."""
+    """Device of a layer's weights; for offloaded weights, the device that accelerate loads them to."""
     device = next(layer.parameters()).device
     if device.type == "meta":
         hooks: list[Any] = [getattr(module, "_hf_hook", None) for module in layer.modules()]

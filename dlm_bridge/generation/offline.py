@@ -1,4 +1,4 @@
-"""Sampling of given prompts: the engine by kind of model, one closed call, and files of prompts over processes."""
+"""Sampling of given prompts: the engine for a model, one closed call, and files of prompts over processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.distributed import ALONE, Replicas
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError
+from dlm_bridge.errors import NonFiniteError, RowError, SettingError
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.prompts import PromptLimits, check_row
@@ -24,11 +24,11 @@ class GeneratedTexts:
     """Texts generated for a batch of prompts.
 
     Args:
-        texts: by prompt, without special tokens; with `infill` including the prompt.
-        token_ids: by prompt, the tokens of that text, up to and including the one that ends the row.
-        counts: by prompt, the number of new tokens.
-        forwards: forward passes of the model, for all rows together.
-        tokens_per_forward: new tokens of a row per forward pass that it took part in, on average.
+        texts: text per row, without special tokens; with `infill`, including the prompt.
+        token_ids: tokens of each text, up to and including the one that ends the row.
+        counts: number of new tokens per row.
+        forwards: number of forward passes of the model for all rows.
+        tokens_per_forward: mean number of new tokens of a row per forward pass that it took part in.
         seconds: elapsed time.
     """
 
@@ -45,7 +45,7 @@ class GeneratedTexts:
 
     @property
     def summary(self) -> str:
-        """Tokens, time, speed and forward passes, in one line."""
+        """Tokens, time, speed and forward passes on one line."""
         speed = self.tokens / max(self.seconds, 1e-9)
         passes = f"{self.forwards} forward passes of {self.tokens_per_forward:.2f} tokens per row"
         return f"{self.tokens} tokens in {self.seconds:.2f} s ({speed:.0f} tokens/s), {passes}"
@@ -67,15 +67,15 @@ def open_engine(
     record: bool = False,
     deliver: Callable[[list[Event]], None] | None = None,
 ) -> Engine:
-    """The engine of a model of any kind.
+    """Create the engine for a diffusion or autoregressive model.
 
     Args:
-        settings: keyword arguments of `generate`, without a seed; those of DiffusionGemma are `gemma.SETTINGS`.
+        settings: keyword arguments of `generate`, without a seed; for DiffusionGemma, `gemma.GemmaSettings`.
         max_rows, max_length, stream, record: see `SamplingEngine`.
-        deliver: of an engine that runs closed batches, see `AutoregressiveEngine`.
+        deliver: for engines with closed batches, see `AutoregressiveEngine`.
 
     Raises:
-        DlmBridgeError: a setting that the model cannot be sampled with.
+        SettingError: the model does not support a setting.
     """
     if is_diffusion(model):
         options: dict[str, Any] = {"max_rows": max_rows, "max_length": max_length, "tokenizer": tokenizer}
@@ -93,7 +93,7 @@ def check_prompts(
     settings: Mapping[str, Any],
     fill: str | None = None,
 ) -> None:
-    """Raise DlmBridgeError for the first of these (name, tokens) that cannot be sampled; see `prompt_errors`."""
+    """Raise the first of `prompt_errors`."""
     for error in prompt_errors(model, prompts, settings, fill).values():
         raise error
 
@@ -103,22 +103,21 @@ def prompt_errors(
     prompts: Sequence[tuple[str, Sequence[int]]],
     settings: Mapping[str, Any],
     fill: str | None = None,
-) -> dict[int, DlmBridgeError]:
-    """Why prompts (name, tokens) cannot be sampled, by their number: a file of them is checked before hours are spent
-    on its first part.
+) -> dict[int, RowError]:
+    """Check prompts (name, tokens) before any of them is sampled. Returns the errors by index.
 
     Args:
-        fill: what the caller's users give to have masks filled; None: they cannot.
+        fill: how users request that masks are filled in, for the error; None: they cannot.
 
     Raises:
-        DlmBridgeError: settings that no prompt can be sampled with.
+        SettingError: the model does not support a setting.
     """
     longest = max((len(ids) for _, ids in prompts), default=0)
     limits: PromptLimits | None = None
     if is_diffusion(model):
         found = resolve_settings(model, None, settings, prompt_width=longest)
         limits = found.limits
-        remedy = f"remove it, or fill it with {fill}" if fill is not None and found.sampler.infills else "remove it"
+        remedy = f"remove it, or fill it in with {fill}" if fill is not None and found.sampler.infills else "remove it"
     else:
         check = gemma.check_gemma_prompt if gemma.is_gemma(model) else autoregressive.check_prompt
         given = call_keywords(model, settings, longest)
@@ -128,22 +127,22 @@ def prompt_errors(
             if limits is not None:
                 check_row(limits.with_masks(ids), name, limits, remedy)
             else:
-                check(model, ids, given)
-        except DlmBridgeError as error:
-            errors[number] = error if limits is not None else DlmBridgeError(f"{name}: {error}")
+                check(model, ids, given, name)
+        except RowError as error:
+            errors[number] = error
     return errors
 
 
 def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> dict[str, Any]:
-    """Keyword arguments of transformers' `generate` of a model that it samples from, and `seed`; `longest`: tokens of
-    the longest prompt."""
+    """Keyword arguments of transformers' `generate` for a model that it samples from, and `seed`. `longest`: number of
+    tokens of the longest prompt."""
     if gemma.is_gemma(model):
         return gemma.gemma_keywords(model, settings)
     return autoregressive.generate_keywords(model, settings, longest)
 
 
 def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
-    """The number of texts that each prompt gets (`num_return_sequences`)."""
+    """Number of texts per prompt (`num_return_sequences`)."""
     if is_diffusion(model):
         return resolve_settings(model, None, settings, prompt_width=1).num_return_sequences
     stored = None if gemma.is_gemma(model) else getattr(model.generation_config, "num_return_sequences", None)
@@ -151,15 +150,15 @@ def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
 
 
 def draws(model: Any, settings: Mapping[str, Any]) -> bool:
-    """True if each text of a prompt is a draw of its own; False for beams, and for greedy decoding by transformers."""
+    """True if the texts of a prompt are independent draws; False for beams and transformers' greedy decoding."""
     if is_diffusion(model) or gemma.is_gemma(model):
         return True
     return autoregressive.draws(model, call_keywords(model, settings))
 
 
 def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[int] | None:
-    """Seeds of the texts of all prompts, those of a prompt next to each other; None without a seed. With them the
-    texts do not depend on how the prompts are batched, not even for a repeated prompt."""
+    """Seeds of the texts of all prompts, those of one prompt in sequence; None without a seed. With these seeds, texts
+    do not depend on the batches, even for repeated prompts."""
     if is_diffusion(model):
         found = resolve_settings(model, None, settings, prompt_width=max(map(len, prompts)))
         seed, mask = found.seed, found.limits.mask_token_id or 0
@@ -173,16 +172,16 @@ def seeds_of(model: Any, prompts: Sequence[Sequence[int]], settings: Mapping[str
 
 
 class PromptSampler:
-    """Samples all prompts through one engine, the longest first, so that requests of similar length run together.
+    """Samples all prompts with one engine, the longest first, so that requests of similar length run together.
 
     Args:
-        settings: keyword arguments of `generate`; `num_return_sequences` and `seed` may be among them.
-        replicas: processes that each sample a share of the requests.
+        settings: keyword arguments of `generate`, including `num_return_sequences` and `seed`.
+        replicas: processes that each sample a part of the requests.
         skip: names of requests that are not sampled.
         record: see `SamplingEngine`.
 
     Attributes:
-        copies: requests per prompt. The name of a request is the prompt's number times `copies`, plus the copy's.
+        copies: requests per prompt. The name of a request is the prompt's index times `copies` plus the copy's index.
         engine: the engine.
     """
 
@@ -217,7 +216,7 @@ class PromptSampler:
             self.engine.submit(Request(number, rows[number], seed=seed, stream=False))
 
     def __iter__(self) -> Iterator[Ended | Failed]:
-        """The requests as they end or fail. Raises DlmBridgeError for an error that is not a single request's."""
+        """Iterate over requests as they end or fail. Raises errors that affect all requests."""
         try:
             while not self.engine.idle:
                 for event in self.engine.step():
@@ -237,21 +236,22 @@ def write_texts(
     *,
     streamer: Any = None,
 ) -> GeneratedTexts:
-    """Sample a text for each prompt, all at once, padded on the left.
+    """Sample texts for all prompts in one batch, padded on the left.
 
     Args:
-        prompts: token ids, `MASK` at positions to fill.
-        settings: keyword arguments of `dlm_bridge.generation.generate` for a diffusion model, of transformers'
-            `generate` for an autoregressive one, with `gen_length` and `seed` in addition; a temperature implies
-            `do_sample`. Those of DiffusionGemma are `gemma.SETTINGS`.
+        prompts: token ids, with `MASK` at positions to fill in.
+        settings: keyword arguments of `dlm_bridge.generation.generate` for a diffusion model; of transformers'
+            `generate`, with `gen_length` and `seed`, for an autoregressive model, where a temperature implies
+            `do_sample`; `gemma.GemmaSettings` for DiffusionGemma.
         streamer: the `streamer` of that `generate`.
 
     Raises:
-        DlmBridgeError: a setting or a prompt that the model cannot be sampled with.
-        NonFiniteError: logits that are NaN, of the prompts that it names or of all.
+        SettingError: the model does not support a setting.
+        RowError: a prompt cannot be sampled.
+        NonFiniteError: logits are NaN or infinite, for the named prompts or for all.
     """
     if settings.get("span_lengths") and len(prompts) > 1:
-        raise DlmBridgeError("span_lengths makes rows of different lengths: sample one prompt at a time (batch 1)")
+        raise SettingError("span_lengths", "gives rows different lengths: sample one prompt at a time")
     width = max(len(prompt) for prompt in prompts)
     if settings.get("infill") and is_diffusion(model):
         limits = resolve_settings(model, None, settings, prompt_width=width).limits
@@ -262,7 +262,7 @@ def write_texts(
     began = time.perf_counter()
     rate: float | None = None
     if is_diffusion(model):
-        given = {**settings, "tokenizer": tokenizer}  # for stop_strings, the caller's or the checkpoint's
+        given = {**settings, "tokenizer": tokenizer}  # for stop_strings
         if streamer is not None:
             given["streamer"] = streamer
         output = model.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **given)
@@ -282,8 +282,8 @@ def write_texts(
         if failed:
             copies = len(rows) // len(prompts)
             raise NonFiniteError(rows=sorted({row // copies for row in failed}) if len(failed) < len(rows) else ())
-    seconds = time.perf_counter() - began  # the tokens have arrived
-    copies = len(rows) // len(prompts)  # of each prompt
+    seconds = time.perf_counter() - began
+    copies = len(rows) // len(prompts)
     pairs = [
         _text_ids(row, prompts[number // copies], width, end, settings)
         for number, (row, end) in enumerate(zip(rows, ends, strict=True))
@@ -298,10 +298,10 @@ def write_texts(
 def _text_ids(
     row: Sequence[int], prompt: Sequence[int], width: int, end: int, settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], int]:
-    """The tokens of a row's text, and the number of new ones. A row is padding and prompt up to `width`, then new
-    tokens, up to `end`."""
+    """Tokens of a row's text, and the number of new ones. The row consists of padding and prompt up to `width`, and
+    new tokens up to `end`."""
     if not settings.get("infill"):
         return tuple(row[width:end]), end - width
-    begin = 0 if settings.get("span_lengths") else width - len(prompt)  # with span_lengths a single row
+    begin = 0 if settings.get("span_lengths") else width - len(prompt)  # span_lengths: a single row
     filled = tuple(row[begin:end])
     return filled, len(filled) - sum(token != MASK for token in prompt)

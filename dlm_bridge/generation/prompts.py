@@ -1,4 +1,4 @@
-"""Prompts: text, conversations and files of them to token ids, and the checks of token ids before they are sampled."""
+"""Prompts: conversion of text, conversations and files to token ids, and checks of token ids before sampling."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, InputFileError, RowError, SettingError, one_line
 from dlm_bridge.files.reading import check_characters, check_text_file
 from dlm_bridge.generation.request import MASK
 
 logger = logging.get_logger(__name__)
-SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill, by default one
-IN_PYTHON = "a prompt must be all real tokens (mask padding with attention_mask); infill=True fills its masks"
+SPAN = re.compile(r"\[MASK(?::(-?\d+))?\]")  # tokens to fill in, by default one
+IN_PYTHON = "set `infill` to fill it in, or exclude padding with attention_mask"
 
 
 # ---- Text and conversations.
 
 
-class PromptTooLongError(DlmBridgeError):
-    """A text that is longer than `max_chars`."""
+class PromptTooLongError(InputFileError):
+    """A prompt has more than `max_chars` characters."""
 
 
 def encode_text(tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None) -> list[int]:
-    """Token ids of a plain prompt; with `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them.
+    """Token ids of a plain prompt. With `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them.
 
-    Raises DlmBridgeError for an empty span, for a lone surrogate, and before it encodes more than `max_chars`
-    characters.
+    Raises:
+        InputFileError: a span of masks is empty, or the text has a lone surrogate.
+        PromptTooLongError: the text has more than `max_chars` characters.
     """
     return _with_spans(tokenizer, text, infill, begins=True, max_chars=max_chars)
 
@@ -50,11 +51,15 @@ def encode_chat(
     max_chars: int | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template, with the generation prompt; masks as in
-    `encode_text`. A content of text parts is joined.
+    """Token ids of a conversation in the tokenizer's chat template, with the generation prompt. Masks as in
+    `encode_text`. Text parts of a content are joined.
 
-    Raises DlmBridgeError, which calls the tokenizer `name`, without a template, for a part that is not text, where the
-    template raises, for a lone surrogate, or before it encodes more than `max_chars` characters.
+    Args:
+        name: name of the tokenizer in errors.
+
+    Raises:
+        CheckpointError: the tokenizer has no chat template.
+        InputFileError: the template refuses the messages, a part is not text, or as in `encode_text`.
     """
     plain = [with_joined_text(message, number, name) for number, message in enumerate(messages, 1)]
     text = render_chat(tokenizer, plain, name, template_args)
@@ -68,11 +73,11 @@ def render_chat(
     template_args: Mapping[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """A conversation as text by the tokenizer's chat template, which gets the `template_args`; without the generation
-    prompt the last message is left open. Raises DlmBridgeError, which calls the tokenizer `name`."""
+    """Text of a conversation in the tokenizer's chat template, with the variables `template_args`. Without the
+    generation prompt, the last message stays open. Raises CheckpointError or InputFileError, see `encode_chat`."""
     if tokenizer.chat_template is None:
-        raise DlmBridgeError(
-            f"{name}: its tokenizer has no chat template, which messages and --chat need: name one with --tokenizer"
+        raise CheckpointError(
+            name, "the tokenizer has no chat template, which messages and `chat` need: set `tokenizer` to another one"
         )
     try:
         text = tokenizer.apply_chat_template(
@@ -82,39 +87,38 @@ def render_chat(
             continue_final_message=not add_generation_prompt,
             **(template_args or {}),
         )
-    except Exception as error:  # a template may raise anything
-        raise DlmBridgeError(f"{name}: its chat template refuses the messages: {one_line(error)}") from error
+    except Exception as error:  # templates raise any class
+        raise InputFileError(name, f"the chat template refuses the messages: {one_line(error)}") from error
     return str(text)
 
 
 def check_template_args(template_args: Mapping[str, Any], name: str) -> None:
-    """Raise DlmBridgeError, which calls them `name`, for arguments of `apply_chat_template` itself, which are not
-    variables of a template."""
+    """Raise SettingError for arguments of `apply_chat_template` itself, which are not variables of a template. `name`:
+    the setting."""
     for key in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
         if key in template_args and key not in ("tools", "documents", "kwargs"):
-            raise DlmBridgeError(f"{name}: {key} is not a variable of the chat template: leave it out")
+            raise SettingError(name, f"{key} is not a variable of the chat template: remove it")
 
 
 def with_joined_text(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
+    """Join the text parts of a message's content. Raises InputFileError, with the field `name`, for other parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = repr(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
-            raise DlmBridgeError(
-                f"{name}: message {number} has a part that is not text ({kind}): leave it out, only text is supported"
-            )
+            raise InputFileError(name, f"message {number} has a part that is not text ({kind}): remove it")
     return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool, max_chars: int | None) -> list[int]:
     if max_chars is not None and len(text) > max_chars:
-        raise PromptTooLongError(f"a prompt of {len(text)} characters, above the limit of {max_chars}")
+        raise PromptTooLongError("prompt", f"has {len(text)} characters, above the limit of {max_chars}")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DlmBridgeError("a prompt or message holds a lone surrogate, which is not a character") from None
+        raise InputFileError("prompt", "contains a lone surrogate, which is not a character") from None
     if not infill:
         return list(tokenizer(text, add_special_tokens=begins)["input_ids"])
     ids: list[int] = []
@@ -123,7 +127,7 @@ def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool, max_chars
         ids += tokenizer(text[place : span.start()], add_special_tokens=begins and not place)["input_ids"]
         count = int(span[1] or 1)
         if count < 1:
-            raise DlmBridgeError(f"{span[0]} in a prompt: a span to fill has at least one token")
+            raise InputFileError("prompt", f"{span[0]}: a span of masks needs at least one token")
         ids += [MASK] * count
         place = span.end()
     return [*ids, *tokenizer(text[place:], add_special_tokens=begins and not place)["input_ids"]]
@@ -134,12 +138,12 @@ def _with_spans(tokenizer: Any, text: str, infill: bool, begins: bool, max_chars
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """A text, or the messages of a conversation.
+    """Text of a prompt, or messages of a conversation.
 
     Args:
         template_args: variables of the chat template.
-        row: the JSONL row that it comes from.
-        where: its file and line.
+        row: row of the JSONL file.
+        where: path and line, as "prompts.jsonl:12".
     """
 
     text: str | None = None
@@ -149,14 +153,14 @@ class WrittenPrompt:
     where: str = ""
 
     def encode(self, tokenizer: Any, name: str, infill: bool = False) -> list[int]:
-        """The prompt's token ids; `name` is the tokenizer's in errors. Raises DlmBridgeError."""
+        """Token ids of the prompt. `name`: the tokenizer's name in errors; see `encode_text` and `encode_chat`."""
         if self.text is None:
             return encode_chat(tokenizer, self.messages, name, infill, template_args=self.template_args)
         return encode_text(tokenizer, self.text, infill)
 
 
 def as_message(text: str, system: str | None, template_args: Mapping[str, Any] | None = None) -> WrittenPrompt:
-    """A text as a user message, after the system message."""
+    """Conversation of an optional system message and a user message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return WrittenPrompt(messages=(*first, {"role": "user", "content": text}), template_args=template_args or {})
 
@@ -164,10 +168,16 @@ def as_message(text: str, system: str | None, template_args: Mapping[str, Any] |
 def read_prompts(
     name: str, key: str, chat: bool, system: str | None, template_args: Mapping[str, Any] | None = None
 ) -> list[WrittenPrompt]:
-    """The prompts of a JSONL file ("-": stdin): under `key` a text, with `chat` a user message, or under "messages" a
-    conversation. The chat template gets the `template_args`. Empty lines are skipped.
+    """Read the prompts of a JSONL file ("-": stdin). Empty lines are skipped.
 
-    Raises DlmBridgeError for a file that cannot be read or is empty, and, with its line, for a row without a prompt.
+    Args:
+        key: field with the text; rows without it need a conversation in "messages".
+        chat: texts are user messages.
+        system: system message of these.
+        template_args: variables of the chat template.
+
+    Raises:
+        InputFileError: the file cannot be read or is empty, or a row has no prompt (with its line).
     """
     parse = partial(_prompt, key=key, chat=chat, system=system, template_args=template_args or {})
     if name == "-":
@@ -177,15 +187,15 @@ def read_prompts(
         with Path(name).open(encoding="utf-8") as lines:
             return _prompts(name, lines, parse)
     except OSError as error:
-        raise DlmBridgeError(f"--jsonl {name}: {error.strerror}") from error
+        raise InputFileError(name, str(error.strerror)) from error
     except UnicodeDecodeError:
-        raise DlmBridgeError(f"--jsonl {name}: not a text in UTF-8") from None
+        raise InputFileError(name, "is not UTF-8 text") from None
 
 
 def _prompts(name: str, lines: Iterable[str], parse: Callable[[str, str], WrittenPrompt]) -> list[WrittenPrompt]:
-    prompts = [parse(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [parse(line, f"{name}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise DlmBridgeError(f"{name}: no prompts there")
+        raise InputFileError(name, "contains no prompts")
     return prompts
 
 
@@ -195,21 +205,21 @@ def _prompt(
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        raise DlmBridgeError(f"{where}: not JSON") from None
+        raise InputFileError(where, "is not JSON") from None
     if not isinstance(row, dict):
-        raise DlmBridgeError(f"{where}: not a JSON object")
+        raise InputFileError(where, "is not a JSON object")
     check_characters(row, where)
     if key in row:
         text = row[key]
         if not isinstance(text, str):
-            raise DlmBridgeError(f"{where}: '{key}' must be a text, not {type(text).__name__}")
+            raise InputFileError(where, f"'{key}' must be a text, not {type(text).__name__}")
         message = as_message(text, system, template_args) if chat else WrittenPrompt(text=text)
         return replace(message, row={**row, "prompt": text}, where=where)
     messages = row.get("messages")
     if messages is None:
-        raise DlmBridgeError(f"{where}: neither '{key}' nor 'messages' there")
+        raise InputFileError(where, f"has neither '{key}' nor 'messages'")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise DlmBridgeError(f"{where}: 'messages' must be a list of objects with role and content")
+        raise InputFileError(where, "'messages' must be a list of objects with role and content")
     return WrittenPrompt(messages=tuple(messages), template_args=template_args, row=row, where=where)
 
 
@@ -218,16 +228,16 @@ def _prompt(
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a prompt may hold.
+    """Limits of a prompt.
 
     Args:
-        mask_token_id: the token that the model reads at masks; None: the sampler works without one.
-        ordinary_mask: this token is an ordinary one, which texts contain and the model may sample.
-        gen_length: new tokens behind the prompt.
-        context: the longest sequence that the model was made for, in tokens; None: any.
-        infill: masks of a prompt are to be filled; without it there may be none. They are `MASK`, or mask tokens
-            unless these are ordinary.
-        inside: the new tokens take the place of these masks; there are none behind the prompt.
+        mask_token_id: token that the model reads at masks; None: the sampler has no masks.
+        ordinary_mask: True if texts contain this token and the model may sample it.
+        gen_length: number of new tokens after the prompt.
+        context: maximum number of tokens of a sequence; None: no limit.
+        infill: True if masks of the prompt are filled in; otherwise it must not contain masks. Masks are `MASK`, or
+            mask tokens unless `ordinary_mask`.
+        inside: True if new tokens only replace masks of the prompt.
     """
 
     mask_token_id: int | None
@@ -240,11 +250,11 @@ class PromptLimits:
 
     @property
     def excluded_token_id(self) -> int:
-        """The mask token where it is a token of its own, which is never sampled; else -1."""
+        """The mask token if it is never sampled, else -1."""
         return -1 if self.mask_token_id is None or self.ordinary_mask else self.mask_token_id
 
     def with_masks(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt with `MASK` in place of mask tokens, where these are to be filled."""
+        """Replace mask tokens to fill in by `MASK`."""
         if not self.infill or self.ordinary_mask:
             return list(prompt)
         return [MASK if token == self.mask_token_id else token for token in prompt]
@@ -253,14 +263,12 @@ class PromptLimits:
 def prompt_rows(
     tokens_BP: torch.Tensor, attention_mask_BP: torch.Tensor | None, limits: PromptLimits
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The real tokens of each row of a padded batch, checked; masks to fill are `MASK`.
-
-    Returns:
-        The rows, and the padding of each.
+    """Check a padded batch. Returns the real tokens of each row, with `MASK` at masks to fill in, and its padding.
 
     Raises:
-        DlmBridgeError: padding inside a row, a token outside the vocabulary, an unexpected or missing mask token, or a
-            row that does not fit into the model's context together with its new tokens.
+        SettingError: padding inside a row of `attention_mask`, or `infill` without masks.
+        RowError: a row has an invalid token or an unexpected mask, or does not fit into the context with its new
+            tokens.
     """
     width = tokens_BP.shape[1]
     ids = tokens_BP.tolist()
@@ -268,98 +276,95 @@ def prompt_rows(
     rows, padding = [], []
     for number, (row, flags) in enumerate(zip(ids, real, strict=True)):
         if any(flag not in (0, 1) for flag in flags):
-            raise DlmBridgeError(f"attention_mask row {number} holds other values than 0 and 1")
+            raise SettingError("attention_mask", f"row {number} has values other than 0 and 1")
         count = int(sum(flags))
         first = flags.index(1) if count else 0
         if not all(flags[first : first + count]):
-            raise DlmBridgeError(
-                f"attention_mask row {number} has padding between its tokens: pad on the left or on the right"
+            raise SettingError(
+                "attention_mask", f"row {number} has padding between its tokens: pad on the left or on the right"
             )
         prompt = limits.with_masks(row[first : first + count])
-        check_row(prompt, f"input_ids row {number}", limits)
+        check_row(prompt, number, limits)
         rows.append(prompt)
         padding.append(row[first + count :] + row[:first])
     if limits.infill and (limits.inside or not limits.gen_length) and not any(MASK in row for row in rows):
         what = f"the mask token {limits.mask_token_id}"
         if limits.ordinary_mask:
             what = f"{MASK} at the positions to fill ({limits.mask_token_id} is an ordinary token)"
-        raise DlmBridgeError(
-            f"infill: nothing to fill in: put [MASK] or [MASK:n] into the text, or {what} in input_ids"
+        raise SettingError(
+            "infill", f"nothing to fill in: put [MASK] or [MASK:n] into the text, or {what} in input_ids"
         )
     return rows, padding
 
 
 def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
-    """`tokens` as [B, P] integers. Raises DlmBridgeError where they or the mask are not what they should be."""
-    if tokens is None:
-        raise DlmBridgeError("generate needs input_ids: a [batch, length] tensor of token ids")
+    """Check `input_ids` [B, P] and `attention_mask`. Raises SettingError."""
     if not isinstance(tokens, torch.Tensor):
-        raise DlmBridgeError(
-            f"input_ids must be a tensor, not {type(tokens).__name__}: pass a tokenizer's output as **inputs"
+        raise SettingError(
+            "input_ids", f"must be a tensor, not {type(tokens).__name__}: pass a tokenizer's output as **inputs"
         )
     shape = tuple(tokens.shape)
     if len(shape) != 2:
         remedy = ": add a batch axis with input_ids[None]" if len(shape) == 1 else ""
-        raise DlmBridgeError(f"input_ids must be [batch, length], not of shape {shape}{remedy}")
+        raise SettingError("input_ids", f"must be [batch, length], not of shape {shape}{remedy}")
     if tokens.device.type == "meta":
-        raise DlmBridgeError("input_ids are on the meta device, without values: pass real ones")
+        raise SettingError("input_ids", "must not be on the meta device")
     if shape[0] == 0:
-        raise DlmBridgeError("input_ids has no rows: there is nothing to generate")
+        raise SettingError("input_ids", "has no rows")
     if shape[1] and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
-        raise DlmBridgeError(f"input_ids must hold integers, not {tokens.dtype}")
-    if attention_mask is not None:
-        if not isinstance(attention_mask, torch.Tensor):
-            raise DlmBridgeError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
-        if tuple(attention_mask.shape) != shape:
-            raise DlmBridgeError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {shape}: they must be equal"
-            )
+        raise SettingError("input_ids", f"must be integers, not {tokens.dtype}")
+    if attention_mask is not None and getattr(attention_mask, "shape", None) != tokens.shape:
+        found = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
+        raise SettingError("attention_mask", f"must be a tensor of shape {shape} like input_ids, not {found}")
     return tokens
 
 
 def warn_of_padding(tokens_BP: torch.Tensor, pad_token_id: int) -> None:
-    """Warn where some rows, not all, begin or end with the padding token and there is no attention_mask.
+    """Warn if some rows, but not all, begin or end with the padding token. Call this without an attention_mask.
 
-    Padding is not guessed: in most families the padding token is the end of text, which a prompt may contain.
+    Padding is not inferred: in most families, the padding token is the end-of-text token, which a prompt may contain.
     """
     edges_B2 = tokens_BP[:, [0, -1]] == pad_token_id if tokens_BP.shape[1] else torch.zeros(1, 2)
     some = (edges_B2.any(dim=0) & ~edges_B2.all(dim=0)).any()
     if bool(some):
         logger.warning_once(
-            f"some rows of input_ids begin or end with the padding token {pad_token_id}, and there is no "
-            "attention_mask: it counts as text; pass the tokenizer's attention_mask"
+            f"some rows of input_ids begin or end with the padding token {pad_token_id}, which counts as text without "
+            "attention_mask: pass the tokenizer's attention_mask"
         )
 
 
-def check_row(prompt: Sequence[int], name: str, limits: PromptLimits, remedy: str = IN_PYTHON) -> None:
-    """Raise DlmBridgeError, which calls the prompt `name`, where it cannot be continued or filled; `remedy` is that of
-    a mask token in it."""
+def check_row(prompt: Sequence[int], name: object, limits: PromptLimits, remedy: str = IN_PYTHON) -> None:
+    """Raise RowError for a prompt that cannot be continued or filled in.
+
+    Args:
+        name: index or name of the prompt in errors.
+        remedy: remedy for a mask token in the prompt.
+    """
     mask, count, new = limits.mask_token_id, len(prompt), limits.gen_length
     if mask is not None and mask in prompt and not limits.infill and not limits.ordinary_mask:
-        raise DlmBridgeError(f"{name} holds the mask token {mask} at its token {prompt.index(mask)}: {remedy}")
+        raise RowError(f"contains the mask token {mask} at position {prompt.index(mask)}: {remedy}", [name])
     lowest = MASK if limits.infill else 0
     outside = next((token for token in prompt if not lowest <= token < limits.vocabulary_size), None)
     if outside is not None:
-        raise DlmBridgeError(f"{name} holds token {outside}, outside the vocabulary of {limits.vocabulary_size}")
+        raise RowError(f"contains token {outside}, outside the vocabulary of {limits.vocabulary_size}", [name])
     if limits.inside:
         masks = sum(token == MASK for token in prompt)
         if masks > new:
-            raise DlmBridgeError(
-                f"{name} holds {masks} masks, gen_length allows {new} tokens in their place: raise it"
-            )
+            raise RowError(f"contains {masks} masks, but `gen_length={new}`: increase it", [name])
         count -= masks
     if limits.context is not None and count + new > limits.context:
         room = limits.context - count
-        remedy = f"use gen_length {room} or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
-        length = f"tokens and gen_length {new} make {count + new}," if new else "tokens is"
-        raise DlmBridgeError(
-            f"{name}: a prompt of {count} {length} beyond the model's context of {limits.context}: "
-            f"{remedy if new else f'shorten it by {-room}'}"
+        remedy = f"use `gen_length={room}` or less" if room > 0 else f"shorten the prompt by at least {1 - room}"
+        length = f"and `gen_length={new}` make {count + new} tokens" if new else "tokens are"
+        raise RowError(
+            f"the prompt's {count} {length} beyond the model's context of {limits.context}: "
+            f"{remedy if new else f'shorten it by {-room}'}",
+            [name],
         )
 
 
 def spans(row: Sequence[int]) -> list[tuple[int, int]]:
-    """Begin and end of each run of masks."""
+    """(begin, end) of each run of masks."""
     found, place = [], 0
     for is_mask, run in groupby(row, lambda token: token == MASK):
         length = len(list(run))
@@ -370,6 +375,6 @@ def spans(row: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def resized_span(row: Sequence[int], number: int, length: int) -> list[int]:
-    """The row with `length` masks in its span of this number."""
+    """Return the row with `length` masks in the span of this index."""
     begin, end = spans(row)[number]
     return [*row[:begin], *[MASK] * length, *row[end:]]

@@ -1,4 +1,4 @@
-"""Events of the rows that an engine runs: what each step changed, which tokens are final, and ends."""
+"""Events of the rows that an engine runs: changed tokens, final tokens, and ends."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from dlm_bridge.generation.request import MASK, Committed, Ended, Event, Extende
 from dlm_bridge.generation.stopping import StopCondition
 
 UNCHANGED = -(2**31)  # in place of a token id
-MASKS_LEFT = "the sampler's rule left masks in the text: it has to plan more steps"
+MASKS_LEFT = "the sampler's rule left masks in the text: it must plan more steps"
 
 
 @dataclass
 class RunningRequest:
-    """A request that runs.
+    """State of a running request.
 
     Attributes:
-        given: number of its positions that are part of the prompt.
-        tokens: its tokens by position, as last reported.
-        sent: number of tokens that were reported as final.
-        forwards: forward passes that it has taken part in.
+        given: number of positions that are part of the prompt.
+        tokens: tokens by position, as last reported.
+        sent: number of tokens reported as final.
+        forwards: number of forward passes that the request has taken part in.
     """
 
     request: Request
@@ -39,7 +39,7 @@ class RunningRequest:
 
     @classmethod
     def begin(cls, request: Request, gen_length: int, *, infill: bool, grows: bool) -> RunningRequest:
-        """`infill` and `grows`: see `Canvas`."""
+        """Initial state of a request. `infill`, `grows`: see `Canvas`."""
         if not infill:
             return cls(request, 0, [MASK] * gen_length)
         holes = sum(token == MASK for token in request.prompt)
@@ -49,21 +49,21 @@ class RunningRequest:
         return cls(request, given, [*request.prompt, *[MASK] * new])
 
     def end(self, stop: StopCondition, tokens: Sequence[int]) -> int | None:
-        """The number of these first tokens up to and including the one that ends the row; None if none does."""
+        """Number of these tokens up to and including the one that ends the row; None if none does."""
         end = stop.end_of(tokens[self.given :])
         return None if end is None else self.given + end
 
 
 class EventReporter:
-    """Adds the events of a run's rows to the list `events`.
+    """Appends the events of a run's rows to the list `events`.
 
-    A step's changes are found on the device and copied to the host asynchronously: on a GPU a step is reported at the
-    latest when the next one has been launched.
+    The changes of a step are computed on the device and copied to the host asynchronously. On a GPU, a step is
+    reported at the latest when the next one has been launched.
 
     Args:
-        running: the rows that run, by name; rows that end are removed.
+        running: running rows by name; ended rows are removed.
         stop: stop condition of the run.
-        stream: report steps of rows whose request streams, not only ends.
+        stream: also report steps of rows whose request streams.
         record: report `canvas` and `steps` with ends.
     """
 
@@ -81,7 +81,7 @@ class EventReporter:
         self._stop = stop
         self._stream = stream
         self._record = record
-        self._rows: list[RunningRequest | None] = []  # B, of the tensors below
+        self._rows: list[RunningRequest | None] = []  # [B], rows of the tensors below
         self._seen = torch.empty(0, 0, dtype=torch.long)  # [B, G], tokens after the last step
         self._steps = torch.empty(0, 0, dtype=torch.int32)  # [B, G], the step that changed each, if recorded
         self._pending: deque[_Changes] = deque()
@@ -96,7 +96,7 @@ class EventReporter:
         *,
         final: bool,
     ) -> None:
-        """Report a step of these rows; `final`: committed tokens do not change any more."""
+        """Report a step of these rows. `final`: committed tokens do not change any more."""
         running = [self._running.get(name) for name in canvas.names]
         for number in rows:
             row = running[number]
@@ -113,7 +113,7 @@ class EventReporter:
             steps_B = to_device([0 if row is None else row.forwards for row in running], now_BG.device)
             self._steps = torch.where(changed_BG & (now_BG != MASK), steps_B[:, None], self._steps)
         if live:
-            shown_BG = changed_BG & ~canvas.non_finite[:, None]  # no token of a row that fails
+            shown_BG = changed_BG & ~canvas.non_finite[:, None]  # not of failing rows
             copy = HostCopy(torch.where(shown_BG, now_BG, UNCHANGED))
             self._report_pending()
             steps = [0 if row is None else row.forwards for row in running]
@@ -122,7 +122,7 @@ class EventReporter:
             self.poll()
 
     def poll(self) -> None:
-        """Report what has arrived from the device."""
+        """Report changes that have arrived from the device."""
         while self._pending and self._pending[0].arrived:
             self._report_changes(self._pending.popleft())
 
@@ -155,7 +155,7 @@ class EventReporter:
                 places = [place for place, (a, b) in enumerate(zip(row.tokens, whole, strict=True)) if a != b]
                 self._report(row, places, [whole[place] for place in places], row.forwards)
                 self._report_text(row, len(tokens))
-            short = len(tokens) < len(whole)  # of a sampler that chooses the length
+            short = len(tokens) < len(whole)  # the sampler chose the length
             reason: Literal["stop", "length"] = "length" if end is None and not short else "stop"
             self._events.append(
                 Ended(name, tuple(kept), reason, row.forwards, tuple(whole) if self._record else (), tuple(own_steps))
@@ -163,14 +163,14 @@ class EventReporter:
         canvas.ended.clear()
 
     def _align(self, rows: list[RunningRequest | None], now_BG: torch.Tensor) -> None:
-        """Give the tensors a row for each of these, with the tokens that entering rows begin with."""
+        """Make the tensors match these rows. Entering rows start with their given tokens."""
         longest = now_BG.shape[1]
         same = len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True))
         if same and self._seen.shape[1] == longest:
             return
         known = {id(row): place for place, row in enumerate(self._rows) if row is not None}
         index_B = to_device([known.get(id(row), len(self._rows)) for row in rows], now_BG.device)
-        more = (0, longest - self._seen.shape[1], 0, 1)  # columns, and a row for those that enter
+        more = (0, longest - self._seen.shape[1], 0, 1)  # columns, and one row for entering ones
         self._seen = pad(self._seen.to(index_B.device), more, value=MASK)[index_B]
         self._steps = pad(self._steps.to(index_B.device), more)[index_B]
         for number, row in enumerate(rows):
@@ -179,9 +179,9 @@ class EventReporter:
         self._rows = rows
 
     def _recorded(self, rows: Sequence[RunningRequest]) -> list[list[int]]:
-        """The recorded steps of rows that have left, of each of their positions."""
+        """Recorded steps of rows that have left, by position."""
         places = {id(row): place for place, row in enumerate(self._rows)}
-        known = [row for row in rows if id(row) in places]  # the others have taken no step
+        known = [row for row in rows if id(row) in places]  # others have not taken a step
         index_A = to_device([places[id(row)] for row in known], self._steps.device)
         steps = dict(zip(map(id, known), self._steps[index_A].tolist(), strict=True))
         return [steps.get(id(row), [0] * len(row.tokens))[: len(row.tokens)] for row in rows]
@@ -214,7 +214,7 @@ class EventReporter:
             self._events.append(Committed(row.request.name, step, tuple(committed), changed))
 
     def _report_text(self, row: RunningRequest, final: int) -> None:
-        """Report tokens that are final: the first `final` do not change any more."""
+        """Report the committed ones among the first `final` tokens, which do not change any more."""
         ready = row.sent
         while ready < final and row.tokens[ready] != MASK:
             ready += 1
@@ -229,13 +229,13 @@ class EventReporter:
 
 @dataclass(frozen=True)
 class _Changes:
-    """The changes of one step, or of the end of a block.
+    """Changes of a step, or of the end of a block.
 
     Args:
-        copy: [B, G] tokens, `UNCHANGED` where they are as before; None: none has changed.
-        rows: B rows.
-        steps: [B], forward passes that each row has taken part in.
-        finals: [B], the number of first positions of each row that do not change any more.
+        copy: [B, G] tokens, or `UNCHANGED`; None: no changes.
+        rows: [B], rows of the batch.
+        steps: [B], number of forward passes that each row has taken part in.
+        finals: [B], number of positions at the start of each row that do not change any more.
     """
 
     copy: HostCopy | None

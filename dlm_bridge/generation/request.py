@@ -86,7 +86,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """Event: a request failed. From an engine, `error` is a DlmBridgeError; a RowError if no other request is
+    """Event: a request failed. From an engine, `error` is a DlmBridgeError: a RowError if only this request is
     affected."""
 
     name: Any
@@ -116,7 +116,7 @@ class Engine(Protocol):
         """True if there is no waiting or running request and no unreported event."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises DlmBridgeError for an invalid one."""
+        """Queue a request. Raises RowError or SettingError for an invalid one."""
 
     def cancel(self, name: Hashable) -> bool:
         """Drop a request and its unreported events. Returns False if there is no request of this name."""

@@ -1,4 +1,5 @@
-"""Settings of a call of `generate`: from a keyword, generation_config, the checkpoint, the family or the sampler."""
+"""Resolution of the settings of `generate` from keywords, generation_config, the checkpoint, the family and the
+sampler."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.generation.config import (
     ALTERNATIVES,
     IGNORED_SETTINGS,
@@ -27,10 +28,9 @@ from dlm_bridge.generation.config import (
     merge_names,
 )
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
-from dlm_bridge.generation.kv_cache import CacheMode
+from dlm_bridge.generation.options import GENERAL, CacheMode, Execution
 from dlm_bridge.generation.prompts import PromptLimits
-from dlm_bridge.generation.runtime.runner import Execution
-from dlm_bridge.generation.samplers import GENERAL_SETTINGS, SAMPLERS, Sampler, check_blocks
+from dlm_bridge.generation.samplers import SAMPLERS, Sampler, check_blocks
 from dlm_bridge.generation.stopping import check_stop_strings
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import NoiseName
@@ -46,24 +46,24 @@ KEYWORD, GIVEN, STORED, MODEL, FAMILY, SAMPLER = (
     "the family's default",
     "the sampler's default",
 )
-EXPLICIT = (KEYWORD, GIVEN)  # of the call itself; a value of another source that does not fit is shortened
+EXPLICIT = (KEYWORD, GIVEN)  # sources of the call itself; values of other sources are reduced to fit
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """The resolved and checked settings of a call.
+    """Resolved and checked settings of a call.
 
     Args:
-        limits: what a prompt may hold; its `gen_length` is 0 with `infill` unless new tokens are asked for, or the
-            sampler chooses how many take a mask's place.
-        span_lengths: lengths to try for each span of masks; empty: the given ones.
-        shift: the model's logits[i - 1] predict token i.
-        eos_token_ids: empty: no stopping.
+        limits: limits of a prompt. With `infill`, its `gen_length` is 0 unless new tokens are requested or the sampler
+            chooses the number of tokens that replace the masks.
+        span_lengths: lengths to try for each span of masks; empty: the given lengths.
+        shift: True if logits[i - 1] predict token i.
+        eos_token_ids: tokens that end a row; empty: no stopping.
         end_token_ids: the model's end-of-sequence tokens, even if rows do not stop at them.
-        cache: None: the exact one, where there is one.
+        cache: None: the exact KV cache, if there is one.
         execution: None: by the device.
-        output_history: the steps are part of the returned dict.
-        constraints: the settings that `constraints.read_constraints` reads, as far as they are given.
+        output_history: return the denoising steps.
+        constraints: settings for `constraints.read_constraints`, without those that have no effect.
     """
 
     sampler: Sampler
@@ -86,7 +86,7 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class _Source:
-    """The settings of one source; sources are searched in order."""
+    """Settings of one source. Sources are searched in order."""
 
     where: str
     values: Mapping[str, Any]
@@ -99,12 +99,15 @@ def resolve_settings(
     prompt_width: int,
     longest: int | None = None,
 ) -> GenerationSettings:
-    """The settings of one call of `generate`; `max_length` includes `prompt_width`. A default that does not fit the
-    model's context behind the `longest` prompt (None: `prompt_width`), or other settings of the call, is shortened.
-    They are resolved once for equal settings of a model, as long as its configs do not change.
+    """Resolve the settings of one call of `generate`. Results are cached until a config of the model changes.
+
+    Args:
+        prompt_width: number of tokens of the padded prompts, which `max_length` includes.
+        longest: number of tokens of the longest prompt; None: `prompt_width`. Defaults are reduced to the room after
+            it in the model's context.
 
     Raises:
-        DlmBridgeError: an unknown or unsupported setting, a wrong value, or values that do not fit together.
+        SettingError: a setting is unknown or unsupported, a value is invalid, or values contradict each other.
     """
     family = _family_of(model)
     given = model, family, generation_config, keywords, prompt_width, longest
@@ -123,7 +126,7 @@ def resolve_settings(
     return known[key]
 
 
-RESOLVED = 256  # settings that are kept of a model
+RESOLVED = 256  # cached settings per model
 _resolved: weakref.WeakKeyDictionary[nn.Module, dict[Any, GenerationSettings]] = weakref.WeakKeyDictionary()
 
 
@@ -156,9 +159,8 @@ def _resolve(
         pad_token_id = eos[0] if eos else 0  # without stopping there is no padding
     stop_strings = check_stop_strings(_find(sources, "stop_strings", ())[0])
     if family.ordinary_mask and parameters.get("p_uniform") is not None:
-        raise DlmBridgeError(
-            f"p_uniform: noise of masks and random tokens needs a mask token of its own, and texts contain that of "
-            f"{family.title}: leave it out"
+        raise SettingError(
+            "p_uniform", f"needs a mask token that texts do not contain, which {family.title} does not have"
         )
     limits = PromptLimits(
         mask_token_id, config.vocab_size, gen_length, context, infill, inside, ordinary_mask=family.ordinary_mask
@@ -167,7 +169,7 @@ def _resolve(
     return_dict = bool(_find(sources, "return_dict_in_generate", False)[0])
     output_history, where = _find(sources, "output_history", False)
     if output_history and not return_dict and where == KEYWORD:
-        raise DlmBridgeError("output_history is a part of the returned dict: pass return_dict_in_generate=True too")
+        raise SettingError("output_history", "needs `return_dict_in_generate=True`")
     return GenerationSettings(
         sampler=kind(**parameters).fitted(_explicit(sources, kind)),
         limits=limits,
@@ -189,7 +191,7 @@ def _resolve(
 
 
 def fitting_samplers(family: FamilySpec) -> list[str]:
-    """The samplers that can run on a family's models, its own one first."""
+    """Names of the samplers that can run on a family's models, its own first."""
     fits = [
         name
         for name, known in SAMPLERS.items()
@@ -202,20 +204,21 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
 
 def check_adapters(model: Any) -> None:
     """`refuse_prompt_learning` for a live model."""
-    # PEFT's own `generate` calls that of the base, whose method it has replaced by one of its own.
+    # PEFT's `generate` calls the base model's, whose `prepare_inputs_for_generation` it has replaced.
     wrapper = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
     for owner in (model, wrapper):
         refuse_prompt_learning(getattr(owner, "active_peft_config", None), type(owner).__name__)
 
 
 def refuse_prompt_learning(adapter: Any, where: str) -> None:
-    """Raise DlmBridgeError, which begins with `where`, for a PEFT config of an adapter that adds tokens or keys to the
-    input (prompt tuning, P-tuning, prefix tuning): samplers and likelihoods see the model without them."""
+    """Raise CheckpointError for the PEFT config of an adapter that adds tokens or keys to the input (prompt tuning,
+    P-tuning, prefix tuning), which samplers and likelihoods would ignore. `where`: the adapter's name in the error."""
     if getattr(adapter, "is_prompt_learning", False):
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-        raise DlmBridgeError(
-            f"{where}: an adapter of peft_type {kind} adds tokens or keys to the input, which sampling and evaluation "
-            "here would leave out: take an adapter of weights, such as LoRA"
+        raise CheckpointError(
+            where,
+            f"an adapter of peft_type {kind} adds tokens or keys to the input, which sampling and evaluation do not "
+            "support: use an adapter of weights, such as LoRA",
         )
 
 
@@ -225,7 +228,7 @@ _SHIFT = {False: "unshifted", True: "shifted"}
 def _family_of(model: Any) -> FamilySpec:
     family = getattr(model, "family", None)
     if not isinstance(family, FamilySpec) or family.kind != "diffusion":
-        raise DlmBridgeError(f"{type(model).__name__} is not a diffusion language model that dlm-bridge knows")
+        raise SettingError("model", f"{type(model).__name__} is not a supported diffusion language model")
     check_adapters(model)
     return family
 
@@ -233,7 +236,7 @@ def _family_of(model: Any) -> FamilySpec:
 def _sampler_and_sources(
     model: Any, family: FamilySpec, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> tuple[type[Sampler], list[_Source]]:
-    """The sampler, and where its settings are searched: what the caller and the checkpoint give, then the defaults."""
+    """Select the sampler. Returns it with the sources of its settings: the caller, the checkpoint, the defaults."""
     sources = _callers_sources(model, generation_config, keywords)
     for source in sources:
         check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
@@ -247,7 +250,7 @@ def _sampler_and_sources(
 
 
 def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `defaults`, both keywords of `generate`, whatever name each has for a setting."""
+    """Merge keywords of `generate`; `given` overrides `defaults` under any of a setting's names."""
     if not getattr(getattr(model, "family", None), "sampled_here", False):
         return merge_names(defaults) | merge_names(given)
     algorithm = {"algorithm": given.get("algorithm", defaults.get("algorithm"))}
@@ -256,13 +259,13 @@ def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str
 
 
 def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
-    """The model's own sampler and its defaults; the family's, where the model's class is not one of ours."""
+    """The model's own sampler and its defaults; those of the family for classes of other packages."""
     defaults: Mapping[str, Any] = getattr(model, "sampler_defaults", family.sampler)
     return defaults
 
 
 def _sampler_class(family: FamilySpec, noise: NoiseName | None, sources: list[_Source], default: str) -> type[Sampler]:
-    """The sampler that is asked for, or the model's own."""
+    """Return the requested sampler, or the model's own."""
     name, _ = _find(sources, "algorithm", default)
     kind = SAMPLERS[name]
     fits = fitting_samplers(family)
@@ -270,14 +273,16 @@ def _sampler_class(family: FamilySpec, noise: NoiseName | None, sources: list[_S
         wanted, shift = " or ".join(kind.families or kind.attention_patterns), ""
         if kind.shifted is not None:
             wanted, shift = f"{wanted} {_SHIFT[kind.shifted]}", f" {_SHIFT[family.shift]}"
-        raise DlmBridgeError(
-            f"the {name} sampler runs on {wanted} models, {family.title} is {family.attention_pattern}{shift}: "
-            f"use one of {', '.join(fits)}"
+        raise SettingError(
+            "algorithm",
+            f"{name} runs on {wanted} models, {family.title} is {family.attention_pattern}{shift}: use one of "
+            f"{', '.join(fits)}",
         )
     if noise is not None and noise not in kind.noise_processes:
-        raise DlmBridgeError(
-            f"algorithm {name} is not for a model that was trained with {noise} noise, as its config.json says "
-            f"(noise_process): leave algorithm out, which takes {default}"
+        raise SettingError(
+            "algorithm",
+            f"{name} does not support {noise} noise, with which the model was trained (noise_process in its "
+            f"config.json): use {default}",
         )
     return kind
 
@@ -285,12 +290,12 @@ def _sampler_class(family: FamilySpec, noise: NoiseName | None, sources: list[_S
 def _callers_sources(
     model: Any, generation_config: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> list[_Source]:
-    """The caller's settings, and those saved with the checkpoint."""
+    """Settings of the caller, then those saved with the checkpoint."""
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
-        raise DlmBridgeError(
-            f"generation_config must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
+        raise SettingError(
+            "generation_config", f"must be a DiffusionGenerationConfig, not {type(generation_config).__name__}"
         )
-    # A keyword of None is a value only where it turns something off; see `_parameter`.
+    # None is a value only for settings that it disables; see `_parameter`.
     off = {"eos_token_id", *SAMPLING_ONLY, *CONSTRAINT_SETTINGS, *SAMPLERS.parameters()}
     sources = [_Source(KEYWORD, {key: value for key, value in keywords.items() if value is not None or key in off})]
     if generation_config is not None:
@@ -302,7 +307,7 @@ def _callers_sources(
 
 
 def _default_sources(model: Any, own: Mapping[str, Any], kind: type[Sampler]) -> list[_Source]:
-    """The defaults. `own`: the model's sampler, and defaults of that one."""
+    """Defaults of the model, the family and the sampler. `own`: the model's sampler and its defaults."""
     of_model = kind.model_parameters(model.config)
     of_family = own if own["algorithm"] == kind.name else {}
     defaults = {name: value for name, value in kind.parameters().items() if value is not None}
@@ -311,7 +316,7 @@ def _default_sources(model: Any, own: Mapping[str, Any], kind: type[Sampler]) ->
 
 
 def _parameter(sources: list[_Source], name: str, kind: type[Sampler]) -> Any:
-    """A parameter's value. None turns off what can be off, and means "not given" elsewhere."""
+    """Value of a parameter. None is a value if the parameter accepts it, else it means "not given"."""
     if kind.accepts_none(name):
         return _find(sources, name, None)[0]
     given = [source.values[name] for source in sources if source.values.get(name) is not None]
@@ -326,14 +331,14 @@ def _sampler_parameters(
     given: Mapping[str, Any],
     infilled_width: int | None,
 ) -> dict[str, Any]:
-    """The parameters of the sampler, with those that are `given`; `infilled_width` is the width of prompts to fill."""
+    """Parameters of the sampler, including the `given` ones. `infilled_width`: width of prompts to fill in."""
     parameters = {**{name: _parameter(sources, name, kind) for name in kind.parameters()}, **given}
     blocks, explicit = "block_length" in parameters, _explicit(sources, kind)
     where = _find(sources, "block_length", None)[1]
     shortens = kind.shortens_block and family.attention_pattern != "block_causal"  # whose blocks are the model's own
     if infilled_width is not None:
         _refuse_infill(family, kind, parameters)
-        # The spec is that of one block, or of the whole canvas.
+        # The spec describes one block, or the whole canvas.
         whole = infilled_width + parameters["gen_length"] + 1
         parameters["gen_length"] = parameters["block_length"] if blocks else whole
     elif kind.whole_blocks and {"block_length", "gen_length"} <= explicit:
@@ -346,7 +351,7 @@ def _sampler_parameters(
 
 
 def _explicit(sources: list[_Source], kind: type[Sampler]) -> frozenset[str]:
-    """The sampler's parameters that the call gives."""
+    """Names of the sampler's parameters that the call sets."""
     named = {name for source in sources if source.where in EXPLICIT for name in source.values}
     if named & {"max_new_tokens", "max_length"}:
         named.add("gen_length")
@@ -354,13 +359,14 @@ def _explicit(sources: list[_Source], kind: type[Sampler]) -> frozenset[str]:
 
 
 def _mask_token_id(model: Any, family: FamilySpec, sources: list[_Source], needed: bool) -> int | None:
-    """The mask token. Raises DlmBridgeError where there is none and it is `needed`."""
+    """The mask token. Raises SettingError if it is `needed` and there is none."""
     found: int | None = _find(sources, "mask_token_id", getattr(model.config, "mask_token_id", None))[0]
     found = family.mask_token_id if found is None else found
     if found is None and needed:
-        raise DlmBridgeError(
-            "the model's config names no mask token: pass mask_token_id, or algorithm='uniform' to a model that was "
-            "trained with random tokens instead"
+        raise SettingError(
+            "mask_token_id",
+            "the model's config has no mask token: set it, or `algorithm=uniform` for a model trained with random "
+            "tokens",
         )
     return found
 
@@ -370,14 +376,14 @@ def _set_fields(config: GenerationConfig) -> dict[str, Any]:
 
 
 def _constraints(sources: list[_Source]) -> dict[str, Any]:
-    """The caller's constraints; a checkpoint's own are not read, see `_refuse_unsupported`."""
+    """Constraints of the call. Those saved with a checkpoint are ignored, see `_refuse_unsupported`."""
     callers = [source for source in sources if source.where in EXPLICIT]
     found = {name: _find(callers, name, None)[0] for name in CONSTRAINT_SETTINGS}
     return {name: value for name, value in found.items() if not _is_off(name, value)}
 
 
 def _find(sources: list[_Source], name: str, default: Any) -> tuple[Any, str | None]:
-    """The first source's value and that source's name."""
+    """Value and name of the first source that has the setting."""
     for source in sources:
         if name in source.values:
             return source.values[name], source.where
@@ -393,56 +399,51 @@ def _check_tokens(
 ) -> None:
     mask_token_id, vocabulary_size = limits.mask_token_id, limits.vocabulary_size
     for name, value in (("mask_token_id", mask_token_id), ("pad_token_id", pad_token_id)):
-        if value is not None and type(value) is not int:  # a config may say anything
-            raise DlmBridgeError(f"{name} must be a token id, not {value!r}")
+        if value is not None and type(value) is not int:  # from a config
+            raise SettingError(name, f"must be a token id, not {value!r}")
     for name, token in (("mask_token_id", mask_token_id), ("eot_token_id", eot_token_id)):
         if token is not None and not 0 <= token < vocabulary_size:
-            raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary_size}")
+            raise SettingError(name, f"{token} is outside the vocabulary of {vocabulary_size}")
     if limits.ordinary_mask:
         return
     if mask_token_id is not None and mask_token_id in eos:
-        raise DlmBridgeError(
-            f"eos_token_id {mask_token_id} is the mask token, which is never generated: pass another, or None"
-        )
+        raise SettingError("eos_token_id", f"{mask_token_id} is the mask token, which is never generated")
     if (eos or stop_strings) and pad_token_id == mask_token_id:
-        raise DlmBridgeError(f"pad_token_id {pad_token_id} is the mask token: pass another pad_token_id")
+        raise SettingError("pad_token_id", f"{pad_token_id} is the mask token: set another one")
 
 
 def _warn_of_another_block(trained: int | None, block: int) -> None:
     if trained is not None and block != trained:
         logger.warning_once(
-            f"blocks of {block} tokens: by its config (block_size) the model was trained with {trained}; where the "
-            f"config is wrong, from_pretrained(..., block_size={block}) says so"
+            f"block_length {block}: the model was trained with {trained} (block_size in its config.json); to correct "
+            f"the config, load the model with from_pretrained(..., block_size={block})"
         )
 
 
 def _refuse_infill(family: FamilySpec, kind: type[Sampler], parameters: Mapping[str, Any]) -> None:
     others = [name for name in fitting_samplers(family) if SAMPLERS[name].infills and not SAMPLERS[name].families]
     if not kind.infills:
-        raise DlmBridgeError(
-            f"the {kind.name} sampler cannot fill masks inside a prompt: use one of {', '.join(others)}"
+        raise SettingError(
+            "infill", f"the {kind.name} sampler cannot fill in masks: set `algorithm` to one of {', '.join(others)}"
         )
     if parameters.get("alg") == "confidence_threshold":
-        raise DlmBridgeError(
-            "alg 'confidence_threshold' commits equal shares of gen_length, which infilling does not have: use another"
-        )
+        raise SettingError("alg", "confidence_threshold divides `gen_length`, which `infill` does not have")
 
 
 def _span_lengths(value: Any, infill: bool, family: FamilySpec, kind: type[Sampler]) -> tuple[int, ...]:
     if value is None:
         return ()
     if not infill:
-        raise DlmBridgeError("span_lengths are those of masks inside a prompt: pass infill=True as well")
+        raise SettingError("span_lengths", "needs `infill`")
     if family.attention_pattern != "bidirectional":
-        raise DlmBridgeError(
-            f"{family.title} is {family.attention_pattern}: it cannot judge a span's length by what follows; leave "
-            "span_lengths out"
+        raise SettingError(
+            "span_lengths", f"needs bidirectional attention: {family.title} is {family.attention_pattern}"
         )
     if not kind.needs_mask:
-        raise DlmBridgeError(f"the {kind.name} sampler works without masks: leave span_lengths out")
+        raise SettingError("span_lengths", f"the {kind.name} sampler has no masks")
     lengths = tuple(value) if isinstance(value, (list, tuple, range)) else (value,)
     if not lengths or not all(isinstance(one, int) and one > 0 for one in lengths):
-        raise DlmBridgeError(f"span_lengths must be whole numbers above 0, not {value!r}")
+        raise SettingError("span_lengths", f"must be whole numbers above 0, not {value!r}")
     return tuple(sorted({*lengths}))
 
 
@@ -456,21 +457,22 @@ def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, room: i
         if "max_length" in source.values:
             length = source.values["max_length"]
             if length <= prompt_width:
-                raise DlmBridgeError(
-                    f"max_length {length} ({source.where}) leaves no room after a prompt of {prompt_width} tokens: "
-                    "use gen_length, which counts new tokens only"
+                raise SettingError(
+                    "max_length",
+                    f"{length} ({source.where}) leaves no room after a prompt of {prompt_width} tokens: use "
+                    "`gen_length`, which counts new tokens only",
                 )
             return length - prompt_width
-    return 0  # of infilling; every sampler has a default
+    return 0  # with infill; otherwise the sampler has a default
 
 
 def _temperature(sources: list[_Source]) -> float:
-    """The first source that speaks of sampling decides: by a temperature, by `do_sample`, or by both."""
+    """Temperature of the first source that sets `temperature` or `do_sample`."""
     for number, source in enumerate(sources):
         temperature, do_sample = source.values.get("temperature"), source.values.get("do_sample")
         if do_sample is False:
             if source.where == KEYWORD and temperature:
-                raise DlmBridgeError(f"do_sample=False contradicts temperature {temperature}: leave one of them out")
+                raise SettingError("do_sample", f"False contradicts `temperature={temperature}`: remove one of them")
             return 0.0
         if temperature is not None:
             return temperature
@@ -480,21 +482,22 @@ def _temperature(sources: list[_Source]) -> float:
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) -> None:
+    """Raise SettingError for unknown names, with the nearest known one."""
     known = {"gen_length", *diffusion_fields(), *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS, *SAMPLING_ONLY}
     known |= {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"the {kind.name} sampler has {', '.join(kind.parameters())}"
-            )
-            raise DlmBridgeError(f"generate does not know '{name}' ({where}): {ALTERNATIVES.get(name, hint)}")
+            has = f"the {kind.name} sampler has {', '.join(kind.parameters())}"
+            hint = f"the nearest is `{near[0]}`" if near else has
+            raise SettingError(name, f"is unknown ({where}): {ALTERNATIVES.get(name, hint)}")
 
 
 def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[Sampler]) -> None:
-    """Refuse what the caller asks for and the sampler does not have: parameters of other samplers, and other settings
-    of transformers. Checkpoints inherit the latter from autoregressive models: they are ignored with a warning."""
-    supported = {"algorithm", *kind.parameters(), *GENERAL_SETTINGS, *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS}
+    """Raise SettingError for parameters of other samplers and unsupported settings of transformers. Checkpoints
+    inherit
+    the latter from autoregressive models: there, they are ignored with a warning."""
+    supported = {*kind.parameters(), *GENERAL, *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS}
     names = {name for source in sources if source.where in (KEYWORD, GIVEN, STORED) for name in source.values}
     for name in sorted(names - supported):
         value, where = _find(sources, name, None)
@@ -505,17 +508,15 @@ def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[S
             continue
         if where == STORED and not foreign:
             if name in vars(GenerationConfig()):
-                logger.warning_once(
-                    f"{STORED} has {name} {value!r}, which the published {kind.name} sampler does not read: ignored"
-                )
+                logger.warning_once(f"{STORED} has {name} {value!r}, which the {kind.name} sampler ignores")
             continue
-        remedy = f"pass {name}=None" if where == STORED else ALTERNATIVES.get(name, "leave it out")
+        remedy = f"set {name}=None" if where == STORED else ALTERNATIVES.get(name, "remove it")
         has = f"; it has {', '.join(kind.parameters())}" if foreign else ""
-        raise DlmBridgeError(f"the {kind.name} sampler has no {name} ({where}: {_shown(value)}): {remedy}{has}")
+        raise SettingError(name, f"the {kind.name} sampler does not have it ({where}: {_shown(value)}): {remedy}{has}")
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether the value of a setting of transformers means that it has no effect."""
+    """True if the value of a setting of transformers has no effect."""
     defaults = {**GenerationConfig._get_default_generation_params(), "min_new_tokens": 0, "guidance_scale": 1.0}
     return (
         value is None
@@ -526,6 +527,6 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message: models, processors and tensors by their class."""
+    """A value for an error message; models, processors and tensors are shown by their class."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else type(value).__name__

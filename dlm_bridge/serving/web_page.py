@@ -11,9 +11,9 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from starlette.responses import PlainTextResponse
 
@@ -27,12 +27,14 @@ from dlm_bridge.display.trace import (
     confidence_colour,
 )
 from dlm_bridge.errors import DlmBridgeError, SettingError
-from dlm_bridge.generation.kv_cache import CacheMode
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
+from dlm_bridge.generation.options import GENERAL as DECLARED
+from dlm_bridge.generation.options import requirement
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message
-from dlm_bridge.generation.samplers import SAMPLERS, Check, Sampler, check_of
+from dlm_bridge.generation.samplers import SAMPLERS, Sampler
 from dlm_bridge.generation.settings import fitting_samplers, resolve_settings
 from dlm_bridge.serving.connections import LOOPBACK
+from dlm_bridge.settings import Option
 
 CONTINUE, CHAT, FILL = "Continue", "Chat", "Fill in [MASK:n]"
 FRAME_SECONDS = 0.1  # time between two frames of a call
@@ -65,7 +67,7 @@ class Control:
     """
 
     name: str
-    check: Check
+    check: Option
     default: Any = None
     hint: str = ""
 
@@ -81,12 +83,12 @@ class Control:
             return shown
 
 
-SEED = Control("seed", Check("int"), hint="equal seeds give equal texts")
+SEED = Control("seed", Option("", type=int), hint="equal seeds give equal texts")
 # Controls of every diffusion sampler, in addition to its own parameters.
 GENERAL = (
-    Control("cache", Check("str", choices=get_args(CacheMode))),
+    Control("cache", DECLARED["cache"]),
     SEED,
-    Control("span_lengths", Check("tuple[int, ...]"), hint="lengths to try when filling in, such as [4, 8]"),
+    Control("span_lengths", Option("", type=tuple[int, ...]), hint="lengths to try when filling in, such as [4, 8]"),
 )
 
 
@@ -132,7 +134,7 @@ class PageModel:
         """Controls of each sampler that supports the model, the model's own sampler first. An autoregressive model has
         only transformers' sampler, under the name ""."""
         if not self.diffusion:
-            own = [Control(one.name, check_of(one)) for one in fields(Sampler)]
+            own = [Control(name, declared) for name, declared in Sampler.options().items()]
             return {"": [*own, SEED]}
         stored = getattr(getattr(self.model, "generation_config", None), "algorithm", None)
         names = sorted(fitting_samplers(self.model.family), key=lambda name: name != stored)
@@ -219,7 +221,7 @@ class PageModel:
             defaults = {name: getattr(sampler, name) for name in sampler.parameters()}
         except DlmBridgeError:  # the checkpoint stores settings of another sampler: refused when it runs
             defaults = SAMPLERS[algorithm].parameters()
-        return [Control(one.name, check_of(one), defaults[one.name]) for one in fields(SAMPLERS[algorithm])]
+        return [Control(name, each, defaults[name]) for name, each in SAMPLERS[algorithm].options().items()]
 
 
 def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
@@ -354,8 +356,8 @@ def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
                     *((one, one) for one in control.check.choices),
                 ]
                 widgets[control.name] = gr.Dropdown(choices, value="", **about)
-            elif "bool" not in control.check.type:
-                info = control.hint or control.check.requirement
+            elif "bool" not in str(control.check.type):
+                info = control.hint or requirement(control.check)
                 widgets[control.name] = gr.Textbox(placeholder=default or "none", info=info, **about)
     for control in controls:
         if control.name not in widgets:

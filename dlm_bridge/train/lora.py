@@ -154,7 +154,7 @@ def add_adapter(
     settings = _new(config, model)
     mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
-    source = folder or config.model.model
+    source = str(folder or config.model.model)
     with opening(source, source, f"is not an adapter of {config.model.model}"):
         if folder is not None:
             with key_is_known():

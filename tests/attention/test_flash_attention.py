@@ -137,7 +137,7 @@ def test_why_it_is_missing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(flash_attention, "version", absent)
         assert flash_attention.missing() == "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
     for version, kernels, said in (
-        ("4.0.0b3", None, "flash-attn-4 is 4.0.0b3, and only 4.0.0b36 is known to fit"),
+        ("4.0.0b3", None, "flash-attn-4 is 4.0.0b3, only 4.0.0b36 is supported"),
         (flash_attention.VERSION, broken, "cannot be imported: no module named cutlass"),
     ):
         flash_attention.missing.cache_clear()

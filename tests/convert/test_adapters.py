@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora import MergedCheckpoint, open_adapter
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from dlm_bridge.convert.settings import HubSettings
 from dlm_bridge.convert.transfer import write_hub
+from dlm_bridge.errors import CheckpointError, SettingError
 from tests.checkpoints import standard_tensors, write_hub_folder, write_llada
 from tests.convert.adapters import (
     ALPHA,
@@ -30,6 +31,7 @@ from tests.convert.adapters import (
     written_adapter,
 )
 from tests.convert.helpers import dcp_tensors, hub_tensors, run_cli, same, tree
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -221,7 +223,7 @@ def test_bridges_own_checkpoint_is_read_with_its_run_config(llama: Path, tmp_pat
     out = to_megatron(llama, adapter, tmp_path / "out")
     (out / ADAPTER_MANIFEST).unlink()
     shutil.rmtree(out / "hf")
-    with pytest.raises(DlmBridgeError, match=r"neither a dlm_bridge_adapter.json nor a run_config.yaml"):
+    with refused(CheckpointError, out, "dlm_bridge_adapter.json", "run_config.yaml"):
         open_adapter(out, open_checkpoint(llama))
     target = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
     (out / "iter_0000000" / "run_config.yaml").write_text(f"peft:\n  _target_: {target}\n  dim: 4\n  alpha: 16\n")
@@ -268,7 +270,8 @@ def test_command_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
     code, _, err = run_cli(capsys, "adapter", "export", adapter, tmp_path / "c", "--base", llama, "--dtype", "bf16")
     assert code == 2
-    assert "--dtype casts merged weights" in err
+    assert "--dtype" in err
+    assert "--merge" in err
     code, _, err = run_cli(capsys, "adapter", "import", adapter, tmp_path / "m", "--base", llama)
     assert code == 2
     assert "exists" in err
@@ -361,5 +364,5 @@ def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
     key = param.megatron_key.removesuffix("weight") + "adapter."
     product = stored[f"{key}linear_out.weight"] @ stored[f"{key}linear_in.weight"] * (ALPHA / RANK)
     torch.testing.assert_close(product, param.to_megatron([delta]), rtol=1e-5, atol=1e-5)
-    with pytest.raises(DlmBridgeError, match="--style fused"):
+    with refused(SettingError, "style", "style=fused"):
         to_megatron(base, adapter, tmp_path / "out2", style="canonical")

@@ -318,8 +318,8 @@ def test_an_interrupted_evaluation_is_resumed(
             evaluate(folder, resume=bool(seen), **options)
         assert list((tmp_path / "out").iterdir()) == [tmp_path / "out/results.json.partial"]
         seen += written
-    for more in ({}, {"resume": True, "seed": 1}):
-        with pytest.raises(DlmBridgeError, match=r"results\.json\.partial"):
+    for field, more in {"output": {}, "resume": {"resume": True, "seed": 1}}.items():
+        with refused(SettingError, field, "results.json.partial"):
             evaluate(folder, **{**options, **more})
     written.clear()
     interrupt(-1)

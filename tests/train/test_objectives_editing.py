@@ -187,7 +187,7 @@ def test_without_structure_the_labels_are_the_tokens(ids: torch.Tensor) -> None:
     assert torch.equal(noisy.targets, ids.flatten())
     bare = SimpleNamespace(block_size=BLOCK, vocab_size=100)
     assert torch.equal(build_objective("block_editing", MASK, config=bare).noise(ids, uniforms).targets, noisy.targets)
-    with pytest.raises(DlmBridgeError, match="--indel-probability"):
+    with pytest.raises(DlmBridgeError, match=r"indel.probability"):
         build_objective("block_editing", MASK, config=bare, indel_probability=0.1)
-    with pytest.raises(DlmBridgeError, match="--indel-probability"):
+    with pytest.raises(DlmBridgeError, match=r"indel.probability"):
         objective(indel_probability=1.5)

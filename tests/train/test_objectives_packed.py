@@ -208,13 +208,13 @@ def test_answers_weigh_the_same_however_long_they_are() -> None:
         (
             "masked",
             {"loss_weighting": "cart"},
-            "--loss-weighting cart: MaskedDiffusion takes level, fraction",
+            "MaskedDiffusion takes level, fraction",
         ),
         ("block_levels", {"loss_weighting": "fraction"}, "needs one noise level a sequence"),
         ("block_complementary", {"loss_weighting": "level"}, "takes uniform"),
         ("nemotron", {"loss_normalisation": "tokens"}, "NemotronDiffusion takes predicted"),
         ("wedlm", {"loss_normalisation": "sequences"}, "WeDLMDiffusion takes predicted"),
-        ("causal", {"loss_weighting": "level"}, "--loss-weighting level: NextTokenPrediction"),
+        ("causal", {"loss_weighting": "level"}, "NextTokenPrediction"),
     ],
 )
 def test_what_an_objective_has_not_is_refused(name: str, settings: dict[str, Any], message: str) -> None:

@@ -178,7 +178,7 @@ def test_a_config_without_its_tokens_is_refused(key: str, value: int | None) -> 
 
 def test_packed_rows_are_refused() -> None:
     ids = torch.arange(1, 13)[None]
-    with pytest.raises(DlmBridgeError, match="--packing"):
+    with pytest.raises(DlmBridgeError, match="packing"):
         OBJECTIVE.noise(ids, Uniforms.keyed(0, 1, [0], 12), documents=torch.arange(12)[None] // 6)
 
 
@@ -191,19 +191,19 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "changes"),
+    ("field", "changes"),
     [
-        ("--packing", {"packing": True, "task": "sft"}),
-        ("--document-attention", {"document_attention": True}),
-        ("--eos-padding", {"eos_padding": "row", "task": "sft"}),
-        ("--loss-weighting", {"loss_weighting": "level"}),
-        ("--certainty-weight", {"certainty_weight": 1.0}),
+        ("packing", {"packing": True, "task": "sft"}),
+        ("document_attention", {"document_attention": True}),
+        ("eos_padding", {"eos_padding": "row", "task": "sft"}),
+        ("loss.weighting", {"loss_weighting": "level"}),
+        ("certainty.weight", {"certainty_weight": 1.0}),
     ],
 )
-def test_what_does_not_fit_is_refused(flag: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(field: str, changes: dict[str, Any], tmp_path: Path) -> None:
     given = {**options(tmp_path / "model"), "from_scratch": True, "output": str(tmp_path / "run"), **changes}
     model = AutoModel.from_config(AutoConfig.from_pretrained(given["model"]))
-    with pytest.raises(DlmBridgeError, match=flag):
+    with pytest.raises(DlmBridgeError, match=field):
         resolve_objective(TrainConfig.from_flags(**given), model)
 
 

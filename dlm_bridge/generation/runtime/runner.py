@@ -1,4 +1,4 @@
-"""Model runner: the model's own forward pass, or its body with a KV cache, eagerly, in CUDA graphs or compiled."""
+"""Model runner: the model's own forward pass, or its body with a KV cache, eager, in CUDA graphs or compiled."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from dlm_bridge.distributed import before_end
-from dlm_bridge.errors import DlmBridgeError, NonFiniteError
+from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
+from dlm_bridge.generation.options import Execution
 from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, at_places, batch_size_for, run_body
 from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedTokens, Packing, varlen_attention
 
-Execution = Literal["eager", "graph", "compiled"]
-EXECUTIONS: tuple[Execution, ...] = ("eager", "graph", "compiled")
-
-# Over a KV cache a view is packed only where at most this fraction of its columns is real: attention then copies the
-# cached keys and values and takes two or three times as long (H100, 64 rows with 100 to 300 cached columns).
+# With a KV cache, a view is packed only if at most this fraction of its columns is real, because attention then copies
+# the cached keys and values and takes two or three times as long (H100, 64 rows with 100 to 300 cached columns).
 MOST_TOKENS_OVER_CACHE = 0.75
 
-# The graphs of each model's last call, which hold its KV cache buffers; see `release`.
+# Graphs of each model's last call, with its KV cache buffers; see `release`.
 _graphed_bodies: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.WeakKeyDictionary()
 
 
@@ -35,20 +33,20 @@ _graphed_bodies: weakref.WeakKeyDictionary[nn.Module, GraphedBody] = weakref.Wea
 class CanvasView:
     """Model input of A rows: Q columns of the canvas from `first` on, or each row's own `columns`.
 
-    K is the number of columns that are attended to.
+    K is the number of attended columns.
     """
 
     tokens: torch.Tensor  # [A, Q], `MASK` at masks and padding
     attention_mask: torch.Tensor | None  # [A, K] padding mask, or [A, 1, Q, K]; True or 1: attended to
     position_ids: torch.Tensor | None  # [A, Q]; None: the columns themselves
     first: int = 0
-    end: int | None = None  # K, the columns that are attended to with a KV cache
-    columns: torch.Tensor | None = None  # [A, Q], where each row's keys and values are written; None: from `first` on
-    # Length of the blocks of block-causal attention among the view's columns; None: they all attend to each other.
-    # Which cached columns before the view are attended to is in the mask alone.
+    end: int | None = None  # K, with a KV cache
+    columns: torch.Tensor | None = None  # [A, Q], cache columns of each row's keys and values; None: from `first` on
+    # Block length of block-causal attention among the view's columns; None: they all attend to each other. The mask
+    # alone determines which cached columns before the view are attended to.
     block: int | None = None
     variant: str = ""  # distinguishes forward passes of one shape, such as with and without an adapter
-    packing: Packing | None = None  # for rows that can run without their padding
+    packing: Packing | None = None  # of rows that can run without their padding
 
 
 class ModelRunner:
@@ -69,7 +67,7 @@ class ModelRunner:
     @classmethod
     @contextmanager
     def open(cls, model: Any, execution: Execution | None, cache: KVCache, **options: Any) -> Iterator[ModelRunner]:
-        """A runner for one call; see `prepare`."""
+        """Context manager: a runner for one call; see `prepare`."""
         runner = cls.prepare(model, execution, cache, **options)
         with runner.active():
             try:
@@ -90,18 +88,18 @@ class ModelRunner:
         mask_token_id: int | None,
         hold: bool = False,
     ) -> ModelRunner:
-        """A runner for canvases of at most `rows` rows and `width` columns. It runs the model while it is `active`.
+        """Return a runner for canvases of at most `rows` rows and `width` columns. It runs the model while `active`.
 
         Args:
             execution: "eager"; "graph": forward passes are recorded as CUDA graphs when their shape occurs a second
                 time; "compiled": `torch.compile` fuses each decoder layer, on a CUDA device in addition to graphs.
                 None: "graph" on a CUDA device where the model supports it, else "eager".
             cache: the KV cache, whose buffers are allocated here.
-            mask_token_id: the token that the model reads at masks and padding.
-            hold: reserve the graphs and their buffers for this runner until `close`, between its forward passes too.
+            mask_token_id: token that the model reads at masks and padding.
+            hold: reserve the graphs and their buffers for this runner until `close`.
 
         Raises:
-            DlmBridgeError: an execution or a cache that this model or device does not support.
+            SettingError: the model or the device does not support the execution or the cache.
         """
         plain = unwrapped(model)
         execution = _resolve_execution(model, plain, execution)
@@ -110,9 +108,8 @@ class ModelRunner:
         if execution == "eager" and not cache.stores:
             return cls(model, None, cache, **options)
         if not supports_kv_cache(model):
-            raise DlmBridgeError(
-                f"{type(model).__name__} runs more than the attention layers of a transformers body (a prompt-"
-                "learning adapter, or a model of its own): use cache 'none'"
+            raise SettingError(
+                "cache", f"{type(model).__name__} has no attention layers of a transformers body: use `cache=none`"
             )
         if execution == "eager":
             cache.allocate(plain, rows, width)
@@ -126,8 +123,8 @@ class ModelRunner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which forward passes run. Inside, the model's device is the current one, as CUDA graphs and
-        Triton require, and this package's attention and fused layers are installed; on exit they are removed."""
+        """Context manager for forward passes. The model's device becomes the current one, as CUDA graphs and Triton
+        require, and this package's attention and fused layers are installed; on exit they are removed."""
         with _current_device(self._model), self._prepared():
             yield
 
@@ -148,29 +145,29 @@ class ModelRunner:
                 self._cache.buffers.detach()
 
     def close(self) -> None:
-        """Release the graphs that `prepare` reserved with `hold`."""
+        """Release the graphs that `prepare` has reserved with `hold`."""
         if self._body is not None:
             self._body.holder = None
 
     @property
     def model(self) -> Any:
-        """The model that is run."""
+        """The model."""
         return self._model
 
     @property
     def plain(self) -> bool:
-        """Whether forward passes are the model's own: eager, without a KV cache, with masks made by transformers."""
+        """True if forward passes are the model's own: eager, without a KV cache, with masks made by transformers."""
         return self._body is None and self._cache.buffers is None
 
     def logits(self, view: CanvasView, columns: slice) -> torch.Tensor:
-        """Logits [A, N, V] of N columns of the canvas that are in the view, in the model's dtype."""
+        """Logits [A, N, V], in the model's dtype, at N columns of the canvas in the view."""
         if self.plain and not self._runs_packed(view):
             return self._own_forward(view, columns)
         places = slice(columns.start - view.first, columns.stop - view.first)
         return self.head(self.hidden(view, places=places), slice(None))
 
     def logits_at(self, view: CanvasView, places: torch.Tensor) -> torch.Tensor:
-        """Logits [A, N, V] at [A, N] places of the view, counted from its first column, in the model's dtype."""
+        """Logits [A, N, V], in the model's dtype, at [A, N] places counted from the view's first column."""
         if self.plain and not self._runs_packed(view):
             return self._own_forward(view, places)
         return self.head(self.hidden(view, places=places), slice(None))
@@ -178,14 +175,14 @@ class ModelRunner:
     def hidden(
         self, view: CanvasView, *, once: bool = False, places: slice | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The body's last hidden states. Writes the KV cache, if there is one.
+        """Last hidden states of the body. Writes the KV cache, if there is one.
 
         Args:
-            once: the shape will not occur again, so that no CUDA graph is recorded.
+            once: do not record a CUDA graph, because the shape will not occur again.
             places: a slice of the view's columns, or [A, N] of each row; None: all columns.
 
         Returns:
-            [A, N, H] at `places`, or [A, Q, H]. The next forward pass may overwrite it.
+            [A, N, H] at `places`, or [A, Q, H]. The next forward pass may overwrite the result.
         """
         if isinstance(places, slice) and places == slice(0, view.tokens.shape[1]):
             places = None
@@ -211,24 +208,24 @@ class ModelRunner:
                 indices = torch.arange(places.start, places.stop, device=view.tokens.device)
                 places = indices.expand(len(view.tokens), -1)
             return self._body(replace(inputs, places=places), record=not once)
-        # A device map may put the last layer elsewhere than the canvas.
+        # With a device map, the last layer may be on another device than the canvas.
         hidden = run_body(self._model, self._cache.buffers, inputs).to(view.tokens.device)
         if places is None:
             return hidden
         return hidden[:, places] if isinstance(places, slice) else at_places(hidden, places)
 
     def head(self, hidden_AQH: torch.Tensor, places: slice) -> torch.Tensor:
-        """Logits [A, N, V] of some columns of these hidden states."""
+        """Logits [A, N, V] at a slice of these hidden states."""
         logits: torch.Tensor = unwrapped(self._model).lm_head(hidden_AQH[:, places])
         return logits.to(hidden_AQH.device)
 
     def head_at(self, hidden_AQH: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
-        """Logits [A, N, V] of each row's own places among these hidden states."""
+        """Logits [A, N, V] at each row's own places among these hidden states."""
         return self.head(at_places(hidden_AQH, places_AN), slice(None))
 
     def _runs_packed(self, view: CanvasView) -> bool:
-        """Whether a forward pass leaves the view's padding out. Over a KV cache that copies the cached columns, so it
-        is done only where much of the view is padding and no kernel reads the cached columns in place."""
+        """True if a forward pass runs without the view's padding. With a KV cache, packing copies the cached columns,
+        so it requires a view with much padding, and no kernel that reads the cached columns in place."""
         packing, buffers = view.packing, self._cache.buffers
         if not self._packs or packing is None or not any(packing.lengths):
             return False
@@ -243,7 +240,7 @@ class ModelRunner:
         return not self._windows and not attention.uses_kernel(buffers.shapes, self._model.dtype, columns, mask.bool())
 
     def _packed_hidden(self, view: CanvasView, places: slice | torch.Tensor | None, *, once: bool) -> torch.Tensor:
-        """As `hidden`, by a forward pass without the view's padding. Hidden states at padding are arbitrary."""
+        """`hidden` by a forward pass without the view's padding. Hidden states at padding are arbitrary."""
         self.forwards += 1
         model, packing, buffers = unwrapped(self._model), view.packing, self._cache.buffers
         assert packing is not None
@@ -285,11 +282,11 @@ class ModelRunner:
             return at_places(run_body(model, buffers, inputs), place_AN)
 
     def _token_ids(self, view: CanvasView) -> torch.Tensor:
-        """[A, Q], the view's tokens as the model reads them."""
+        """[A, Q], the view's tokens with the mask token's id at masks."""
         return view.tokens.masked_fill(view.tokens == MASK, self._mask_token_id)
 
     def _own_forward(self, view: CanvasView, logits_to_keep: slice | torch.Tensor) -> torch.Tensor:
-        """Logits by the model's own forward pass."""
+        """Logits of the model's own forward pass."""
         self.forwards += 1
         mask = view.attention_mask
         output = self._model(
@@ -302,12 +299,12 @@ class ModelRunner:
 
 
 def unwrapped(model: Any) -> Any:
-    """The diffusion model itself, without PEFT's wrapper."""
+    """Return the diffusion model without PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def tensor_parallel_group(model: Any) -> Any:
-    """The tensor parallel process group of a model; None for a model in one process."""
+    """Tensor-parallel process group of a model; None for a model in one process."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     own = getattr(model, "shard_group", None)
@@ -315,12 +312,12 @@ def tensor_parallel_group(model: Any) -> Any:
 
 
 def supports_kv_cache(model: Any) -> bool:
-    """Whether the model is a transformers body."""
+    """True if the model has attention layers of a transformers body."""
     return any(map(is_attention, unwrapped(model).modules()))
 
 
 def supports_packing(model: Any) -> bool:
-    """Whether `torch.nn.attention.varlen` supports the attention of the model, a transformers body on one device."""
+    """True if `torch.nn.attention.varlen` supports the model's attention. The model is on one device."""
     device = next(model.parameters()).device
     if device.type != "cuda" or torch.version.cuda is None or varlen_attention() is None:
         return False
@@ -336,9 +333,9 @@ def supports_packing(model: Any) -> bool:
 
 
 def release(model: Any) -> None:
-    """Free the GPU memory of the graphs and buffers that a model's last `generate` keeps for the next one.
+    """Free the GPU memory of the graphs and buffers that a model's last `generate` has left for the next one.
 
-    Fused weights get memory of their own again.
+    Fused weights are separated again.
     """
     body = _graphed_bodies.pop(unwrapped(model), None)
     if body is not None:
@@ -348,35 +345,33 @@ def release(model: Any) -> None:
 @atexit.register
 @before_end
 def forget_graphs() -> None:
-    """Drop the recorded graphs of every model, before process groups are destroyed: NCCL waits until no graph is left
-    that has recorded one of the group's collectives."""
+    """Drop the recorded graphs of every model before process groups are destroyed. NCCL waits until no graph contains
+    one of the group's collectives."""
     for body in _graphed_bodies.values():
         body.forget()
 
 
 def _resolve_execution(model: Any, plain: Any, execution: Execution | None) -> Execution:
-    """The execution to use. Raises DlmBridgeError for one that the model or its device does not support."""
+    """Resolve the execution. Raises SettingError if the model or its device does not support it."""
     obstacle = _graph_obstacle(model, plain)
     device = next((parameter.device for parameter in plain.parameters()), torch.device("cpu"))
     if execution is None:
         return "graph" if obstacle is None and device.type == "cuda" else "eager"
     if execution != "eager" and obstacle is not None:
-        raise DlmBridgeError(f"execution '{execution}' {obstacle}: use execution 'eager'")
+        raise SettingError("execution", f"{execution} {obstacle}: use `execution=eager`")
     if execution == "graph" and device.type != "cuda":
-        raise DlmBridgeError(
-            f"execution 'graph' records CUDA graphs, the model is on {device}: use 'eager' or 'compiled'"
-        )
+        raise SettingError("execution", f"graph needs a CUDA device, the model is on {device}: use eager or compiled")
     return execution
 
 
 def _graph_obstacle(model: Any, plain: Any) -> str | None:
-    """Why the model can be neither recorded nor compiled, as the rest of a sentence; None where it can."""
+    """Reason why the model can be neither recorded nor compiled, as the end of a sentence; None if it can."""
     if len(set((getattr(plain, "hf_device_map", None) or {}).values())) > 1:
         return "needs the whole model on one device"
     if tensor_parallel_group(plain) is not None and not getattr(plain, "plain_shards", False):
-        return "does not run the layers of transformers' tensor parallelism"
+        return "does not support the layers of transformers' tensor parallelism"
     if not supports_kv_cache(model):
-        return "runs a transformers body without prompt-learning adapters"
+        return "needs a transformers body"
     return None
 
 
@@ -387,7 +382,7 @@ def _current_device(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _cached_attention(model: Any) -> Iterator[None]:
-    """Install this package's attention function, `attention.attend`."""
+    """Context manager: install this package's attention function, `attention.attend`."""
     attention.register()
     before = model.config._attn_implementation
     model.config._attn_implementation = attention.NAME
@@ -398,18 +393,17 @@ def _cached_attention(model: Any) -> Iterator[None]:
 
 
 def _graphed_body(model: Any, execution: Execution, *, rows: int, width: int) -> GraphedBody:
-    """The graphs of the model's last call, or new ones where these do not fit. Raises DlmBridgeError where a
-    continuous batch holds them."""
+    """Graphs of the model's last call, or new ones if these do not fit. Raises SettingError if a continuous batch uses
+    them."""
     body = _graphed_bodies.get(model)
     if body is not None and body.held:
-        raise DlmBridgeError(
-            "a continuous batch runs this model's CUDA graphs and their KV cache: finish it first, or use execution "
-            "'eager'"
+        raise SettingError(
+            "execution", "a continuous batch uses this model's CUDA graphs: finish it first, or use `execution=eager`"
         )
     if body is None or not body.serves(model, execution, rows, width):
         _graphed_bodies.pop(model, None)
         body = None  # its buffers are freed before the new ones are allocated
-        width = (width // 64 + 1) * 64 if width else 0  # with a column that no canvas has
+        width = (width // 64 + 1) * 64 if width else 0  # with at least one column beyond every canvas
         body = GraphedBody(model, execution == "compiled", rows=batch_size_for(rows), width=width)
         _graphed_bodies[model] = body
     body.begin()

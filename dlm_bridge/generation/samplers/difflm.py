@@ -1,6 +1,6 @@
 """Sampler of MegaDLMs' DiffLM exports: LLaDA's with float64 confidences and top-p before the temperature.
 
-    as LLaDA's sampler (see `llada`), but for
+    as LLaDA's sampler (see `llada`), except
         scores = softmax(logits, dtype=float64)[tokens]
         filters in the order top_k, top_p, temperature
 
@@ -20,12 +20,12 @@ from dlm_bridge.generation.token_sampling import TokenSampling
 
 @dataclass(frozen=True, kw_only=True)
 class DiffLMSampler(LLaDASampler):
-    """MegaDLMs' `DiffLM.generate`, with LLaDA's parameters: `steps` are those over all blocks."""
+    """MegaDLMs' `DiffLM.generate`, with LLaDA's parameters."""
 
     name: ClassVar[str] = "difflm"
 
-    gen_length: int = parameter(256, minimum=1)
-    block_length: int = parameter(256, minimum=1)
+    gen_length: int = parameter(256)
+    block_length: int = parameter(256)
 
     def sampling(self) -> TokenSampling:
         if not self.temperature:

@@ -22,11 +22,7 @@ from dlm_bridge.generation.samplers.dream import AncestralRule
 
 @dataclass(frozen=True, kw_only=True)
 class DiffuLLaMASampler(Sampler):
-    """DiffuLLaMA's `generate_samples`.
-
-    Args:
-        steps: denoising steps of the whole text; `diffusion_steps` in the published code.
-    """
+    """DiffuLLaMA's `generate_samples`."""
 
     name: ClassVar[str] = "diffullama"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -34,9 +30,13 @@ class DiffuLLaMASampler(Sampler):
         "diffusion_steps": "steps", "logits_temp": "temperature", "topp_temp": "top_p",
     }  # fmt: skip
 
-    temperature: float = parameter(0.9, minimum=0)
-    steps: int = parameter(64, minimum=1)
-    top_p: float | None = parameter(0.9, above=0, maximum=1)
+    published_config: ClassVar[tuple[str, ...]] = tuple(aliases)
+
+    temperature: float = parameter(0.9, "0: greedy decoding; published as `logits_temp`.")
+    steps: int = parameter(64, "Denoising steps in total; published as `diffusion_steps`.")
+    top_p: float | None = parameter(
+        0.9, "Sample from the most probable tokens, up to a total probability of p; published as `topp_temp`."
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(

@@ -5,12 +5,12 @@
         tokens = draw(softmax(logits / temperature), top_p, top_k)
         alg "origin":  commit each mask with probability 1 - s / t, in the last step all
         alg "maskgit_plus", "topk_margin", "entropy":
-            score = probability of the token, lead over the second one, or minus the entropy
+            score = probability of the token, its margin over the second one, or minus the entropy
             commit the int(masks * (1 - s / t)) masks with the highest scores, in the last step all
             # alg_temp > 0: draw them from softmax(score / alg_temp) without replacement
         alg "confidence_threshold":
-            of the steps' equal shares and what earlier steps left, commit those with probability >= threshold, and
-            the best one
+            of a step's equal share of the masks and what earlier steps left of theirs, commit the tokens with
+            probability >= threshold, and the best one
 
 Source: generation_utils.py, Gen-Verse/dLLM-RL 10b4fd1 and NVlabs/Fast-dLLM 24cc59e.
 """
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
@@ -43,26 +43,18 @@ ORDERS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_thresh
 
 @dataclass(frozen=True, kw_only=True)
 class DreamSampler(Sampler):
-    """Dream's `diffusion_generate`.
-
-    Args:
-        steps: denoising steps of the whole text.
-        eps: the last noise level.
-        alg: the order in which positions are committed, see above.
-        alg_temp: above 0, positions are drawn instead of ranked.
-        threshold: confidence from which on a token is committed; of alg "confidence_threshold" only, by default 0.9.
-    """
+    """Dream's `diffusion_generate`."""
 
     name: ClassVar[str] = "dream"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
 
-    steps: int = parameter(512, minimum=1)
-    eps: float = parameter(1e-3, above=0, below=1)
-    alg: str = parameter(
-        "origin", choices=("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
+    steps: int = parameter(512, "Denoising steps in total.")
+    eps: float = parameter(1e-3, "Last noise level.", above=0, below=1)
+    alg: str = parameter("origin", f"Order in which positions are committed: {', '.join(ORDERS)}.", choices=ORDERS)
+    alg_temp: float | None = parameter(None, "Above 0: draw positions at this temperature.", minimum=0)
+    threshold: float | None = parameter(
+        None, "Confidence from which alg confidence_threshold commits a token; by default 0.9."
     )
-    alg_temp: float | None = parameter(None, minimum=0)
-    threshold: float | None = parameter(None, minimum=0)
 
     def fitted(self, explicit: Container[str]) -> Self:
         changed: dict[str, Any] = {}
@@ -85,14 +77,15 @@ class DreamSampler(Sampler):
         scores = {"maskgit_plus": probability, "topk_margin": margin, "entropy": negative_entropy}
         budget = self.alg == "confidence_threshold"
         if self.threshold is not None and not budget:
-            raise DlmBridgeError(f"threshold belongs to alg 'confidence_threshold', not to '{self.alg}': leave it out")
+            raise SettingError("threshold", f"needs `alg=confidence_threshold`, not `alg={self.alg}`")
         if self.alg_temp is not None and self.alg not in scores:
-            raise DlmBridgeError(f"alg '{self.alg}' ranks no positions: leave alg_temp out")
+            raise SettingError("alg_temp", f"`alg={self.alg}` does not rank positions: remove it")
         if budget:
             if self.gen_length % self.steps:
-                raise DlmBridgeError(
-                    f"alg 'confidence_threshold' commits equal shares: gen_length {self.gen_length} is not a multiple "
-                    f"of steps {self.steps}"
+                raise SettingError(
+                    "steps",
+                    f"`alg=confidence_threshold` commits as many tokens in each step: {self.steps} does not divide "
+                    f"`gen_length={self.gen_length}`",
                 )
             return StepBudgetRule(0.9 if self.threshold is None else self.threshold, self.steps)
         if self.alg == "origin":
@@ -102,27 +95,27 @@ class DreamSampler(Sampler):
 
 
 def margin(step: Step) -> torch.Tensor:
-    """The most probable token's lead over the second (topk_margin)."""
+    """Margin of the most probable token over the second one (topk_margin)."""
     first, second = step.shaped.softmax(dim=-1).topk(2, dim=-1).values.unbind(dim=-1)
     return first - second
 
 
 def negative_entropy(step: Step) -> torch.Tensor:
-    """Minus the entropy of the distribution that is drawn from, as published with a floor under the probabilities."""
+    """Negative entropy of the distribution that tokens are drawn from; with the published floor of probabilities."""
     probabilities = step.shaped.softmax(dim=-1)
     return (probabilities * (probabilities + 1e-10).log()).sum(dim=-1)
 
 
 def noise_levels(steps: int, eps: float) -> torch.Tensor:
-    """float32 [steps + 1], from 1 down to `eps`: the noise level before and after each step."""
+    """float32 [steps + 1], noise levels before and after each step, from 1 down to `eps`."""
     return torch.linspace(1, eps, steps + 1)
 
 
 def noise_level_schedule(masks: int, steps: int, eps: float, first: int = 0) -> list[int]:
-    """Tokens per step: from noise level t to s int((1 - s / t) of the masks), in the last step the rest.
+    """Tokens per step: int((1 - s / t) * masks) from noise level t to s; the last step commits the rest.
 
-    In float32, as published: rounding decides between neighbouring counts. Dream's code counts the mean of the batch,
-    which commits wrong numbers where rows differ; here each row counts its own masks. `first` steps are left out.
+    Computed in float32, as published, because rounding decides between neighbouring counts. Dream's code uses the mean
+    number of masks of the batch; here each row has its own. The schedule begins at step `first`.
     """
     level = noise_levels(steps, eps)
     fractions = 1 - level[1:] / level[:-1]
@@ -138,10 +131,11 @@ def noise_level_schedule(masks: int, steps: int, eps: float, first: int = 0) -> 
 
 
 class AncestralRule(CommitRule):
-    """Commits each position independently, from noise level t to s with probability 1 - s / t, in the last step all.
+    """Commits each position independently with probability 1 - s / t from noise level t to s; the last step commits
+    all.
 
-    A position is masked after a step with the probability that the step's noise level is, so that one uniform number
-    decides when it is committed; steps that commit nothing need no forward pass.
+    A position is still masked after a step with a probability of the step's noise level. One uniform number per
+    position therefore decides its step, and steps that commit nothing need no forward pass.
     """
 
     exact = True
@@ -153,11 +147,11 @@ class AncestralRule(CommitRule):
         rows = [row for row, count in enumerate(masks) if count]
         counts, width = [masks[row] for row in rows], max(masks)
         uniform_AM = noise.uniform(rows, torch.arange(width, device=noise.device).expand(len(rows), -1))
-        # A position is still masked after the steps whose level is above its number.
+        # A position is masked until the noise level falls below its number.
         levels = self._rising_levels.to(uniform_AM)
         when_AM = len(levels) - torch.searchsorted(levels, uniform_AM, right=True)
         is_mask_AM = torch.arange(width, device=when_AM.device) < to_device(counts, when_AM.device)[:, None]
-        # Steps that commit nothing are left out: of each mask, how many of the others remain before its own.
+        # Each mask's step, counted without the steps that commit nothing.
         ordered_AM, order_AM = when_AM.masked_fill(~is_mask_AM, len(levels) + 1).sort(dim=1)
         ranks_AM = torch.zeros_like(order_AM)
         ranks_AM[:, 1:] = (ordered_AM[:, 1:] > ordered_AM[:, :-1]).cumsum(dim=1)
@@ -173,7 +167,7 @@ class AncestralRule(CommitRule):
         width, rows_A = step.masked.shape[1], to_device(step.rows, step.masked.device)
         ranks_BN, index_A1 = self.memory.tensor("ranks", width), to_device(step.index, rows_A.device)[:, None]
         ranks_AN = ranks_BN[rows_A]
-        if 0 in step.index:  # from the order of a row's masks to its columns
+        if 0 in step.index:  # indexed by mask: index by column
             nth_AN = (step.masked.cumsum(dim=1) - 1).clamp(min=0)
             ranks_AN = torch.where(index_A1 == 0, ranks_AN.gather(1, nth_AN), ranks_AN)
             ranks_BN[rows_A] = ranks_AN
@@ -181,10 +175,11 @@ class AncestralRule(CommitRule):
 
 
 class StepBudgetRule(CommitRule):
-    """Fast-dLLM's confidence_threshold for Dream: a threshold within a budget of equal shares of the masks.
+    """Fast-dLLM's confidence_threshold for Dream: a threshold, limited to a budget per step.
 
-    A step may commit its share and what earlier steps left; of these, the best one and all with probability >=
-    threshold. Steps go on after the schedule's end until nothing is masked.
+    The budget is an equal share of the masks plus what earlier steps left of theirs. Of the best tokens within the
+    budget, a step commits the best one and all with probability >= threshold. After the schedule's end, steps continue
+    until the row has no masks.
     """
 
     def __init__(self, threshold: float, steps: int) -> None:
@@ -200,7 +195,6 @@ class StepBudgetRule(CommitRule):
 
     def select(self, step: Step) -> torch.Tensor:
         scores_AN = probability(step).masked_fill(~step.masked, MINUS_INFINITY)
-        # What the schedule leaves for later steps stays masked, however confident the model is.
         masks = [self.memory.values("masks")[row] for row in step.rows]
         later = [
             max(0, count - count // self._steps * (done + 1)) for count, done in zip(masks, step.index, strict=True)

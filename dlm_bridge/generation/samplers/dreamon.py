@@ -1,18 +1,19 @@
-"""DreamOn's sampler (arXiv 2602.01326): masks become tokens, two masks, or nothing, so that a span finds its length.
+"""DreamOn's sampler (arXiv 2602.01326): a mask becomes a token, two masks, or nothing, so that spans find their
+length.
 
     canvas = prompt + [MASK] * number_of_mask, or a prompt with masks in it;  budget = expand_budget
     until nothing is masked:
-        tokens = draw(softmax(logits / temperature), top_p, top_k), never <|expand|> where the row already has
-            gen_length tokens or the budget is used up
-        score = minus the entropy (alg "entropy"), probability of the token ("maskgit_plus"), lead ("topk_margin")
+        tokens = draw(softmax(logits / temperature), top_p, top_k), never <|expand|> if the row has gen_length tokens
+            or no budget
+        score = negative entropy (alg "entropy"), probability of the token ("maskgit_plus"), margin ("topk_margin")
         commit the number_transfer_tokens masks with the highest scores
             # alg_temp > 0: draw them from softmax(score / alg_temp) without replacement
-        <|delete|>, which is the end-of-text token: the mask goes, and what follows moves to the left
-            # pad_delete_to_right ("deletion broadcasting"): with it all masks behind it
-        <|expand|>: two masks take the mask's place, what follows moves to the right;  budget -= 1
+        <|delete|> (the end-of-text token): remove the mask; later tokens move to the left
+            # pad_delete_to_right ("deletion broadcasting"): also remove all masks to its right
+        <|expand|>: replace the mask by two; later tokens move to the right;  budget -= 1
 
-Source: generation_utils.py of Dream-org/DreamOn-v0-7B as public copies have it, and eval/generator.py, DreamLM/DreamOn
-8a0a549. There one more <|expand|> in a step than there is room for cuts the text off at its end; here its mask stays.
+Source: public copies of generation_utils.py of Dream-org/DreamOn-v0-7B, and eval/generator.py, DreamLM/DreamOn
+8a0a549. That code truncates the text if a step expands more masks than there is room for; here such masks remain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext, Step, TopScoresRule, probability
 from dlm_bridge.generation.constraints import Constraints
@@ -38,18 +39,7 @@ SCORES = {"entropy": negative_entropy, "maskgit_plus": probability, "topk_margin
 
 @dataclass(frozen=True, kw_only=True)
 class DreamOnSampler(Sampler):
-    """DreamOn's `diffusion_generate`.
-
-    Args:
-        gen_length: the most tokens that may take the place of the masks.
-        number_of_mask: masks that new tokens behind a prompt begin with; of a prompt to fill, its own masks count.
-        alg: the order in which positions are committed, see above.
-        alg_temp: above 0, positions are drawn instead of ranked.
-        number_transfer_tokens: positions that a step commits.
-        expand_budget: expansions of a row; None: two for each token that fits from its first mask on.
-        pad_delete_to_right: a deletion deletes all masks of the row that follow as well.
-        expand_token_id, delete_token_id: by default those of the model's config (the latter as its eos_token_id).
-    """
+    """DreamOn's `diffusion_generate`."""
 
     name: ClassVar[str] = "dreamon"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -57,15 +47,21 @@ class DreamOnSampler(Sampler):
     takes_commit_rule: ClassVar[bool] = False
     resizes: ClassVar[bool] = True
 
-    gen_length: int = parameter(64, minimum=1)
-    number_of_mask: int = parameter(4, minimum=1)
-    alg: str = parameter("entropy", choices=("entropy", "maskgit_plus", "topk_margin"))
-    alg_temp: float | None = parameter(None, minimum=0)
-    number_transfer_tokens: int = parameter(1, minimum=1)
-    expand_budget: int | None = parameter(None, minimum=0)
-    pad_delete_to_right: bool = parameter(False)
-    expand_token_id: int = parameter(151667, minimum=0)
-    delete_token_id: int = parameter(151643, minimum=0)
+    gen_length: int = parameter(64, "Maximum number of tokens that replace the masks.")
+    number_of_mask: int = parameter(4, "Initial masks after the prompt; a prompt to fill in has its own.", minimum=1)
+    alg: str = parameter(
+        "entropy", f"Order in which positions are committed: {', '.join(SCORES)}.", choices=tuple(SCORES)
+    )
+    alg_temp: float | None = parameter(None, "Above 0: draw positions at this temperature.", minimum=0)
+    number_transfer_tokens: int = parameter(1, "Positions that a step commits.", minimum=1)
+    expand_budget: int | None = parameter(
+        None, "Maximum expansions of a row; None: two per token that fits from its first mask on.", minimum=0
+    )
+    pad_delete_to_right: bool = parameter(False, "A deletion also deletes all masks to its right.")
+    expand_token_id: int = parameter(151667, "Token that becomes two masks; by default the config's.", minimum=0)
+    delete_token_id: int = parameter(
+        151643, "Token that deletes its position; by default the config's `eos_token_id`.", minimum=0
+    )
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
@@ -84,13 +80,13 @@ class DreamOnSampler(Sampler):
 
 
 class UncachedPredictor(Predictor):
-    """Without a KV cache: tokens move."""
+    """Predictor without a KV cache, because tokens move."""
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache,)
 
 
 class ExpandDeleteRule(DenoisingRule):
-    """Commits the best masks and carries out the deletions and expansions among them, until no masks are left."""
+    """Commits the best masks and applies the deletions and expansions among them, until the row has no masks."""
 
     edits = True
 
@@ -138,10 +134,10 @@ class ExpandDeleteRule(DenoisingRule):
         ids = {name: getattr(self._sampler, name) for name in ("expand_token_id", "delete_token_id")}
         for name, token in ids.items():
             if token >= vocabulary:
-                raise DlmBridgeError(f"{name} {token} is outside the vocabulary of {vocabulary}: pass another")
+                raise SettingError(name, f"{token} is outside the vocabulary of {vocabulary}")
 
     def _propose(self, context: SamplerContext, active: list[int], block: slice, room: list[int]) -> Step:
-        """The step's proposals, without <|expand|> in rows without room."""
+        """Proposals of the step, without <|expand|> in rows without room."""
         logits = context.predict(active, block)
         full_A = to_device(room, logits.device) == 0
         if not all(room):
@@ -151,7 +147,7 @@ class ExpandDeleteRule(DenoisingRule):
         return context.propose(active, block, logits, transfers)
 
     def _edits(self, step: Step, picked_AN: torch.Tensor, room: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A, N] twice: True at what is deleted, and at what becomes two masks."""
+        """[A, N] twice: True at deleted positions, and at those that become two masks."""
         deleted_AN = picked_AN & (step.tokens == self._sampler.delete_token_id)
         if self._sampler.pad_delete_to_right:
             deleted_AN = step.masked & (deleted_AN.cumsum(dim=1) > 0)

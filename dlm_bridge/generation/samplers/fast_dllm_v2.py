@@ -8,7 +8,7 @@
                 commit those with score > threshold, and the best one
                 # cache "dual": run the small block only, unless its first token is a mask
 
-A prompt of exactly one block counts as context, too (there it is lost).
+A prompt of exactly one block is context (the published code drops it).
 
 Source: `generate` of Fast-dLLM v2's modeling code, NVlabs/Fast-dLLM 24cc59e, where "dual" is `use_block_cache`.
 """
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, HostCopy
 from dlm_bridge.generation.commit_rules import MINUS_INFINITY, OneOrMoreRule, Step, best
 from dlm_bridge.generation.kv_cache import BlockKVCache, CacheMode, KVCache
@@ -33,23 +33,17 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLMv2Sampler(Sampler):
-    """Fast-dLLM v2's `generate`.
-
-    Args:
-        block_length: tokens of a block; `block_size` in the published code.
-        small_block_size: tokens of a block that are denoised before the next ones.
-        threshold: probability above which a token is committed.
-    """
+    """Fast-dLLM v2's `generate`."""
 
     name: ClassVar[str] = "fast_dllm_v2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, minimum=1)
-    block_length: int = parameter(32, minimum=1)
-    small_block_size: int = parameter(8, minimum=1)
-    threshold: float = parameter(1.0, minimum=0)
-    top_p: float | None = parameter(0.95, above=0, maximum=1)
+    gen_length: int = parameter(2048)
+    block_length: int = parameter(32, "Tokens per block; published as `block_size`.")
+    small_block_size: int = parameter(8, "Tokens of a block that are denoised before the next ones.", minimum=1)
+    threshold: float = parameter(1.0, "Probability above which a token is committed.")
+    top_p: float | None = parameter(0.95)
 
     def fitted(self, explicit: Container[str]) -> Self:
         if "small_block_size" in explicit:
@@ -58,8 +52,8 @@ class FastDLLMv2Sampler(Sampler):
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         if self.block_length % self.small_block_size:
-            raise DlmBridgeError(
-                f"block_length {self.block_length} is not a multiple of small_block_size {self.small_block_size}"
+            raise SettingError(
+                "small_block_size", f"{self.small_block_size} does not divide `block_length={self.block_length}`"
             )
         return SamplerSpec(
             layout=BlockLayout(self.block_length, aligned=True),
@@ -72,7 +66,7 @@ class FastDLLMv2Sampler(Sampler):
 
 
 class SmallBlockRule(OneOrMoreRule):
-    """Commits positions with probability > threshold, and the best one, of the first small block with a mask left."""
+    """Commits positions with probability > threshold and the best one, in the first small block that has masks."""
 
     def __init__(self, threshold: float, small_block_size: int) -> None:
         self._threshold = threshold
@@ -87,7 +81,7 @@ class SmallBlockRule(OneOrMoreRule):
 
 
 class SmallBlockKVCache(BlockKVCache):
-    """Committed blocks, and the block's other small blocks as they were when the whole block was last run."""
+    """KV cache of committed blocks, and of the block's other small blocks as of the last pass over the whole block."""
 
     mode: ClassVar[CacheMode] = "dual"
     exact: ClassVar[bool] = False
@@ -96,10 +90,10 @@ class SmallBlockKVCache(BlockKVCache):
 class SmallBlockPredictor(BlockCausalPredictor):
     """Block-causal attention for blocks that are denoised in small blocks.
 
-    With `SmallBlockKVCache` a forward pass runs only a row's current small block, except in the block's first forward
-    pass and while the small block's first token is masked, since the column before predicts it: then it runs the whole
-    block. A row's tokens do not depend on the other rows: rows in different small blocks share a forward pass of as
-    many columns as one of them needs, and each writes to the cache what it would write alone.
+    With `SmallBlockKVCache`, a forward pass runs only a row's current small block. It runs the whole block in the
+    block's first forward pass, and while the small block's first token, which the column before it predicts, is
+    masked. A row's tokens do not depend on the other rows: rows in different small blocks share a forward pass of the
+    largest width needed, and each row writes to the cache what it would write alone.
     """
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache, SmallBlockKVCache)
@@ -111,14 +105,14 @@ class SmallBlockPredictor(BlockCausalPredictor):
         self._small = small_block_length
         self._by_small_block = isinstance(cache, SmallBlockKVCache)
         self._has_run = False  # in this block
-        self._needs: HostCopy | None = None  # [B, 2], what `_look` has found since the last forward pass
+        self._needs: HostCopy | None = None  # [B, 2], result of `_look` since the last forward pass
 
     def open_block(self, block: slice, rows: list[int]) -> None:
         super().open_block(block, rows)
         self._has_run, self._needs = False, None
 
     def launch_speculatively(self, *, done: bool = False) -> None:
-        # Which columns a row's next forward pass runs depends on what it has committed.
+        # The columns of a row's next forward pass depend on its committed tokens.
         if not self._by_small_block or done:
             super().launch_speculatively(done=done)
         else:
@@ -133,7 +127,7 @@ class SmallBlockPredictor(BlockCausalPredictor):
         return small_BN if rows is None else small_BN[self.canvas.index(rows)]
 
     def _look(self, block: slice) -> None:
-        """Find the rows' current small blocks, and whether they need the whole block."""
+        """Find each row's current small block, and whether its next forward pass must run the whole block."""
         masked_BN = self.canvas.masked(None, block)
         first_B1 = masked_BN.int().argmax(dim=1, keepdim=True) // self._small * self._small
         self._whole_B1 = masked_BN.gather(1, first_B1)
@@ -145,15 +139,15 @@ class SmallBlockPredictor(BlockCausalPredictor):
             return super().__call__(rows, columns, shift)
         view, first_B1 = self._next_view(self.canvas.rows if rows is None else rows)
         hidden_BQH = self._hidden_of_block(view) if view.columns is None else self._runner.hidden(view)
-        # The first token that is run needs no prediction: it is committed, or there is nothing before it.
+        # The first column needs no prediction: it is committed, or no column precedes it.
         if rows is not None:
             index = self.canvas.index(rows)
             first_B1, hidden_BQH = first_B1[index], hidden_BQH[index]
         return self._runner.head_at(hidden_BQH, (columns - first_B1 - int(self.shift)).clamp(min=0))
 
     def _next_view(self, rows: list[int]) -> tuple[CanvasView, torch.Tensor]:
-        """The next forward pass, of the whole batch, by what these rows need, and [B, 1] the first column that it runs
-        of each row's block."""
+        """View of the next forward pass over all rows, for the needs of `rows`, and [B, 1] the first column that it
+        runs in each row."""
         block, everywhere_B1 = self._block, torch.full_like(self._first_B1, self._block.start)
         copy, self._needs = self._needs, None
         assert copy is not None
@@ -171,13 +165,13 @@ class SmallBlockPredictor(BlockCausalPredictor):
         return self._ragged_view(width), torch.where(self._whole_B1, everywhere_B1, self._first_B1)
 
     def _ragged_view(self, count: int) -> CanvasView:
-        """So many columns of each row: its block or its small block, repeated where that is shorter."""
+        """View of `count` columns per row: its block or its small block, repeated to fill the width."""
         canvas, block = self.canvas, self._block
         place_Q = torch.arange(count, device=self._first_B1.device)
         own_BQ = torch.where(self._whole_B1, block.start + place_Q, self._first_B1 + place_Q % self._small)
         width = min(canvas.width, canvas.cache_width)
         positions_BS, real_BS = self._positions(None, width)
-        # All of the canvas and a mask, not its columns up to the block: one shape for every block.
+        # Attending to the whole canvas with a mask gives all blocks one shape.
         attended_BS = real_BS & (canvas.columns(None, slice(0, width)) < block.stop)
         return CanvasView(
             canvas.take(None, own_BQ), attended_BS, positions_BS.gather(1, own_BQ), end=width, columns=own_BQ

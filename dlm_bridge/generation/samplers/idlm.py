@@ -1,19 +1,19 @@
 """I-DLM's introspective strided decoding (arXiv 2604.11035): one forward pass checks a draft and writes the next one.
 
     text = prompt + next token;  draft = []
-    while a new token is missing:
+    while new tokens are missing:
         logits of [last token] + draft + [MASK] * (block_length - 1), under causal attention
-        p[i] = what follows the i-th of these tokens;  q[i] = what the draft's token was drawn from
+        p[i] = distribution after the i-th of these tokens;  q[i] = distribution that the draft's token was drawn from
         accept the draft's tokens from left to right, each with probability min(1, p / (verify_alpha q))
-        where one is rejected:  commit those before it and a draw from max(0, p - verify_alpha q);  draft = []
-        else:  commit the draft and a draw from p behind it;  draft = draws from what the masks predict
+        if one is rejected:  commit those before it and a draw from max(0, p - verify_alpha q);  draft = []
+        else:  commit the draft and a draw from the next p;  draft = draws from the predictions at the masks
 
-At temperature 0 a token is accepted where it is the best one, so that the text is the causal model's own, token for
-token; above, with verify_alpha 1, it is drawn from that model.
+At temperature 0, a token is accepted if it is the best one: the text is the causal model's, token for token. Above 0,
+with verify_alpha 1, the text is drawn from that model.
 
 Source: Introspective-Diffusion/I-DLM, SGLang's `IDLMBlockN`; diffusers' `IDLMPipeline`. These compare with p before
-top-k and top-p, and SGLang's drafts are best tokens; here p and q are both what tokens are drawn from, so that the
-text's distribution is that of the causal model under the same filters.
+top-k and top-p, and SGLang drafts best tokens; here both p and q include the filters, so that the text's distribution
+is the causal model's under the same filters.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ COLUMN_MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class IDLMSampler(Sampler):
-    """I-DLM's introspective strided decoding.
-
-    Args:
-        block_length: the most tokens that a forward pass commits, `gen_block_size` in the published code; by default
-            one more than the model's block size, the masks that it was trained with.
-        verify_alpha: below 1, more of a draft is accepted than the causal model's distribution allows.
-    """
+    """I-DLM's introspective strided decoding."""
 
     name: ClassVar[str] = "idlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     families: ClassVar[tuple[str, ...]] = ("idlm",)
     aliases: ClassVar[Mapping[str, str]] = {"gen_block_size": "block_length"}  # block_size is one less
-    infills: ClassVar[bool] = False  # what follows is not attended to
+    infills: ClassVar[bool] = False  # causal attention does not reach later tokens
     takes_commit_rule: ClassVar[bool] = False
 
-    temperature: float = parameter(1.0, minimum=0)
-    top_k: int | None = parameter(50, minimum=0)
-    top_p: float | None = parameter(0.95, above=0, maximum=1)
-    block_length: int = parameter(3, minimum=2)
-    verify_alpha: float = parameter(1.0, above=0, maximum=1)
+    temperature: float = parameter(1.0)
+    top_k: int | None = parameter(50)
+    top_p: float | None = parameter(0.95)
+    block_length: int = parameter(
+        3,
+        "Maximum tokens that a forward pass commits; by default one more than the model's block size, the number of "
+        "masks that it was trained with. Published as `gen_block_size`.",
+        minimum=2,
+    )
+    verify_alpha: float = parameter(
+        1.0, "Below 1: accept more of a draft than the causal model's distribution allows.", above=0, maximum=1
+    )
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class IDLMSampler(Sampler):
         return {"block_length": block + 1} if block else {}
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
-        spare = 2 * self.block_length - 2  # what a forward pass may predict behind the last new token
+        spare = 2 * self.block_length - 2  # columns that a forward pass may predict after the last new token
         return SamplerSpec(
             layout=BlockLayout(None, spare=spare),
             rule=StridedRule(self.block_length - 1, self.verify_alpha),
@@ -80,15 +81,15 @@ class IDLMSampler(Sampler):
 
 @dataclass
 class _Drafts:
-    """The tokens that rows expect next. M is their number."""
+    """Drafts of M tokens per row."""
 
     tokens: torch.Tensor  # [A, M]
-    probabilities: torch.Tensor | None  # [A, M, V], q; None of greedy drafts
-    exist: torch.Tensor  # [A] bool
+    probabilities: torch.Tensor | None  # [A, M, V], q; None: greedy decoding
+    exist: torch.Tensor  # [A] bool, False: the row has no draft
 
 
 class StridedRule(DenoisingRule):
-    """Steps that check drafts of so many tokens and write the next ones; see `IDLMSampler`."""
+    """Rule whose steps check drafts of `drafted` tokens and write the next ones; see `IDLMSampler`."""
 
     needs_prompt: ClassVar[bool] = True
 
@@ -97,11 +98,11 @@ class StridedRule(DenoisingRule):
         self._alpha = alpha
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
-        constraints.refuse_text("a draft has no text before its tokens yet")
+        constraints.refuse_text("a draft has no committed text before its tokens")
         return self
 
     def begin_block(self, context: SamplerContext, block: slice, rows: list[int]) -> list[int]:
-        """Commit the causal model's first token. The block is all of the new tokens."""
+        """Commit the causal model's first token. The block contains all new tokens."""
         canvas, predictor = context.canvas, context.predictor
         assert isinstance(predictor, SpeculativePredictor)
         predictor.begin(rows)
@@ -120,7 +121,7 @@ class StridedRule(DenoisingRule):
         firsts = predictor.firsts(rows)
         drafts = self._drafts(context, rows)
         last_A1 = canvas.take(rows, columns_from(firsts, 1, canvas.tokens.device))
-        # Rows without a draft have masks in its place, of which they read as many: one shape for all.
+        # Rows without a draft have masks instead, so that all rows have one shape.
         masks_AM = torch.full_like(drafts.tokens, MASK)
         input_AN = torch.cat([last_A1, drafts.tokens, masks_AM], dim=1)
         columns_AN = columns_from(firsts, input_AN.shape[1], canvas.tokens.device) + 1
@@ -132,7 +133,7 @@ class StridedRule(DenoisingRule):
         )
         accepted_A = accepted_AM.cumprod(dim=1).sum(dim=1) * drafts.exist
         rejected_A = drafts.exist & (accepted_A < count)
-        # The token behind what is accepted: the correction of a rejected one, else a draw of its own.
+        # The token after the accepted ones: the correction of a rejected token, else a new draw.
         next_A1 = tokens_AN.gather(1, accepted_A[:, None])
         place_A1 = accepted_A[:, None].clamp(max=count - 1)
         next_A1 = torch.where(rejected_A[:, None], corrected_AM.gather(1, place_A1), next_A1)
@@ -143,22 +144,22 @@ class StridedRule(DenoisingRule):
         canvas.put(rows, columns_AN[:, : count + 1], committed_AN)
         seen_ANV = logits_ANV[:, : count + 1]
         context.report(rows, columns_AN[:, : count + 1], seen_ANV, final=True)
-        # What the masks behind the next token predict is the next draft.
+        # The masks after that token predict the next draft.
         from_AM = accepted_A[:, None] + 1 + torch.arange(count, device=next_A1.device)
-        from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # of rejected rows, whose draft is dropped
+        from_AM = from_AM.clamp(max=tokens_AN.shape[1] - 1)  # for rejected rows, whose draft is dropped
         self._keep(context, rows, tokens_AN.gather(1, from_AM), shaped_ANV, from_AM, ~rejected_A)
         return self._go_on(context, block, rows, accepted_A + 1)
 
     @staticmethod
     def _go_on(context: SamplerContext, block: slice, rows: list[int], committed_A: torch.Tensor) -> list[int]:
-        """The rows that have not ended, after so many more tokens."""
+        """Count the committed tokens. Returns the rows that have not ended."""
         predictor = context.predictor
         assert isinstance(predictor, SpeculativePredictor)
         counts = context.canvas.read_unfinished(rows, block, context.read, partial(torch.mul, committed_A))
         return predictor.advance(rows, counts)
 
     def _drafts(self, context: SamplerContext, rows: list[int]) -> _Drafts:
-        """What the rows' last step has drafted."""
+        """Drafts of the rows' last step."""
         memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
         exist_A = memory.tensor("drafted", dtype=torch.bool)[index]
         tokens_AM = memory.tensor("drafts", count)[index].masked_fill(~exist_A[:, None], MASK)
@@ -176,7 +177,7 @@ class StridedRule(DenoisingRule):
         from_AM: torch.Tensor,
         exist_A: torch.Tensor,
     ) -> None:
-        """Keep the rows' drafts, with the distributions that they were drawn from."""
+        """Store the rows' drafts, and the distributions that they were drawn from."""
         memory, index, count = context.canvas.memory, context.canvas.index(rows), self._drafted
         memory.tensor("drafts", count)[index] = tokens_AM
         memory.tensor("drafted", dtype=torch.bool)[index] = exist_A
@@ -194,11 +195,11 @@ class StridedRule(DenoisingRule):
         drawn_AM: torch.Tensor,
         drafts: _Drafts,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A, M] twice: which tokens of the drafts pass, and what would be in their place."""
+        """[A, M] twice: True at accepted draft tokens, and the tokens that correct rejected ones."""
         if drafts.probabilities is None:
             return drawn_AM == drafts.tokens, drawn_AM
         p_AMV, q_AMV = self._probabilities(context, shaped_AMV), self._alpha * drafts.probabilities
-        tokens_AM = drafts.tokens.clamp(min=0)  # of masks nothing is accepted
+        tokens_AM = drafts.tokens.clamp(min=0)  # rows without a draft accept nothing
         bound_AM = context.noise.uniform(rows, places_AM) * gather_tokens(q_AMV, tokens_AM)
         accepted_AM = bound_AM < gather_tokens(p_AMV, tokens_AM)
         rest_AMV = (p_AMV - q_AMV).clamp(min=0)
@@ -207,20 +208,20 @@ class StridedRule(DenoisingRule):
 
     @staticmethod
     def _probabilities(context: SamplerContext, shaped_ANV: torch.Tensor) -> torch.Tensor:
-        """[A, N, V] in float64, without the token that is never drawn."""
+        """float64 [A, N, V], zero at the token that is never drawn."""
         return without_token(shaped_ANV, context.canvas.excluded_token_id, torch.float64).softmax(dim=-1)
 
 
 class SpeculativePredictor(RowCachePredictor):
     """Causal attention; in a draft, a row's block attends to all of itself.
 
-    Rows have blocks of their own, which begin at the columns `firsts`, those of their last committed tokens. With the
-    cache "block" the keys and values of committed tokens are cached as the check computed them. Those of rejected
-    tokens and of drafts stand behind them, where the next block overwrites them before anything attends to them.
+    Each row has its own block, which begins at the column of its last committed token (`firsts`). With the cache
+    "block", keys and values of committed tokens are cached as the check computed them. Those of rejected tokens and
+    drafts follow, and are overwritten by the next block before anything attends to them.
     """
 
     def begin(self, rows: list[int]) -> None:
-        """These rows have no new token."""
+        """Set the number of new tokens of these rows to zero."""
         for row in rows:
             self.canvas.memory.values("new tokens")[row] = 0
 
@@ -230,14 +231,15 @@ class SpeculativePredictor(RowCachePredictor):
         return [self.canvas.starts[row] - 1 + written[row] for row in rows]
 
     def advance(self, rows: list[int], counts: list[int]) -> list[int]:
-        """Count further committed tokens of each row. Returns the rows with at least one."""
+        """Add committed tokens to each row's count. Returns the rows with at least one."""
         written = self.canvas.memory.values("new tokens")
         for row, count in zip(rows, counts, strict=True):
             written[row] += count
         return [row for row, count in zip(rows, counts, strict=True) if count]
 
     def prompt(self, rows: list[int]) -> torch.Tensor:
-        """[A, 1, V], the causal model's logits of each row's first new token; with a cache, of its first rows."""
+        """[A, 1, V], the causal model's logits for each row's first new token. With a cache, `rows` are the first
+        rows."""
         view = self.prompt_view(rows)
         last_A1 = (self.canvas.first_new(rows) - self.canvas.origin(rows))[:, None] - 1
         if not self.cache.stores:
@@ -245,7 +247,7 @@ class SpeculativePredictor(RowCachePredictor):
         return self._runner.head_at(self._runner.hidden(view, once=True), last_A1)
 
     def check(self, rows: list[int], firsts: list[int], tokens_AN: torch.Tensor) -> torch.Tensor:
-        """[A, N, V], the causal model's logits of what follows each token of the rows' blocks."""
+        """[A, N, V], the causal model's logits after each token of the rows' blocks."""
         return self._block_logits(rows, firsts, tokens_AN, draft=False)
 
     def _block_logits(
@@ -287,5 +289,5 @@ class SpeculativePredictor(RowCachePredictor):
 
 
 def columns_from(firsts: list[int], width: int, device: torch.device) -> torch.Tensor:
-    """[A, width] columns of the canvas, from each row's own first one on."""
+    """[A, width] columns of the canvas, starting at each row's entry in `firsts`."""
     return to_device(firsts, device)[:, None] + torch.arange(width, device=device)

@@ -4,7 +4,7 @@
     while len(canvas) < len(prompt) + gen_length and the row has not ended:
         canvas += [MASK] * block_length                     # a block attends to no later one
         for count in the masks of the block, divided evenly over steps:
-            logits = model(canvas)                          # guidance hides all finished blocks as well
+            logits = model(canvas)                          # guidance also masks all finished blocks
             tokens = argmax(logits / temperature + Gumbel noise)
             scores = softmax(logits)[tokens]                # remasking "random": uniform numbers
             commit the count masks with the highest scores
@@ -31,21 +31,16 @@ from dlm_bridge.generation.samplers.llada import GuidedSampler
 
 @dataclass(frozen=True, kw_only=True)
 class ILLaDASampler(GuidedSampler):
-    """iLLaDA's `var_generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        steps: denoising steps of each block; by default one for each of its tokens.
-    """
+    """iLLaDA's `var_generate`."""
 
     name: ClassVar[str] = "illada"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    infills: ClassVar[bool] = False  # a block does not attend to what follows
+    infills: ClassVar[bool] = False  # a block does not attend to later tokens
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
 
-    block_length: int = parameter(32, minimum=1)
-    steps: int | None = parameter(None, minimum=1)
+    block_length: int = parameter(32)
+    steps: int | None = parameter(None, "Denoising steps per block; by default one per token.")
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         score: Score = random_order if self.remasking == "random" else low_confidence

@@ -7,9 +7,9 @@
             tokens = argmax(logits / temperature + Gumbel noise)
             scores = softmax(logits)[tokens]                # remasking "random": uniform numbers
             commit the count masks of the block with the highest scores
-            # threshold: commit those with score >= threshold instead, the best one at least
+            # threshold: instead commit those with score >= threshold, at least the best one
             # factor: commit the r best ones while the r-th has score >= 1 - factor / (r + 1)
-        # factor_exact: where all but the last one of the block's masks pass, commit that one too
+        # factor_exact: if all masks of the block but the last one pass, commit that one too
 
 Source: ML-GSAI/LLaDA b7e6c35, generate.py; NVlabs/Fast-dLLM 24cc59e, llada/generate.py.
 """
@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
@@ -45,62 +45,57 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class GuidedSampler(Sampler):
-    """Parameters that LLaDA's sampler and iLLaDA's share.
+    """Parameters of LLaDA's and iLLaDA's samplers. Guidance: logits = un + (cfg_scale + 1) * (cond - un)."""
 
-    Args:
-        cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: which positions a step commits: "low_confidence" (the most probable) or "random".
-        end_think_token_ids: the sequence of tokens that ends a thought.
-        end_think_logit_boost: added to their logits at the end of `gen_length`.
-        end_think_boost_power: exponent of the fraction of `gen_length` written so far, for the boost before the end.
-    """
-
-    cfg_scale: float = parameter(0.0, minimum=0)
-    remasking: str = parameter("low_confidence", choices=("low_confidence", "random"))
-    end_think_token_ids: tuple[int, ...] | None = None
-    end_think_logit_boost: float = parameter(0.0, minimum=0)
-    end_think_boost_power: float = parameter(2.0, minimum=0)
+    cfg_scale: float = parameter(0.0)
+    remasking: str = parameter(
+        "low_confidence",
+        "Positions that a step commits: low_confidence (the most probable) or random.",
+        choices=("low_confidence", "random"),
+    )
+    end_think_token_ids: tuple[int, ...] | None = parameter(None, "Sequence of tokens that ends a thought.")
+    end_think_logit_boost: float = parameter(0.0, "Boost of their logits at the end of `gen_length`.", minimum=0)
+    end_think_boost_power: float = parameter(
+        2.0, "Exponent of the generated fraction of `gen_length`, for the boost before the end.", minimum=0
+    )
 
     def end_think_bias(self) -> EndThinkBias | None:
-        """The bias of the logits, if any. Raises DlmBridgeError for a boost without tokens."""
+        """Return the bias of the logits, if any. Raises SettingError for a boost without tokens."""
         if not self.end_think_logit_boost:
             return None
         if not self.end_think_token_ids:
-            raise DlmBridgeError("end_think_logit_boost needs the tokens that end a thought: pass end_think_token_ids")
+            raise SettingError("end_think_logit_boost", "needs `end_think_token_ids`, the tokens that end a thought")
         token_ids = tuple(self.end_think_token_ids)
         return EndThinkBias(token_ids, self.end_think_logit_boost, self.end_think_boost_power, self.gen_length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDASampler(GuidedSampler):
-    """LLaDA's `generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        steps: denoising steps over all blocks; by default one for each new token.
-        threshold: confidence from which on a token is committed (Fast-dLLM v1); `steps` has no effect then.
-        factor: Fast-dLLM v1's other parallel rule, in place of a threshold.
-        factor_exact: keep the off-by-one of its code, which commits the least confident mask where it alone fails (so
-            two masks always go together); the paper's rule does not.
-        logits_eos_inf: never propose end-of-sequence tokens.
-        confidence_eos_eot_inf: give them and `eot_token_id` no confidence, so that they are committed last, at every
-            temperature. (Above 0 the published code takes the confidence of `eot_token_id` alone.)
-        eot_token_id: the end-of-turn token where it is none of `eos_token_id`.
-    """
+    """LLaDA's `generate`."""
 
     name: ClassVar[str] = "llada"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
 
-    block_length: int = parameter(128, minimum=1)
-    steps: int | None = parameter(None, minimum=1)
-    threshold: float | None = parameter(None, minimum=0)
-    factor: float | None = parameter(None, minimum=0)
-    factor_exact: bool = False
-    logits_eos_inf: bool = False
-    confidence_eos_eot_inf: bool = False
-    eot_token_id: int | None = parameter(None, minimum=0)
+    block_length: int = parameter(128)
+    steps: int | None = parameter(None, "Denoising steps in total, over all blocks; by default one per new token.")
+    threshold: float | None = parameter(
+        None, "Confidence from which a token is committed (Fast-dLLM v1); `steps` then has no effect."
+    )
+    factor: float | None = parameter(None, "Fast-dLLM v1's other parallel rule, instead of a threshold.", minimum=0)
+    factor_exact: bool = parameter(
+        False,
+        "Reproduce the off-by-one error of Fast-dLLM's code, which commits the least confident mask if it alone "
+        "fails (so that two masks are always committed together).",
+    )
+    logits_eos_inf: bool = parameter(False, "Never propose end-of-sequence tokens.")
+    confidence_eos_eot_inf: bool = parameter(
+        False,
+        "Commit end-of-sequence tokens and `eot_token_id` last, at every temperature. (Above 0, the published code "
+        "does so for `eot_token_id` only.)",
+    )
+    eot_token_id: int | None = parameter(None, "End-of-turn token, if it is not an `eos_token_id`.", minimum=0)
 
     def fitted(self, explicit: Container[str]) -> Self:
         changed: dict[str, Any] = {}
@@ -118,9 +113,10 @@ class LLaDASampler(GuidedSampler):
         if steps % blocks:
             below = steps // blocks * blocks
             numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"
-            raise DlmBridgeError(
-                f"steps {steps} is not a multiple of the {blocks} blocks "
-                f"(gen_length {self.gen_length} / block_length {self.block_length}): use steps {numbers}"
+            raise SettingError(
+                "steps",
+                f"{steps} is not a multiple of the {blocks} blocks (`gen_length={self.gen_length}` / "
+                f"`block_length={self.block_length}`): use {numbers}",
             )
         return SamplerSpec(
             layout=BlockLayout(self.block_length),
@@ -136,9 +132,7 @@ class LLaDASampler(GuidedSampler):
 
     def _rule(self, steps: int, tokens: SpecialTokens) -> CommitRule:
         if self.threshold is not None and self.factor is not None:
-            raise DlmBridgeError("threshold and factor are two rules for the same choice: give one of them")
-        if self.factor_exact and self.factor is None:
-            raise DlmBridgeError("factor_exact is a variant of the rule factor: give factor as well")
+            raise SettingError("threshold", "excludes `factor`: set one of them")
         parallel = self.threshold is not None or self.factor is not None
         score: Score = (
             random_order if self.remasking == "random" else precise_confidence if parallel else self._confidence()
@@ -156,7 +150,7 @@ class LLaDASampler(GuidedSampler):
 class FactorRule(OneOrMoreRule):
     """Commits the r most confident positions while the r-th has confidence >= 1 - factor / (r + 1) (Fast-dLLM v1).
 
-    The most confident one is always committed, and with `exact` the least confident one where it alone fails.
+    The most confident position is always committed, and with `exact` the least confident one if it alone fails.
     """
 
     def __init__(self, factor: float, score: Score, exact: bool = False) -> None:
@@ -168,7 +162,7 @@ class FactorRule(OneOrMoreRule):
         scores_AN = self._score(step).masked_fill(~step.masked, MINUS_INFINITY)
         ordered_AN, order_AN = scores_AN.sort(dim=1, descending=True, stable=True)
         rank_N = torch.arange(1, scores_AN.shape[1] + 1, device=scores_AN.device)
-        # Confidence falls and the bound rises with the rank: those that pass come first.
+        # Confidence falls and the bound rises with the rank, so the positions that pass come first.
         passed_AN = ordered_AN >= 1 - self._factor / (rank_N + 1)
         passed_AN[:, 0] = True
         left_A = (~passed_AN & (ordered_AN > MINUS_INFINITY)).sum(dim=1)
@@ -178,15 +172,15 @@ class FactorRule(OneOrMoreRule):
 
 @dataclass
 class EndThinkBias:
-    """Logits bias that makes the end of a thought more probable the longer the text is (ML-GSAI/LLaDA, generate.py).
+    """Logits bias that raises the probability of the end of a thought with the length of the text.
 
-    As long as the closing sequence is not in a row's text, its next token gets a higher logit at the block's first
-    mask.
+    Until a row contains the closing sequence, the sequence's next token gets a higher logit at the block's first mask.
+    Source: ML-GSAI/LLaDA, generate.py.
 
     Args:
         token_ids: the closing sequence, such as the tokens of </think>.
         boost: added to a logit at the end of the text.
-        power: exponent of the fraction of the text written so far, for the boost before the end.
+        power: exponent of the generated fraction of the text, for the boost before the end.
         gen_length: length of the text in tokens.
     """
 
@@ -202,7 +196,7 @@ class EndThinkBias:
         assert isinstance(columns, slice)
         vocabulary = logits_ANV.shape[-1]
         if max(self.token_ids) >= vocabulary:
-            raise DlmBridgeError(f"end_think_token_ids {list(self.token_ids)} exceed the vocabulary of {vocabulary}")
+            raise SettingError("end_think_token_ids", f"{list(self.token_ids)} exceed the vocabulary of {vocabulary}")
         if self._closing is None:
             self._closing = to_device(list(self.token_ids), canvas.tokens.device)
         closing_L = self._closing
@@ -219,7 +213,7 @@ class EndThinkBias:
 
 
 def _contains(tokens_AS: torch.Tensor, sequence_L: torch.Tensor, start_A: torch.Tensor) -> torch.Tensor:
-    """[A], True where the sequence stands in a row behind its start."""
+    """[A], True if the row contains the sequence after its start."""
     count = len(sequence_L)
     if tokens_AS.shape[1] < count:
         return torch.zeros_like(start_A, dtype=torch.bool)
@@ -231,7 +225,7 @@ def _contains(tokens_AS: torch.Tensor, sequence_L: torch.Tensor, start_A: torch.
 def _next_token(
     tokens_AS: torch.Tensor, sequence_L: torch.Tensor, position_A: torch.Tensor, start_A: torch.Tensor
 ) -> torch.Tensor:
-    """[A], the token that continues the longest prefix of the sequence that stands before the position."""
+    """[A], the token that continues the longest prefix of the sequence directly before the position."""
     next_A = sequence_L[:1].expand(len(tokens_AS))
     for count in range(1, len(sequence_L)):
         before_AC = position_A[:, None] + torch.arange(-count, 0, device=tokens_AS.device)
@@ -249,5 +243,5 @@ def _without_confidence(step: Step, *, score: Score, tokens: tuple[int, ...]) ->
 
 def _required(tokens: tuple[int, ...], name: str) -> tuple[int, ...]:
     if not tokens:
-        raise DlmBridgeError(f"{name}: the model's config names no end-of-sequence token: pass eos_token_id")
+        raise SettingError(name, "the model's config has no end-of-sequence token: set `eos_token_id`")
     return tokens

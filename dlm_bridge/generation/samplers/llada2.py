@@ -22,24 +22,17 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA2Sampler(Sampler):
-    """LLaDA2.0's `generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        steps: denoising steps of each block.
-        threshold: probability above which a token is committed.
-        minimal_topk: caps the steps of a block at gen_length / minimal_topk.
-    """
+    """LLaDA2.0's `generate`."""
 
     name: ClassVar[str] = "llada2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
 
-    gen_length: int = parameter(2048, minimum=1)
-    block_length: int = parameter(32, minimum=1)
-    steps: int = parameter(32, minimum=1)
-    threshold: float = parameter(0.95, minimum=0)
-    minimal_topk: int = parameter(1, minimum=1)
+    gen_length: int = parameter(2048)
+    block_length: int = parameter(32)
+    steps: int = parameter(32, "Denoising steps per block.")
+    threshold: float = parameter(0.95, "Probability above which a token is committed.")
+    minimal_topk: int = parameter(1, "Limits the steps of a block to gen_length / minimal_topk.", minimum=1)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = max(1, min(self.steps, self.gen_length // self.minimal_topk))

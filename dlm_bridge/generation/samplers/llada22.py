@@ -1,21 +1,21 @@
-"""LLaDA2.2's sampler, which deletes and inserts tokens of the block as well (Levenshtein edits).
+"""LLaDA2.2's sampler, which also deletes and inserts tokens of the block (Levenshtein edits).
 
     for block in blocks of block_length, counted from the text's first token:
         original = the block's masks;  counts = their number, divided evenly over the steps
-        until the block has no masks and a step changes nothing, or after a final step:
+        until the block has no masks and a step changes no token, or after a final step:
             tokens = argmax(logits), or draws;  scores = their probabilities
             added = masks that are not original
             commit the masks with score > threshold, or the count + added best if these are more; after `steps` all
             replace committed new tokens of the block that differ and have score > editing_threshold
-            if the result was one of this block before: its least certain change takes the second best token
-            from left to right: DELETE is left out;  SPLIT becomes a mask and the token that stood there before
+            if the block had this result before: its least certain change takes the second best token
+            from left to right: DELETE is removed;  SPLIT becomes a mask and the previous token of the position
             cut the block, or fill it with masks, to its length
         final: the max_post_steps-th step without original masks, or the max_steps_per_block-th of all: it commits all
             masks, and no DELETE or SPLIT
 
 Source: inclusionAI/LLaDA2.2-flash's `generate` as FLX-OSS/FluxServe documents and serves it (99b73a0, its
-decoders/levenshtein.py and development guide), with that decoder's deterministic choice where a block repeats. The
-card `llada2_moe` lists what the checkpoint's own `generate` does otherwise.
+decoders/levenshtein.py and development guide), with that decoder's deterministic choice if a block repeats. The card
+`llada2_moe` lists the differences from the checkpoint's own `generate`.
 """
 
 from __future__ import annotations
@@ -33,37 +33,29 @@ from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
 from dlm_bridge.generation.token_sampling import Noise, probability_of, without_token
 
-RETRIES = 5  # of a step whose result was there before
+RETRIES = 5  # attempts to change the result of a step that repeats an earlier one
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLaDA22Sampler(Sampler):
-    """LLaDA2.2's `generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        steps: denoising steps of each block, over which its masks are divided.
-        threshold: probability above which a mask is committed.
-        editing_threshold: probability above which a committed token is replaced.
-        max_post_steps: steps that a block may take without masks of its beginning; 0: it ends with the last of them.
-        max_steps_per_block: steps that a block may take.
-        delete_token_id, split_token_id: tokens that delete their position, or insert a mask before it.
-    """
+    """LLaDA2.2's `generate`."""
 
     name: ClassVar[str] = "llada2.2"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
     model_blocks: ClassVar[bool] = True
     infills: ClassVar[bool] = False  # tokens between masks would move
 
-    gen_length: int = parameter(2048, minimum=1)
-    block_length: int = parameter(32, minimum=1)
-    steps: int = parameter(32, minimum=1)
-    threshold: float = parameter(0.5, minimum=0)
-    editing_threshold: float = parameter(0.0, minimum=0)
-    max_post_steps: int = parameter(16, minimum=0)
-    max_steps_per_block: int = parameter(1000, minimum=2)
-    delete_token_id: int = parameter(156930, minimum=0)
-    split_token_id: int = parameter(156931, minimum=0)
+    gen_length: int = parameter(2048)
+    block_length: int = parameter(32)
+    steps: int = parameter(32, "Denoising steps per block, over which its masks are divided.")
+    threshold: float = parameter(0.5, "Probability above which a mask is committed.")
+    editing_threshold: float = parameter(0.0, "Probability above which a committed token is replaced.", minimum=0)
+    max_post_steps: int = parameter(
+        16, "Maximum steps of a block without its original masks; 0: it ends with the last of them.", minimum=0
+    )
+    max_steps_per_block: int = parameter(1000, "Maximum steps of a block.", minimum=2)
+    delete_token_id: int = parameter(156930, "Token that deletes its position.", minimum=0)
+    split_token_id: int = parameter(156931, "Token that inserts a mask before its position.", minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -77,9 +69,9 @@ class LLaDA22Sampler(Sampler):
 
 
 class LevenshteinRule(CommitRule):
-    """Commits masks and replaces tokens by thresholds, then carries out the DELETE and SPLIT tokens among them.
+    """Commits masks and replaces tokens by thresholds, then applies the DELETE and SPLIT tokens among them.
 
-    The block keeps its length: what is deleted makes room for masks at its end, what is inserted pushes tokens out.
+    The block keeps its length: a deletion adds a mask at its end, an insertion pushes its last token out.
     """
 
     edits = True
@@ -95,13 +87,13 @@ class LevenshteinRule(CommitRule):
         return [[*counts, *[0] * later][: self._sampler.max_steps_per_block] for counts in schedule]
 
     def select(self, step: Step) -> torch.Tensor:
-        """The positions that get another token, not always the proposed one: `write` moves tokens as well."""
+        """[A, N], True at positions whose token changes, not always to the proposed one: `write` also moves tokens."""
         return self.write(step) != step.before
 
     def write(self, step: Step) -> torch.Tensor:
         sampler, width = self._sampler, step.before.shape[1]
         rows_A, index_A = (to_device(numbers, step.before.device) for numbers in (step.rows, step.index))
-        # True at the block's first masks, wherever they are now.
+        # True at the current positions of the block's original masks.
         original_BN = self.memory.tensor("original", width, dtype=torch.bool)
         original_AN = torch.where(index_A[:, None] == 0, step.masked, original_BN[rows_A])
         open_AN = step.masked & original_AN
@@ -112,7 +104,7 @@ class LevenshteinRule(CommitRule):
         dtype = torch.promote_types(step.logits.dtype, torch.float32)
         logits_ANV = without_token(step.logits, step.excluded_token_id, dtype)
         scores_AN = probability_of(step.tokens, logits_ANV)
-        # Enough for one that is neither DELETE nor SPLIT.
+        # Three contain at least one that is neither DELETE nor SPLIT.
         ranked_ANK = logits_ANV.topk(min(3, logits_ANV.shape[-1]), dim=-1).indices
         filled_AN = self._filled(step, index_A, scores_AN, (step.masked & ~original_AN).sum(dim=1))
         if sampler.max_post_steps:
@@ -133,14 +125,14 @@ class LevenshteinRule(CommitRule):
         return result_AN
 
     def continues(self, step: Step, unfinished_A: torch.Tensor) -> torch.Tensor:
-        # An end-of-sequence token does not end a row's block early: it may be edited away again.
+        # An end-of-sequence token does not end a row's block early, because it may still be edited.
         assert self._more_A is not None
         return self._more_A
 
     def _filled(
         self, step: Step, index_A: torch.Tensor, scores_AN: torch.Tensor, added_A: torch.Tensor
     ) -> torch.Tensor:
-        """[A, N], the masks to commit, of which `added_A` were not there when the block began."""
+        """[A, N], True at the masks to commit. `added_A`: number of masks that are not original."""
         late_A1 = (index_A >= self._sampler.steps)[:, None]
         masked_scores_AN = scores_AN.masked_fill(~step.masked, MINUS_INFINITY)
         confident_AN = masked_scores_AN > self._sampler.threshold
@@ -160,11 +152,11 @@ class LevenshteinRule(CommitRule):
         ranked_ANK: torch.Tensor,
         may_A: torch.Tensor,
     ) -> torch.Tensor:
-        """The result of a step or, where the block had it before, another one: its least certain change is another
-        token. Without this, edits could go round in circles."""
+        """Return the result of a step. If the block had it before, its least certain change takes another token, so
+        that edits do not repeat forever."""
         rows_A, index_A = (to_device(numbers, written_AN.device) for numbers in (step.rows, step.index))
         latest = max(step.index)
-        room = 1 << latest.bit_length()  # in powers of two, of what is written in each step
+        room = 1 << latest.bit_length()  # number of stored results, a power of two
         written_BKN = self.memory.tensor("written", room, written_AN.shape[1])
         written_AKN = written_BKN[rows_A]
         before_AK = torch.arange(room, device=rows_A.device) < index_A[:, None]
@@ -182,14 +174,15 @@ class LevenshteinRule(CommitRule):
     def _carried_out(
         self, step: Step, written_AN: torch.Tensor, original_AN: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block's tokens after DELETE and SPLIT, and where its original masks and what became of them are now."""
+        """Apply DELETE and SPLIT. Returns the block's tokens, and the positions that its original masks have moved
+        to."""
         deleted_AN = (written_AN == self._sampler.delete_token_id) & step.new
         split_AN = (written_AN == self._sampler.split_token_id) & step.new
         counts_AN = 1 - deleted_AN.long() + split_AN.long()
         stops_AN = counts_AN.cumsum(dim=1)
         width = written_AN.shape[1]
-        # One column more takes what is deleted or pushed out.
-        last_AN = torch.where(deleted_AN, width, stops_AN - 1).clamp(max=width)  # of what each position becomes
+        # An extra column receives tokens that are deleted or pushed out.
+        last_AN = torch.where(deleted_AN, width, stops_AN - 1).clamp(max=width)  # new column of each token
         tokens_AN = written_AN.new_full((len(written_AN), width + 1), MASK)
         tokens_AN.scatter_(1, last_AN, torch.where(split_AN, step.before, written_AN))
         moved_AN = torch.zeros_like(tokens_AN, dtype=torch.bool).scatter(1, last_AN, original_AN)
@@ -197,5 +190,5 @@ class LevenshteinRule(CommitRule):
 
 
 def _first(ranked_ANK: torch.Tensor, allowed_ANK: torch.Tensor) -> torch.Tensor:
-    """[A, N], the first allowed of each position's ranked tokens."""
+    """[A, N], the first allowed one of each position's ranked tokens."""
     return ranked_ANK.gather(-1, allowed_ANK.int().argmax(dim=-1, keepdim=True))[..., 0]

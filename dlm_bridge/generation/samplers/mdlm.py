@@ -1,4 +1,4 @@
-"""dLLM's masked diffusion sampler, `MDLMSampler`: LLaDA's with a rounded schedule and any lengths.
+"""dLLM's masked diffusion sampler, `MDLMSampler`: LLaDA's with a rounded schedule, for any lengths.
 
     canvas = prompt + [MASK] * gen_length
     for block in blocks of block_length, from left to right:
@@ -28,22 +28,19 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class MDLMSampler(Sampler):
-    """dLLM's `MDLMSampler`.
-
-    Args:
-        block_length: tokens that are denoised together; `block_size` in the published code.
-        steps: denoising steps over all blocks.
-        cfg_scale: w of classifier-free guidance, logits = un + (w + 1) * (cond - un); 0 is off.
-        remasking: which positions a step commits: "low_confidence" (the most probable) or "random".
-    """
+    """dLLM's `MDLMSampler`."""
 
     name: ClassVar[str] = "mdlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
 
-    block_length: int = parameter(128, minimum=1)
-    steps: int = parameter(128, minimum=1)
-    cfg_scale: float = parameter(0.0, minimum=0)
-    remasking: str = parameter("low_confidence", choices=("low_confidence", "random"))
+    block_length: int = parameter(128, "Tokens per block; published as `block_size`.")
+    steps: int = parameter(128, "Denoising steps in total, over all blocks.")
+    cfg_scale: float = parameter(0.0)
+    remasking: str = parameter(
+        "low_confidence",
+        "Positions that a step commits: low_confidence (the most probable) or random.",
+        choices=("low_confidence", "random"),
+    )
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         steps = ceil(self.steps / ceil(self.gen_length / self.block_length))
@@ -62,7 +59,7 @@ class MDLMSampler(Sampler):
 
 
 def rounded_schedule(masks: int, steps: int) -> list[int]:
-    """Each step commits its fraction of the masks left, rounded half to even, with float32 noise levels."""
+    """Tokens per step: the step's fraction of the remaining masks, rounded half to even, from float32 noise levels."""
     level = 1 - (1 - torch.arange(steps, -1, -1) / steps)
     fractions = 1 - (level[1:] / level[:-1]).double()
     schedule = []

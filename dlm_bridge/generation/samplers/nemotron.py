@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion's block diffusion sampler behind a causal prefix.
+"""Nemotron-Labs-Diffusion's block diffusion sampler with a causal prefix.
 
     for block in blocks of block_length, counted from the end of the prompt:
         commit the block's first token: the causal model's next token
@@ -29,23 +29,18 @@ from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, 
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronSampler(Sampler):
-    """The model's `generate` with `causal_context=True`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        threshold: confidence from which on a token is committed; None: one token a step.
-    """
+    """The model's `generate` with `causal_context=True`."""
 
     name: ClassVar[str] = "nemotron"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
-    infills: ClassVar[bool] = False  # a block does not attend to what follows, and begins where the prompt ends
+    infills: ClassVar[bool] = False  # blocks start after the prompt and do not attend to later tokens
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
 
-    block_length: int = parameter(32, minimum=1)
-    threshold: float | None = parameter(0.9, minimum=0)
+    block_length: int = parameter(32)
+    threshold: float | None = parameter(0.9, "Confidence from which a token is committed; None: one token per step.")
 
     @classmethod
     def trained_block(cls, config: Any, attention_pattern: AttentionPattern) -> int | None:
@@ -66,7 +61,7 @@ class NemotronSampler(Sampler):
 
 
 class CausalContextPredictor(BlockCachePredictor):
-    """Causal attention before the current block; the block attends to all of that and itself."""
+    """Causal attention before the current block; the block attends to all columns up to its end."""
 
     def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
         positions, real = self._positions(rows, block.stop)

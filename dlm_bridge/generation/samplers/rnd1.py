@@ -4,10 +4,11 @@
     for k in 1 .. steps:
         tokens = draw(softmax(logits / temperature), top_k, top_p)      # greedy: the best token
         leave the floor(masks * (n - k) / n) positions of highest entropy masked, commit the others
-        # eb_gamma: commit the most probable tokens while the sum of their entropies but the largest is <= eb_gamma
+        # eb_gamma: commit the most probable tokens while the sum of their entropies, without the largest, is <=
+        # eb_gamma
 
-As published, the last new token is not sampled where an end-of-sequence token is known: it is padding from the start,
-or that token with `add_eos_at_end`.
+As published, if there is an end-of-sequence token, the last new token is not sampled: it is padding from the start, or
+the end-of-sequence token with `add_eos_at_end`.
 
 Source: RadicalNumerics/RND1 87d5f46, rnd/sampling.py.
 """
@@ -38,29 +39,28 @@ from dlm_bridge.generation.token_sampling import Noise, TokenSampling, gather_to
 
 @dataclass(frozen=True, kw_only=True)
 class RND1Sampler(Sampler):
-    """RND1's `diffusion_sample`.
-
-    Args:
-        steps: denoising steps of the whole text; `num_diffusion_steps` in the published code.
-        greedy: propose the best token; the temperature still shapes the entropies.
-        eb_gamma: bound on the entropy that a step may commit (entropy-bounded unmasking, arXiv 2505.24857).
-        add_eos_at_end: the canvas ends with the end-of-sequence token instead of padding.
-    """
+    """RND1's `diffusion_sample`."""
 
     name: ClassVar[str] = "rnd1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     aliases: ClassVar[Mapping[str, str]] = {"num_diffusion_steps": "steps"}
 
-    gen_length: int = parameter(256, minimum=1)
-    temperature: float = parameter(0.1, minimum=0)
-    steps: int = parameter(256, minimum=1)
-    greedy: bool = False
-    eb_gamma: float | None = parameter(None, minimum=0)
-    add_eos_at_end: bool = False
+    published_config: ClassVar[tuple[str, ...]] = tuple(aliases)
+
+    gen_length: int = parameter(256)
+    temperature: float = parameter(0.1)
+    steps: int = parameter(256, "Denoising steps in total; published as `num_diffusion_steps`.")
+    greedy: bool = parameter(False, "Propose the best token; the temperature still shapes the entropies.")
+    eb_gamma: float | None = parameter(
+        None,
+        "Bound on the entropy that a step commits (entropy-bounded unmasking, arXiv 2505.24857); None: no bound.",
+        minimum=0,
+    )
+    add_eos_at_end: bool = parameter(False, "End the canvas with an end-of-sequence token instead of padding.")
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         closing = None
-        if tokens.eos_token_ids and self.gen_length > 1:  # a single new token is the text's
+        if tokens.eos_token_ids and self.gen_length > 1:  # a single new token is sampled
             closing = tokens.eos_token_ids[0] if self.add_eos_at_end else tokens.pad_token_id
         rule: CommitRule = TopScoresRule(_confidence, partial(rank_schedule, steps=self.steps))
         if self.eb_gamma is not None:
@@ -77,7 +77,8 @@ def _confidence(step: Step) -> torch.Tensor:
 
 
 def rank_schedule(masks: int, steps: int) -> list[int]:
-    """Tokens per step: after step k of n, floor(masks * (n - k) / n) are still masked. In float32, as published."""
+    """Tokens per step: after step k of n, floor(masks * (n - k) / n) positions are masked. In float32, as
+    published."""
     left, schedule = masks, []
     for step in range(steps - 1, -1, -1):
         still_masked = int((torch.tensor(masks) * (step / steps)).long())
@@ -88,9 +89,9 @@ def rank_schedule(masks: int, steps: int) -> list[int]:
 
 
 class ErrorBoundRule(CommitRule):
-    """Commits the most probable proposals while the sum of their entropies but the largest is <= gamma.
+    """Commits the most probable proposals while the sum of their entropies, without the largest, is <= gamma.
 
-    The last of `steps` steps commits what is left.
+    The last of `steps` steps commits all remaining masks.
     """
 
     def __init__(self, gamma: float, steps: int) -> None:

@@ -6,10 +6,10 @@
             low_confidence_dynamic: commit all with score > threshold, or the count best if these are more
             low_confidence_static:  commit the count best
             sequential:             commit the count leftmost masks
-            entropy_bounded:        commit the lowest entropies while their sum is < eb_threshold, one at least
+            entropy_bounded:        commit the lowest entropies while their sum is < eb_threshold, at least one
 
-Temperature 0, by which the published code divides, is greedy here. After `steps` steps nothing of a block is left
-masked, and prompt tokens are never overwritten (both can happen there).
+Differences from the published code: temperature 0, by which it divides, is greedy decoding; after `steps` steps a
+block has no masks; prompt tokens are never overwritten.
 
 Source: JetAstra/SDAR c2041a8, generate.py.
 """
@@ -42,17 +42,7 @@ STRATEGIES = ("low_confidence_dynamic", "low_confidence_static", "sequential", "
 
 @dataclass(frozen=True, kw_only=True)
 class SDARSampler(Sampler):
-    """SDAR's `block_diffusion_generate`.
-
-    Args:
-        block_length: tokens that are denoised together.
-        steps: denoising steps of each block, by default one for each of its tokens; `denoising_steps` in the published
-            code.
-        remasking_strategy: which positions a step commits, see above.
-        threshold: of low_confidence_dynamic, the probability above which a token is committed; `confidence_threshold`
-            in the published code.
-        eb_threshold: of entropy_bounded, the bound on the entropy that a step may commit.
-    """
+    """SDAR's `block_diffusion_generate`."""
 
     name: ClassVar[str] = "sdar"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("block_causal",)
@@ -61,12 +51,19 @@ class SDARSampler(Sampler):
     }  # fmt: skip
     model_blocks: ClassVar[bool] = True
 
-    temperature: float = parameter(1.0, minimum=0)
-    block_length: int = parameter(4, minimum=1)
-    steps: int | None = parameter(None, minimum=1)
-    remasking_strategy: str = parameter("low_confidence_dynamic", choices=STRATEGIES)
-    threshold: float = parameter(0.85, minimum=0)
-    eb_threshold: float = parameter(0.35, minimum=0)
+    temperature: float = parameter(1.0)
+    block_length: int = parameter(4)
+    steps: int | None = parameter(
+        None, "Denoising steps per block, by default one per token; published as `denoising_steps`."
+    )
+    remasking_strategy: str = parameter(
+        "low_confidence_dynamic", f"Positions that a step commits: {', '.join(STRATEGIES)}.", choices=STRATEGIES
+    )
+    threshold: float = parameter(
+        0.85,
+        "Probability above which low_confidence_dynamic commits a token; published as `confidence_threshold`.",
+    )
+    eb_threshold: float = parameter(0.35, "Bound of entropy_bounded on the entropy that a step commits.", minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         return SamplerSpec(
@@ -89,7 +86,7 @@ class SDARSampler(Sampler):
 
 
 class SequentialRule(CommitRule):
-    """Commits the leftmost masks, so many a step as the schedule says."""
+    """Commits the leftmost masks, as many per step as scheduled."""
 
     exact = True
 
@@ -105,9 +102,9 @@ class SequentialRule(CommitRule):
 
 
 class EntropyBoundRule(CommitRule):
-    """Commits the positions of lowest entropy whose entropies add up to less than the bound, one at least.
+    """Commits the positions of lowest entropy whose entropies sum to less than the bound, at least one.
 
-    The last of `steps` steps commits what is left.
+    The last of `steps` steps commits all remaining masks.
     """
 
     def __init__(self, bound: float, steps: int) -> None:

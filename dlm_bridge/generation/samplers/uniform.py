@@ -1,11 +1,12 @@
-"""Sampler for models trained with uniform noise: the canvas starts as random tokens, and any of them may change.
+"""Sampler for models trained with uniform noise: the canvas starts as random tokens, all of which may change.
 
     canvas = prompt + random tokens
     for i in range(steps):
         x = softmax(logits / temperature)                 # at temperature 0 the best token's one-hot vector
         "posterior":     z ~ q(z_s | z_t) with a_t = i / steps, a_s = (i + 1) / steps
-        "entropy_bound": draw from x; commit the lowest entropies while the sum of all but the largest is <= the bound,
-                         replace the other positions by noise; in the last step take the best tokens
+        "entropy_bound": draw from x; commit the lowest entropies while their sum, without the largest, is <= the
+        bound;
+                         replace the other positions by noise; the last step takes the best tokens
 
 From noise level t to s a position's token z_t becomes z_s with probability
 
@@ -17,9 +18,9 @@ and random tokens (arXiv 2503.04482): the canvas starts as masks, and with its p
 
     q(z_s | z_t) = (a_t / a_s [z_s = z_t] + b_t(z_t) - a_t / a_s b_s(z_t)) * (a_s x(z_s) + b_s(z_s)) / Z
 
-GIDD's own sampler goes from t = 1 - 1e-4 to 1e-4; this one goes all the way, so that no mask is left.
+GIDD's own sampler goes from t = 1 - 1e-4 to 1e-4; this one goes from 1 to 0, so that no mask remains.
 
-"entropy_bound" is the rule of transformers' DiffusionGemma, without its early stop and falling temperature, after
+"entropy_bound" is the rule of transformers' DiffusionGemma without its early stop and temperature schedule, based on
 entropy-bounded unmasking (arXiv 2505.24857).
 """
 
@@ -32,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.canvas import BlockLayout, to_device
 from dlm_bridge.generation.commit_rules import DenoisingRule, SamplerContext
 from dlm_bridge.generation.constraints import Constraints
@@ -46,15 +47,7 @@ from dlm_bridge.objectives.registry import noise_process
 
 @dataclass(frozen=True, kw_only=True)
 class UniformSampler(Sampler):
-    """Uniform-state diffusion, for models whose config names no mask token or that were trained this way.
-
-    Args:
-        steps: denoising steps of the whole text.
-        resampling: "posterior" or "entropy_bound", see above.
-        entropy_bound: the bound of "entropy_bound".
-        p_uniform: the fraction of random tokens at noise level 1/2, of a model that was trained with the hybrid of
-            masks and random tokens; None: no masks.
-    """
+    """Uniform-state diffusion, for models whose config names no mask token or that were trained this way."""
 
     name: ClassVar[str] = "uniform"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
@@ -62,11 +55,19 @@ class UniformSampler(Sampler):
     takes_commit_rule: ClassVar[bool] = False
     noise_processes: ClassVar[tuple[NoiseName, ...]] = ("uniform", "hybrid")
 
-    temperature: float = parameter(1.0, minimum=0)
-    steps: int = parameter(128, minimum=1)
-    resampling: str = parameter("posterior", choices=("posterior", "entropy_bound"))
-    entropy_bound: float = parameter(0.1, minimum=0)
-    p_uniform: float | None = parameter(None, above=0, below=1)
+    temperature: float = parameter(1.0)
+    steps: int = parameter(128, "Denoising steps in total.")
+    resampling: str = parameter(
+        "posterior", "Rule of a step: posterior or entropy_bound.", choices=("posterior", "entropy_bound")
+    )
+    entropy_bound: float = parameter(0.1, "Bound of `resampling=entropy_bound`.", minimum=0)
+    p_uniform: float | None = parameter(
+        None,
+        "Fraction of random tokens at noise level 1/2, for a model trained with a hybrid of masks and random tokens; "
+        "None: no masks.",
+        above=0,
+        below=1,
+    )
 
     @classmethod
     def model_parameters(cls, config: Any) -> dict[str, Any]:
@@ -76,14 +77,16 @@ class UniformSampler(Sampler):
         rule: ResamplingRule = PosteriorRule(self.steps, NoiseProcess(self.p_uniform))
         if self.resampling == "entropy_bound":
             if self.p_uniform is not None:
-                raise DlmBridgeError("resampling entropy_bound has no masks: a model of hybrid noise needs posterior")
+                raise SettingError(
+                    "resampling", "entropy_bound has no masks: a model with hybrid noise needs posterior"
+                )
             rule = EntropyBoundResampling(self.steps, self.entropy_bound)
         return SamplerSpec(BlockLayout(None), rule, self.sampling())
 
 
 class ResamplingRule(DenoisingRule):
-    """Draws a block's tokens again in each of `steps` steps. The prediction x has the temperature and filters of the
-    sampler; a mask token, if the model has one, is none of the N tokens."""
+    """Draws the block's tokens again in each of `steps` steps. The prediction x includes the sampler's temperature and
+    filters; a mask token, if the model has one, is not one of the N tokens."""
 
     edits = True
 
@@ -100,14 +103,14 @@ class ResamplingRule(DenoisingRule):
         noise_V: torch.Tensor,
         uniform_AN: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens after a step [A, N], and True [A, N] where they are replaced by noise.
+        """Return the tokens [A, N] after a step, and True [A, N] where noise replaces them.
 
         Args:
-            index_A: float64, the number of each row's step.
+            index_A: float64, index of each row's step.
             x_ANV: float64 probabilities of the text.
-            tokens_AN: the current tokens.
-            noise_V: float64 probabilities of noise, 1 / N; 0 for the mask token.
-            uniform_AN: float64 numbers on (0, 1), to draw with.
+            tokens_AN: current tokens.
+            noise_V: float64 probabilities of noise: 1 / N, and 0 for the mask token.
+            uniform_AN: float64 random numbers on (0, 1).
         """
 
     def constrained(self, constraints: Constraints) -> DenoisingRule:
@@ -145,7 +148,7 @@ class ResamplingRule(DenoisingRule):
         # The process draws the mask token like any other.
         now_AN = before_AN.masked_fill(before_AN == MASK, max(mask, 0))
         if canvas.has_holes or min(canvas.stops[row] for row in rows) < block.stop:
-            # Given tokens are certain, and padding is nothing: neither counts towards a bound on entropy.
+            # Prompt tokens and padding have zero entropy.
             given_ANV = torch.zeros_like(x_ANV).scatter(-1, now_AN[..., None], 1.0)
             x_ANV = torch.where(new_AN[..., None], x_ANV, given_ANV)
         index_A = to_device([canvas.steps[row] for row in rows], logits.device).double()
@@ -158,7 +161,7 @@ class ResamplingRule(DenoisingRule):
 
 
 class PosteriorRule(ResamplingRule):
-    """Draws from q, from pure noise to text in equal steps. At temperature 0 the prediction x is its best token."""
+    """Draws from q, from pure noise to text in equal steps. At temperature 0, x is one-hot at its best token."""
 
     def next_tokens(
         self,
@@ -170,7 +173,7 @@ class PosteriorRule(ResamplingRule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         levels_2A = torch.stack([1 - index_A / self.steps, 1 - (index_A + 1) / self.steps])
         keep, masked, replaced = self.process.probabilities(levels_2A[..., None, None])
-        is_mask_V = (noise_V == 0).double()  # without a mask token none is
+        is_mask_V = (noise_V == 0).double()
         before_A1V, after_A1V = (masked[at] * is_mask_V + replaced[at] * noise_V for at in (0, 1))  # b_t, b_s
         stays_A11 = keep[0] / keep[1]
         text_ANV = keep[1] * x_ANV + after_A1V
@@ -181,7 +184,7 @@ class PosteriorRule(ResamplingRule):
 
 
 class EntropyBoundResampling(ResamplingRule):
-    """Accepts draws of the lowest entropies while all but the largest add up to at most the bound, and replaces the
+    """Accepts the draws of lowest entropy while their sum, without the largest, is at most the bound, and replaces the
     other positions by noise. The last step takes the best tokens."""
 
     def __init__(self, steps: int, bound: float) -> None:
@@ -205,7 +208,7 @@ class EntropyBoundResampling(ResamplingRule):
 
 
 def _noise(context: SamplerContext, block: slice, rows: list[int]) -> torch.Tensor:
-    """[A, N] of equally likely tokens; the mask token is none of them."""
+    """[A, N] uniformly random tokens, never the mask token."""
     canvas = context.canvas
     uniform_AN = context.noise.uniform(rows, canvas.places(context.selected(rows), block))
     return random_tokens(uniform_AN, context.vocabulary_size, canvas.excluded_token_id)

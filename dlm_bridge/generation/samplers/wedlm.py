@@ -1,14 +1,14 @@
 """WeDLM's sampler (arXiv 2512.22737): a window of masks slides over the text, with causal attention after reordering.
 
     canvas = prompt + [MASK] * (gen_length + wedlm_window_size)
-    while a new token is masked:
+    while new tokens are masked:
         window = the wedlm_window_size columns from the first mask on
         order = committed tokens first, masks last, each with its own position
         logits = causal model(canvas[order])[window]
         scores = entropy + wedlm_pos_penalty_factor * distance to the first mask
         commit the mask with the lowest score, and all with score < wedlm_entropy_threshold
 
-Positions behind the last new token are part of the window, as in the published engine.
+The window may extend past the last new token, as in the published engine.
 
 Source: Tencent/WeDLM 0216110, wedlm/engine/wedlm_decoder.py and sampler.py.
 """
@@ -33,23 +33,19 @@ from dlm_bridge.generation.token_sampling import TokenSampling
 
 @dataclass(frozen=True, kw_only=True)
 class WeDLMSampler(Sampler):
-    """The decoder of WeDLM's engine.
-
-    Args:
-        wedlm_window_size: positions in the window.
-        wedlm_entropy_threshold: score below which a token is committed; None: the lowest one only.
-        wedlm_pos_penalty_factor: weight of the distance to the first mask.
-    """
+    """The decoder of WeDLM's engine."""
 
     name: ClassVar[str] = "wedlm"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("causal",)
     shifted: ClassVar[bool | None] = False
 
-    gen_length: int = parameter(64, minimum=1)
-    temperature: float = parameter(0.2, minimum=0)
-    wedlm_window_size: int = parameter(16, minimum=1)
-    wedlm_entropy_threshold: float | None = parameter(0.4, minimum=0)
-    wedlm_pos_penalty_factor: float = parameter(0.02, minimum=0)
+    gen_length: int = parameter(64)
+    temperature: float = parameter(0.2)
+    wedlm_window_size: int = parameter(16, "Positions in the window.", minimum=1)
+    wedlm_entropy_threshold: float | None = parameter(
+        0.4, "Score below which a token is committed; None: only the lowest one.", minimum=0
+    )
+    wedlm_pos_penalty_factor: float = parameter(0.02, "Weight of the distance to the first mask.", minimum=0)
 
     def spec(self, tokens: SpecialTokens) -> SamplerSpec:
         size = self.wedlm_window_size
@@ -63,7 +59,8 @@ class WeDLMSampler(Sampler):
 
 
 class DistancePenaltyRule(OneOrMoreRule):
-    """Commits the lowest entropy + factor * distance to the first mask, and all below the threshold."""
+    """Commits the position with the lowest score, entropy + factor * distance to the first mask, and all scores below
+    the threshold."""
 
     def __init__(self, threshold: float | None, factor: float) -> None:
         self._threshold = threshold
@@ -79,11 +76,11 @@ class DistancePenaltyRule(OneOrMoreRule):
 
 
 class ReorderedPredictor(RowCachePredictor):
-    """Causal attention over committed tokens first and masks last, each with its own position.
+    """Causal attention after reordering: committed tokens first and masks last, each with its own position.
 
-    So a mask attends to every committed token, also to those on its right, and to the masks before it. What stands
-    before a row's first mask attends to nothing else, whatever is committed later: with the cache "block" its keys and
-    values are cached, and a forward pass runs the columns behind it, as far as the window reaches.
+    A mask attends to every committed token, including those to its right, and to the masks before it. Tokens before a
+    row's first mask attend to no later ones, so the cache "block" stores their keys and values, and a forward pass
+    runs the columns after them up to the end of the window.
     """
 
     def open_block(self, block: slice, rows: list[int]) -> None:
@@ -92,7 +89,7 @@ class ReorderedPredictor(RowCachePredictor):
             self._has_run = False
 
     def admit(self, count: int) -> None:
-        """Cache the entering rows' prompts, unless the first forward pass of all rows will."""
+        """Cache the entering rows' prompts, unless the first forward pass of all rows does."""
         others = bool(self._rows)
         super().admit(count)
         if others and self.cache.stores:
@@ -115,14 +112,14 @@ class ReorderedPredictor(RowCachePredictor):
 
     @property
     def _cached_tokens(self) -> torch.Tensor:
-        """[B], how many of each row's first tokens are cached."""
+        """[B], number of cached tokens at the start of each row."""
         return self.canvas.memory.tensor("cached tokens")
 
     def _cached_logits(self, rows: list[int] | None, columns_AN: torch.Tensor) -> torch.Tensor:
-        """Logits [A, N, V] by a forward pass of Q columns of each row, from its cached ones on.
+        """Logits [A, N, V] of a forward pass over Q columns of each row, after its cached ones.
 
-        Reordering leaves the committed tokens before the first mask in place: they are cached in their own columns.
-        What is cached behind them, in columns of other tokens, is overwritten by the next forward pass.
+        Reordering does not move the committed tokens before the first mask, which are cached in their own columns. The
+        columns cached after them are overwritten by the next forward pass.
         """
         canvas = self.canvas
         chosen = canvas.rows if rows is None else rows
@@ -139,7 +136,7 @@ class ReorderedPredictor(RowCachePredictor):
         kind_AQ = torch.where(real_AK.gather(1, own_AQ), masked_AS.gather(1, source_AQ).long(), 2)
         order_AQ = kind_AQ.argsort(dim=1, stable=True)
         packing = None
-        if not self._has_run and not canvas.has_holes:  # nothing is cached: each row's prompt and its own window
+        if not self._has_run and not canvas.has_holes:  # run each row's prompt and its window
             rooms = [canvas.starts[row] + columns_AN.shape[1] - canvas.origins[row] for row in chosen]
             lengths = tuple(min(room, width) for room in rooms)
             needed_AQ = torch.arange(width, device=own_AQ.device) < to_device(lengths, own_AQ.device)[:, None]
@@ -160,14 +157,14 @@ class ReorderedPredictor(RowCachePredictor):
         return self._runner.head_at(hidden_AQH, order_AQ.argsort(dim=1).gather(1, places_AN))
 
     def _reach(self, rows: list[int], window: int) -> tuple[int, int]:
-        """How many columns of each row a forward pass runs, and where the last of them ends, counted from its first
-        token."""
+        """Number of columns per row that a forward pass runs, and the column after the last one, counted from the
+        row's first token."""
         canvas = self.canvas
         longest = max(canvas.ends[row] - canvas.origins[row] for row in rows)
-        if canvas.has_holes:  # tokens behind the window, to which it attends
+        if canvas.has_holes:  # the window attends to tokens after it
             return longest - int(self._cached_tokens[canvas.index(rows)].min()), longest
-        if not self._has_run:  # the prompt, too
+        if not self._has_run:  # includes the prompt
             end = min(max(canvas.starts[row] - canvas.origins[row] for row in rows) + window, longest)
             return end, end
-        # A step commits at most its window: one shape, whatever a row has committed.
+        # A step commits at most the window, so all rows share one shape.
         return min(2 * window, longest), longest
