@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError
+from dlm_bridge.errors import CheckpointError, InputFileError, SettingError
 from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import RLConfig
@@ -54,27 +54,27 @@ def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
 )
 def test_bad_prompts_are_named_by_line(tmp_path: Path, row: Any) -> None:
     file = write(tmp_path / "rows.jsonl", {"prompt": "a"}, row)
-    with refused(InputFileError, f"{file}, line 2"):
+    with refused(InputFileError, f"{file}:2"):
         load_problems([str(file)], letters(), 8, 1)
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
-    with pytest.raises(DlmBridgeError, match="line 1"):
+    with refused(CheckpointError, None, f"{file}:1"):
         load_problems([str(file)], letters(), 8, 1)
 
 
 @pytest.mark.parametrize(
     ("row", "place"),
     [
-        ({"prompt": "a", "chosen": "b"}, "line 1"),
-        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "line 1, 'rejected'"),
-        ({"prompt": "abcd", "chosen": "b", "rejected": "cdef"}, "line 1"),  # one token too many
+        ({"prompt": "a", "chosen": "b"}, ":1"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, ":1, 'rejected'"),
+        ({"prompt": "abcd", "chosen": "b", "rejected": "cdef"}, ":1"),  # one token too many
     ],
 )
 def test_bad_pairs_are_named_by_line(tmp_path: Path, row: Any, place: str) -> None:
     file = write(tmp_path / "rows.jsonl", row)
-    with refused(InputFileError, f"{file}, {place}"):
+    with refused(InputFileError, f"{file}{place}"):
         load_pairs([str(file)], letters(), 8, 1)
 
 

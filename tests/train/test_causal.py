@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from dlm_bridge.data.blocks import Epochs, MockBlocks, split
 from dlm_bridge.data.loader import BatchSampler
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError
 from dlm_bridge.objectives.base import mean_loss
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from tests.autoregressive.cases import CASES, Case
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 LLAMA = CASES[0]
@@ -99,5 +100,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, run: Run) -> None:
     tensors = load_file(broken / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DlmBridgeError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+    with refused(CheckpointError, broken, "model.layers.1.mlp.up_proj.weight"):
         run(tmp_path / "run", **{**options, "model": str(broken)})

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.models.families import FamilySpec, families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
@@ -29,6 +29,7 @@ from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.setup import model_source, with_objective
 from tests import launcher
 from tests.processes import environments
+from tests.refusals import refused
 from tests.train.conftest import Run, read_metrics, without_speed
 
 
@@ -263,7 +264,7 @@ def test_config_without_usable_ids_is_refused(tmp_path: Path, run: Run, seed_fol
     config = json.loads((seed_folder / "config.json").read_text())
     for token in (999, True):
         (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
-        with pytest.raises(DlmBridgeError, match=f"mask_token_id {token} is outside the vocabulary of 288"):
+        with refused(SettingError, "mask_token_id", str(token), "288"):
             run(tmp_path / "run", model=str(folder), data=["mock"])
     (folder / "config.json").write_text(json.dumps({**config, "init_fn": "kaiming_normal"}))
     with pytest.raises(DlmBridgeError, match="init_fn 'kaiming_normal' is not supported"):

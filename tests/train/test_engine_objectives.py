@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from tests.families import dream, dreamon, fast_dllm_v2, illada, nemotron_labs_diffusion, sdar, wedlm
 from tests.families.case import FamilyCase
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 CASES = {
@@ -71,5 +72,5 @@ def test_the_loss_falls(objective: str, tmp_path: Path, run: Run) -> None:
 def test_another_familys_objective_is_refused(tmp_path: Path, run: Run) -> None:
     for case, objective in ((sdar.CASES[0], "masked"), (dream.CASE, "block"), (wedlm.CASES[0], "block")):
         options = _options(case, tmp_path / case.name)
-        with pytest.raises(DlmBridgeError, match=f"--objective {objective}: .* what fits is"):
+        with refused(SettingError, "objective", objective):
             run(tmp_path / "run", objective=objective, steps=1, **options)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dlm_bridge import DlmBridgeError
+from dlm_bridge.errors import MissingExtraError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import BASE, with_lora
 from dlm_bridge.train.setup import model_source, with_objective
@@ -22,6 +23,7 @@ from tests.convert.adapters import back, set_config, to_megatron
 from tests.convert.helpers import hub_tensors, run_cli, same
 from tests.data.chats import chatty, conversation, write_rows
 from tests.families import llada2_moe, sdar_moe
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {
@@ -292,8 +294,8 @@ def test_what_is_missing_is_named(tmp_path: Path, tune: Any, monkeypatch: pytest
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
     )
-    with pytest.raises(DlmBridgeError, match=r"needs bitsandbytes: pip install 'dlm-bridge\[quantize\]'"):
+    with refused(MissingExtraError, "lora_quantize", "dlm-bridge[quantize]"):
         tune(tmp_path / "run", steps=1, lora_quantize="4bit")
     tune(tmp_path / "adapter", steps=1)
-    with pytest.raises(DlmBridgeError, match="is an adapter: give its base as --model and it as --adapter"):
+    with refused(SettingError, "model", "`adapter`"):
         tune(tmp_path / "again", steps=1, model=str(_checkpoint(tmp_path / "adapter", 1)))
