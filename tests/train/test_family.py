@@ -66,10 +66,10 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
     save_file({"weight": torch.zeros(1)}, unnamed / "model.safetensors")
     for changes, message in (
-        ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
-        ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
-        ({"model": windows}, "config.json: use_sliding_window = True is not supported for this family, only False"),
-        ({"model": str(unnamed), "from_scratch": False}, "does not say which family it is: name it with --family"),
+        ({"model": model, "family": "nope"}, "'nope'"),
+        ({"model": model, "family": "llada"}, "^family: llada .* DreamModel"),
+        ({"model": windows}, "config.json: .*use_sliding_window"),
+        ({"model": str(unnamed), "from_scratch": False}, "set `family`"),
     ):
         with pytest.raises(DlmBridgeError, match=message) as raised:
             run(tmp_path / "run", steps=1, **{**SHORT, **changes})

@@ -252,19 +252,20 @@ def test_a_loss_from_a_generator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "setting", "value"),
     [
-        ({"name": "uniform", "config": None}, "vocab_size"),
-        ({"name": "uniform", "loss_weighting": "level"}, "--loss-weighting level"),
-        ({"name": "uniform", "p_uniform": 0.1}, "--p-uniform 0.1"),
-        ({"name": "masked", "p_uniform": 0.1}, "--p-uniform 0.1"),
-        ({"name": "uniform", "noise_range": (0.3, 0.8)}, "--noise-range"),
-        ({"name": "masked", "loss_weighting": "bound"}, "--loss-weighting bound"),
+        ("uniform", "loss_weighting", "level"),
+        ("uniform", "p_uniform", 0.1),
+        ("masked", "p_uniform", 0.1),
+        ("uniform", "noise_range", (0.3, 0.8)),
+        ("masked", "loss_weighting", "bound"),
     ],
 )
-def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message):
-        build_objective(mask_token_id=MASK, **{"config": CONFIG, **arguments})
+def test_what_is_refused(name: str, setting: str, value: Any) -> None:
+    with refused(SettingError, setting):
+        build_objective(name, MASK, config=CONFIG, **{setting: value})
+    with refused(CheckpointError, "config.json", "vocab_size"):
+        build_objective("uniform", MASK)
 
 
 def test_a_family_of_shifted_logits_or_blocks_is_refused() -> None:

@@ -193,19 +193,19 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "changes"),
+    ("setting", "changes"),
     [
-        ("--packing", {"packing": True, "task": "sft"}),
-        ("--document-attention", {"document_attention": True}),
-        ("--eos-padding", {"eos_padding": "row", "task": "sft"}),
-        ("--loss-weighting", {"loss_weighting": "level"}),
-        ("--certainty-weight", {"certainty_weight": 1.0}),
+        ("packing", {"packing": True, "task": "sft"}),
+        ("document_attention", {"document_attention": True}),
+        ("eos_padding", {"eos_padding": "row", "task": "sft"}),
+        ("loss_weighting", {"loss_weighting": "level"}),
+        ("certainty_weight", {"certainty_weight": 1.0}),
     ],
 )
-def test_what_does_not_fit_is_refused(flag: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(setting: str, changes: dict[str, Any], tmp_path: Path) -> None:
     given = {**options(tmp_path / "model"), "from_scratch": True, "output": str(tmp_path / "run"), **changes}
     model = AutoModel.from_config(AutoConfig.from_pretrained(given["model"]))
-    with pytest.raises(DlmBridgeError, match=flag):
+    with refused(SettingError, setting):
         resolve_objective(TrainConfig.from_flags(**given), model)
 
 

@@ -139,9 +139,9 @@ def test_the_loss_is_a_mean_and_states_are_uniform() -> None:
 
 
 def test_an_objective_without_trajectories_is_refused_its_rows() -> None:
-    with pytest.raises(DlmBridgeError, match="--commit-steps"):
+    with refused(InputFileError, "commit_steps"):
         build_objective("trajectory", MASK).noise(torch.tensor([TOKENS]), Uniforms.keyed(0, 1, [0], len(TOKENS)))
-    with pytest.raises(DlmBridgeError, match="--trajectory-steps"):
+    with refused(SettingError, "trajectory_steps", "masked"):
         build_objective("masked", MASK, trajectory_steps=2)
 
 
