@@ -386,7 +386,7 @@ def test_like_and_config_exclude_each_other(checkpoint: Path, llada: Path) -> No
 def test_a_tracker_that_is_a_device_is_not_read(checkpoint: Path) -> None:
     (checkpoint / TRACKER).unlink()
     (checkpoint / TRACKER).symlink_to("/dev/full")
-    with pytest.raises(DlmBridgeError, match=rf"{TRACKER} is not a plain file"):
+    with pytest.raises(DlmBridgeError, match=rf"{TRACKER}: is not a plain file"):
         iteration_folder(checkpoint)
 
 
