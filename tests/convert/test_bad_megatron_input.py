@@ -174,7 +174,7 @@ def test_hostile_pickles_are_not_run(tmp_path: Path, checkpoint: Path, file: str
         path.write_bytes(pickle.dumps(hostile))
     else:
         torch.save(hostile, path)
-    with pytest.raises(DlmBridgeError, match=rf"{file}: .*refers to posix\.system, which no checkpoint needs: refused"):
+    with pytest.raises(DlmBridgeError, match=rf"{file}: .*refers to posix\.system"):
         Bridge.from_megatron(checkpoint)
     assert not marker.exists()
 
