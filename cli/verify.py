@@ -75,9 +75,9 @@ def verify(
             raise SettingError("against_original", f"compares {a} with its own code: remove {b}")
         verdict = load("features", "verify --against-original")(
             a,
-            consent=trust_remote_code,
-            python=original_python,
-            requires=original_requires or (),
+            trust_remote_code=trust_remote_code,
+            original_python=original_python,
+            original_requires=original_requires or (),
             revision=revision,
         )
     else:

@@ -1,7 +1,7 @@
-"""dlm-bridge: diffusion and autoregressive language models on the Hub's side, on Megatron's, and across.
+"""Train, convert and sample diffusion and autoregressive language models, on the Hub and on Megatron.
 
-Importing this package makes transformers' Auto classes load every supported family; it imports neither torch nor
-transformers itself (see `dlm_bridge.models.auto_classes`).
+Importing this package registers every supported family with transformers' Auto classes. It imports neither torch nor
+transformers (see `dlm_bridge.models.auto_classes`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which process of a job this one is, and what the processes of a job do together.
+"""Ranks and world size of this process, torch's default process group, and collective operations.
 
-A launcher (torchrun, accelerate launch) says it in environment variables; without one there is one process. Groups of
-processes that an engine makes (megatron-core's parallel state, Accelerate's) stay with the engine. torch is imported
-where processes communicate.
+A launcher (torchrun, accelerate launch) sets environment variables; without one there is a single process. Process
+groups of an engine (megatron-core's parallel state, Accelerate's) belong to the engine. torch is imported on first
+communication.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError, WorkerError
 
 T = TypeVar("T")
-# The first process may have hours of rows more than another, or of scoring what was written.
+# One process may need hours longer than another for its rows, or to score all outputs.
 TIMEOUT = datetime.timedelta(days=7)
 _before_end: list[Callable[[], None]] = []
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process."""
+    """True if a launcher has started this process."""
     return "WORLD_SIZE" in os.environ
 
 
 def launched_by_torchrun() -> bool:
-    """Whether torchrun, or accelerate launch, which uses it, has started this process as one of a job's."""
+    """True if torchrun, or accelerate launch, which uses it, has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def rank() -> int:
-    """Number of this process among those of the job."""
+    """Rank of this process in the job. Raises SettingError for a malformed variable, like the functions below."""
     return _number("RANK") or 0
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints and logs for all."""
+    """True for the process that prints and logs for all."""
     return rank() == 0
 
 
@@ -51,7 +51,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int | None:
-    """Number of this process among those of its node, None without a launcher."""
+    """Rank of this process on its node, None without a launcher."""
     return _number("LOCAL_RANK")
 
 
@@ -65,7 +65,7 @@ def _number(name: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise DlmBridgeError(f"{name}={text} is not a number: start the processes with torchrun")
+        raise SettingError(name, f"'{text}' is not a number: start the processes with torchrun")
     return int(text)
 
 
@@ -79,7 +79,7 @@ def store_address() -> tuple[str, int] | None:
 
 
 def launcher_store(timeout: datetime.timedelta) -> Any:
-    """The launcher's store, as it is for this attempt of the job. Raises RuntimeError where it does not answer."""
+    """The launcher's store, with keys of this attempt of the job. Raises RuntimeError if it does not answer."""
     address = store_address()
     assert address is not None, "no launcher"
     store = _dist().TCPStore(*address, is_master=False, timeout=timeout)
@@ -87,7 +87,7 @@ def launcher_store(timeout: datetime.timedelta) -> Any:
 
 
 def start_process_group(backend: str, device: Any = None) -> None:
-    """Initialise torch's process group, of the launcher's processes or of this one alone; an existing one stays."""
+    """Initialise torch's process group with the launcher's processes or this one alone, unless it exists."""
     dist, processes = _dist(), world_size()
     if dist.is_initialized():
         return
@@ -95,12 +95,12 @@ def start_process_group(backend: str, device: Any = None) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise DlmBridgeError(f"WORLD_SIZE={processes}, but {', '.join(missing)} is not set: start with torchrun")
+        raise SettingError(missing[0], f"is not set, but WORLD_SIZE is {processes}: start the processes with torchrun")
     dist.init_process_group(backend, device_id=device)
 
 
 def end_process_group() -> None:
-    """Destroy torch's process groups, where there are any, after what was registered by `before_end`."""
+    """Call the functions registered with `before_end`, then destroy torch's process groups, if any."""
     if _is_initialized():
         for release in _before_end:
             release()
@@ -108,14 +108,14 @@ def end_process_group() -> None:
 
 
 def before_end(release: Callable[[], None]) -> Callable[[], None]:
-    """Decorator of what has to be called before process groups are destroyed."""
+    """Decorator that registers a function to be called before process groups are destroyed."""
     _before_end.append(release)
     return release
 
 
 @contextmanager
 def process_group_ends() -> Iterator[None]:
-    """On exit, a process group that was made inside is destroyed; one that a caller in this process had stays."""
+    """Context manager that destroys a process group created inside it. An older one stays."""
     joined = _is_initialized()
     try:
         yield
@@ -134,11 +134,11 @@ def _dist() -> Any:
     return distributed
 
 
-# -- work of all processes
+# -- collective operations
 
 
 def from_all(value: T) -> list[T]:
-    """What each process of the run has, by rank. Every process calls it."""
+    """All-gather of picklable values: every process's value, by rank."""
     if not _is_initialized():
         return [value]
     values: list[Any] = [None] * _dist().get_world_size()
@@ -148,22 +148,24 @@ def from_all(value: T) -> list[T]:
 
 @contextmanager
 def raised_everywhere() -> Iterator[None]:
-    """A DlmBridgeError of one process's block is raised in every process. They all enter and leave it, and wait for no
-    other within."""
+    """Context manager that raises one process's DlmBridgeError in every process.
+
+    All processes enter and leave it, and must not wait for each other inside.
+    """
     failed: DlmBridgeError | None = None
     try:
         yield
     except DlmBridgeError as error:
         failed = error
-    messages = from_all(None if failed is None else str(failed))
+    found = [error for error in from_all(failed) if error is not None]
     if failed is not None:
         raise failed
-    if found := [message for message in messages if message is not None]:
-        raise DlmBridgeError(found[0])
+    if found:
+        raise found[0]
 
 
 def first_on_main(action: Callable[[], T]) -> T:
-    """What `action` returns, run on the first process before the others; an error there is raised everywhere."""
+    """Result of `action`, run on the first process before the others. An error there is raised in all processes."""
     main = not _is_initialized() or _dist().get_rank() == 0
     with raised_everywhere():
         result = action() if main else None
@@ -175,18 +177,16 @@ def first_on_main(action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Processes that work together, as one of them sees them, and the replicas of a model that they hold. Without a
-    launcher there is one process, `ALONE`.
+    """Data-parallel replicas of a model, from the point of view of one process. `ALONE` without a launcher.
 
-    A share is every n-th of the batches (or rows) that one process would run, so that each of them is computed exactly
-    as in one process. Objects go between CPUs, from process to process: whoever waits knows the one that has ended.
+    A share is every n-th batch (or row) of those that a single process would run, so that each is computed exactly as
+    in one process. Objects are sent point to point between CPUs, so that an error names the process that has ended.
 
     Args:
-        rank: of this process.
-        processes: how many there are.
-        tp: how many neighbouring ones have one model together, tensor parallel, and run the same rows; 1: each has the
-            whole model.
-        group: between CPUs; None with one process.
+        rank: rank of this process.
+        processes: number of processes.
+        tp: number of consecutive processes that share a tensor parallel model and its rows.
+        group: gloo process group; None with one process.
     """
 
     rank: int = 0
@@ -196,43 +196,43 @@ class Replicas:
 
     @classmethod
     def of_launcher(cls, tp: int) -> Replicas:
-        """The launcher's processes. All of them call it."""
+        """Replicas of the launcher's processes; a collective operation."""
         if world_size() == 1:
             return ALONE
-        start_process_group("gloo")  # of replicas, which exchange texts and figures alone
+        start_process_group("gloo")
         return cls.of_group(_dist().new_group(backend="gloo", timeout=TIMEOUT), tp)
 
     @classmethod
     def of_group(cls, group: Any, tp: int = 1) -> Replicas:
-        """The processes of a group between CPUs."""
+        """Replicas of the processes of a gloo group."""
         return cls(group.rank(), group.size(), tp, group)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes and reports."""
+        """True for the process that writes and reports."""
         return self.rank == 0
 
     @property
     def leads_share(self) -> bool:
-        """Whether this is the process that writes the rows of its share."""
+        """True for the process that writes the rows of its share."""
         return self.rank % self.tp == 0
 
     @property
     def shares(self) -> int:
-        """In how many parts rows are split."""
+        """Number of shares."""
         return self.processes // self.tp
 
     @property
     def number(self) -> int:
-        """Of this process's share, from 0."""
+        """Index of this process's share, from 0."""
         return self.rank // self.tp
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of `items`, in their order."""
+        """Select the items of this process's share, in order."""
         return items[self.number :: self.shares]
 
     def broadcast(self, value: Any = None) -> Any:
-        """The first process's value, in all."""
+        """Send the first process's value to all. Returns it. Raises WorkerError if a process has ended."""
         if self.leads:
             for rank in range(1, self.processes):
                 self._send(value, rank)
@@ -240,7 +240,7 @@ class Replicas:
         return self._receive(0)
 
     def gather(self, value: T) -> list[T]:
-        """Each share's value, in all processes: that of the first of those that have it."""
+        """All-gather one value per share, from its first process. Raises WorkerError if a process has ended."""
         if self.shares == 1:
             return [value]
         if not self.leads:
@@ -252,19 +252,19 @@ class Replicas:
         )
 
     def collect(self, values: Mapping[int, T]) -> list[T]:
-        """The values of all shares by their index, which count from 0 over all shares, in all processes."""
+        """All-gather the values of all shares, ordered by their index over all shares."""
         merged = {index: value for part in self.gather(dict(values)) for index, value in part.items()}
         return [merged[index] for index in range(len(merged))]
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Context of work on a share: an error says in which process it was raised."""
+        """Context manager that adds the rank to the reason of a DlmBridgeError, if there are several shares."""
         try:
             yield
         except DlmBridgeError as error:
-            if self.shares == 1:
-                raise
-            raise DlmBridgeError(f"rank {self.rank}: {error}") from error
+            if self.shares > 1:
+                error.reason += f" (rank {self.rank})"
+            raise
 
     def _send(self, value: Any, rank: int) -> None:
         with self._waiting_for(rank):
@@ -282,8 +282,8 @@ class Replicas:
             yield
         except RuntimeError as error:  # gloo's connection is closed
             number = _dist().get_global_rank(self.group, rank)
-            raise DlmBridgeError(
-                f"rank {number} has ended before its rows were done: what it printed says why; start the job again"
+            raise WorkerError(
+                f"rank {number}", "ended before its rows were done: see its output for the cause, then start again"
             ) from error
 
 
@@ -291,8 +291,8 @@ ALONE = Replicas()
 
 
 def in_all_processes(method: Callable[..., T]) -> Callable[..., T]:
-    """Decorator of a method with one argument, of an object that every process has with its `replicas`: the first
-    process calls it, the others run it in `serve`."""
+    """Decorator of a method with one argument that the first process calls and the others run in `serve`. Every
+    process has the object, with an attribute `replicas`."""
 
     @functools.wraps(method)
     def announced(self: Any, argument: Any, *args: Any, **kwargs: Any) -> T:
@@ -304,7 +304,7 @@ def in_all_processes(method: Callable[..., T]) -> Callable[..., T]:
 
 
 def serve(owner: Any) -> None:
-    """In every process but the first: run the methods that the first one calls, until it broadcasts None."""
+    """Run the methods of `owner` that the first process calls, until it broadcasts None; for the other processes."""
     while (call := owner.replicas.broadcast()) is not None:
         name, argument = call
         getattr(owner, name)(argument)

@@ -36,7 +36,7 @@ class DlmBridgeError(ValueError):
     def __init__(self, field: object, reason: str | None = None) -> None:
         if reason is None:
             field, reason = None, str(field)
-        self.field = None if field is None else shortened(str(field))
+        self.field = shortened(str(field)) if field not in (None, "") else None
         self.reason = shortened(reason)
         super().__init__(self.field, self.reason)
 

@@ -1,7 +1,7 @@
-"""Processes that belong together: children that end with their parent, Ctrl-C and SIGTERM, and one report of a job.
+"""Process lifetime: children that end with their parent, Ctrl-C and SIGTERM, one error report per job.
 
-Ctrl-C is Python's KeyboardInterrupt, but in two phases, in which users would wait or see a traceback: an import, which
-ends at once, and a wait in a collective operation, for a device or in a library, which a thread ends after seconds.
+Ctrl-C raises KeyboardInterrupt, with two exceptions: an import is ended immediately, because it could suppress the
+interrupt, and a wait in a collective operation, for a device or in a library is ended by a thread after seconds.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from typing import Any
 from dlm_bridge import distributed
 from dlm_bridge.errors import DlmBridgeError
 
-GRACE_S = 5.0  # after Ctrl-C, for what an interrupted command has to close
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+GRACE_S = 5.0  # time for cleanup after Ctrl-C
+_PR_SET_PDEATHSIG = 1  # constant of linux/prctl.h
 _KILLED = "was killed by signal"
 _CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let this process end when `parent`, the id of the process that started it, does, even by SIGKILL.
+    """End this process when its parent ends, even by SIGKILL. Child processes do not inherit this.
 
-    On Linux the kernel sends SIGKILL when the thread that started this process ends, whatever runs here by then;
-    elsewhere a thread looks for the parent once a second. Neither is inherited by what this process starts.
+    On Linux the kernel sends SIGKILL when the thread that started this process ends; on other systems a thread checks
+    for the parent once per second.
+
+    Args:
+        parent: id of the parent process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it had ended before
+        if os.getppid() != parent:  # it has already ended
             os._exit(1)
     else:
         threading.Thread(target=_watch_parent, args=(parent,), name="parent", daemon=True).start()
 
 
 def leave_inherited() -> None:
-    """In a forked process, first of all: keep the garbage collector from what it has inherited.
+    """Exclude inherited objects from garbage collection; the first call in a forked process.
 
-    Among it may be objects that end threads, groups of processes or memory of a device, which are not here: their end
-    would crash this process.
+    Inherited objects may own threads, process groups or device memory that do not exist in this process. Collecting
+    them would crash it.
     """
     gc.freeze()
     gc.enable()
@@ -60,9 +63,9 @@ def _watch_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Context in which to start a process that this one ends itself: it and its own children never get SIGINT and
-    SIGTERM, which a terminal, Slurm or torchrun sends to all processes of a job."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # which a new process inherits
+    """Context manager for starting child processes that ignore SIGINT and SIGTERM, which a terminal, Slurm or torchrun
+    sends to all processes of a job. The parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # children inherit the mask
     try:
         yield
     finally:
@@ -70,13 +73,15 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end_when_interrupted(is_over: Callable[[], bool]) -> None:
-    """Let SIGINT end this process with one line and exit code 130: by KeyboardInterrupt, and where it is still there
-    `GRACE_S` later, without. `is_over`: whether nothing is left to interrupt.
+    """End this process on SIGINT with one line and exit code 130: by KeyboardInterrupt, and if it still runs after
+    `GRACE_S` by `os._exit`.
 
-    Python raises KeyboardInterrupt in the main thread between two of its own instructions: not while that waits for
-    another process in a collective operation, for a device or in a library. While a module is being imported, which
-    takes most of a command's start, the process ends at once, as if it were killed: torch's own import suppresses one
-    KeyboardInterrupt in ten, or aborts, and numpy makes an ImportError of it.
+    Python raises KeyboardInterrupt in the main thread between two bytecode instructions, not while it waits in a
+    collective operation, for a device or in a library. During an import the process ends immediately: torch's import
+    suppresses one KeyboardInterrupt in ten, or aborts, and numpy turns it into an ImportError.
+
+    Args:
+        is_over: returns True if nothing is left to interrupt.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -85,7 +90,7 @@ def end_when_interrupted(is_over: Callable[[], bool]) -> None:
     def interrupt(_: int, frame: types.FrameType | None) -> None:
         if os.getpid() != owner or not _is_importing(frame):
             raise KeyboardInterrupt
-        if distributed.is_main():  # the launcher's store would need an import
+        if distributed.is_main():  # not `report`, which would import
             _print("interrupted")
         os._exit(130)
 
@@ -93,26 +98,26 @@ def end_when_interrupted(is_over: Callable[[], bool]) -> None:
         while os.read(reader, 1)[0] != signal.SIGINT:
             pass
         time.sleep(GRACE_S)
-        _end_after(GRACE_S, 130)  # where the report waits as well, for a module that is being imported
+        _end_after(GRACE_S, 130)  # `report` could wait for an import
         if not is_over():
             report("interrupted")
         os._exit(130)
 
     def unraisable(suppressed: Any) -> None:
-        """What C code suppresses is printed with its traceback, but not an interrupt: `watch` ends the process."""
+        """Print suppressed exceptions of C code, except for an interrupt: `watch` ends the process."""
         if not issubclass(suppressed.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(suppressed)
 
     sys.unraisablehook = unraisable
     threading.Thread(target=watch, name="interrupt", daemon=True).start()
-    # A forked process has the same pipe, but a SIGINT of its own is not this one's.
+    # A forked process inherits the pipe, but its SIGINT must not end this one.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, interrupt)
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether a module is being imported in a stack."""
+    """True if the stack contains an import."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -121,7 +126,7 @@ def _is_importing(frame: types.FrameType | None) -> bool:
 
 
 def _end_after(seconds: float, code: int) -> threading.Timer:
-    """A started timer that ends this process, unless it is cancelled before."""
+    """Start a timer that ends this process unless it is cancelled."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
@@ -130,7 +135,8 @@ def _end_after(seconds: float, code: int) -> threading.Timer:
 
 @contextlib.contextmanager
 def catch_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; outside the main thread, where handlers cannot be set, nobody sets it."""
+    """Context manager that yields an event which SIGTERM sets. Only the main thread can set handlers; in other threads
+    the event stays clear."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -143,36 +149,37 @@ def catch_sigterm() -> Iterator[threading.Event]:
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """ "was killed by signal 9 (SIGKILL)" or "ended with exit code 1", by the exit code of a process."""
+    """Describe an exit code: "was killed by signal 9 (SIGKILL)" or "ended with exit code 1"."""
     if exitcode is not None and exitcode < 0:
         return f"{_KILLED} {-exitcode} ({signal.Signals(-exitcode).name})"
     return f"ended with exit code {exitcode}"
 
 
 def was_killed(message: str) -> bool:
-    """Whether a message says so by `how_it_ended`."""
+    """True if `message` contains a kill described by `how_it_ended`."""
     return _KILLED in message
 
 
 def kill_children() -> None:
-    """Kill the processes of `multiprocessing` that this one has started: a process that fails would wait for them."""
+    """Kill the `multiprocessing` children of this process, for which a failing process would wait."""
     multiprocessing = sys.modules.get("multiprocessing")
     for child in multiprocessing.active_children() if multiprocessing is not None else ():
         child.kill()
 
 
 def end_process_group(timeout_s: float = 10.0) -> None:
-    """End torch's process groups after a command that succeeded in all processes, as NCCL asks for; a process that
-    this takes longer than `timeout_s` ends without."""
+    """End torch's process groups after success in all processes, as NCCL requires. After `timeout_s` the process ends
+    without."""
     timer = _end_after(timeout_s, 0)
     distributed.end_process_group()
     timer.cancel()
 
 
 def report(message: str) -> None:
-    """Print why this process ends, on one line of stderr; of a job that torchrun has started, one process does.
+    """Print the reason for the end of this process on one line of stderr.
 
-    All processes of a job find bad input, and Ctrl-C reaches all. torchrun ends the others as soon as one has ended.
+    Of a job's processes, which all find bad input and all receive Ctrl-C, only the first one prints. torchrun ends the
+    others as soon as one has ended.
     """
     if _is_first_to_report():
         _print(message)
@@ -183,12 +190,12 @@ def _print(message: str) -> None:
 
 
 def _is_first_to_report() -> bool:
-    """Whether no other process of the job has asked; without torchrun's store each is the first."""
+    """True in the first process of the job that calls it, and in every process without torchrun's store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     try:
         if distributed.world_size() == 1:
             return True
         return int(distributed.launcher_store(_CLAIM_TIMEOUT).add("reported", 1)) == 1
-    except (RuntimeError, DlmBridgeError):  # the launcher has gone, or its variables are damaged
+    except (RuntimeError, DlmBridgeError):  # the launcher has ended, or its variables are malformed
         return True

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Literal
 
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import DlmBridgeError, MissingExtraError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Extension:
         name: name of the package below `dlm_bridge`; any other name outside this repository.
         extra: pip requirement that installs its dependencies, such as "dlm-bridge[megatron]".
         needs: other extensions that it imports.
-        engines: values of `--engine`; subclasses of `train.engine.TrainingEngine`.
+        engines: values of the setting `engine`; subclasses of `train.engine.TrainingEngine`.
         commands: functions that add a command to the Typer app.
         features: optional features of the core's commands.
         samplers: subclasses of `Sampler`.
@@ -61,11 +61,11 @@ class Extension:
     kernels: Mapping[str, str] = field(default_factory=dict)
 
 
-# Functions and classes that a module of kernels must have. Each replaces the core's own of the same name.
+# Functions and classes that a module of kernels must have. Each replaces the core's one of the same name.
 KERNELS = {
-    "attention": ("supports_attention", "attend"),  # of generation.runtime.attention
-    "tokens": ("supports_logits", "best_token", "draw_token", "probability_of", "philox_uniform"),  # of token_sampling
-    "layers": ("Layers",),  # below generation.runtime.graphs.DecoderLayers
+    "attention": ("supports_attention", "attend"),  # in generation.runtime.attention
+    "tokens": ("supports_logits", "best_token", "draw_token", "probability_of", "philox_uniform"),  # in token_sampling
+    "layers": ("Layers",),  # base class: generation.runtime.graphs.DecoderLayers
 }
 CORE = Extension("core", engines={"accelerate": "dlm_bridge.train.engine:AccelerateEngine"})
 
@@ -96,32 +96,36 @@ def registered(kind: Kind) -> dict[str, Extension]:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """Import the object that an extension registers under a name. Raises DlmBridgeError if no installed extension has
-    the name, or if the extension lacks a package; the message names the extra to install."""
+    """Import the object that an extension registers under a name.
+
+    Raises MissingExtraError if no installed extension has the name, or if the extension lacks a package; the reason
+    names the extra to install.
+    """
     known = registered(kind)
     if name not in known:
-        raise DlmBridgeError(f"{name} is not among the {kind} here: they are {', '.join(known) or 'none'}{absent()}")
+        raise MissingExtraError(name, f"not installed: the {kind} are {', '.join(known) or 'none'}{absent()}")
     extension = known[name]
     lacking = [one for one in extension.needs if one not in extensions()]
     if lacking:
-        raise DlmBridgeError(f"{name} of {extension.name} needs {', '.join(lacking)}{absent()}")
+        raise MissingExtraError(name, f"{extension.name} needs {', '.join(lacking)}{absent()}")
     with named_failures(extension, name):
         return _imported(getattr(extension, kind)[name])
 
 
 @contextmanager
 def named_failures(extension: Extension, name: str) -> Iterator[None]:
-    """Context manager that turns any exception of an extension of another package, and a missing package of any
-    extension, into a DlmBridgeError that names the extension and the extra to install."""
+    """Context manager that raises any exception of an extension of another package, and a missing package of any
+    extension, as a MissingExtraError that names the extension and the extra to install."""
     try:
         yield
     except DlmBridgeError:
         raise
-    except Exception as error:  # a foreign package may raise anything
+    except Exception as error:  # other packages may raise any exception
         if extension.name in EXTENSIONS and not _lacks_a_package(error):
             raise  # a bug in this repository
         remedy = f": pip install '{extension.extra}'" if extension.extra else ""
-        raise DlmBridgeError(f"{name} of {extension.name} fails to load: {one_line(error)[:300]}{remedy}") from error
+        cause = one_line(error)[:300]
+        raise MissingExtraError(name, f"the extension {extension.name} fails to load: {cause}{remedy}") from error
 
 
 @cache
@@ -171,7 +175,7 @@ def absent() -> str:
 
 def _is_package(module: str) -> bool:
     spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None  # None: a folder that only has a __pycache__ left
+    return spec is not None and spec.origin is not None  # None: a folder with nothing but __pycache__
 
 
 def _lacks_a_package(error: Exception) -> bool:
@@ -189,7 +193,7 @@ def load_entry_points(group: str) -> dict[str, Any]:
     for point in entry_points(group=group):
         try:
             loaded[point.name] = point.load()
-        except Exception as error:  # a foreign package may raise anything while it is imported
+        except Exception as error:  # other packages may raise any exception
             package = point.dist.name if point.dist is not None else point.value
             cause = one_line(error)[:300]
             logger.warning(f"{package}: entry point '{point.name}' of {group} fails to import, skipped: {cause}")

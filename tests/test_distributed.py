@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch.distributed as dist
 
-from dlm_bridge import DlmBridgeError, distributed
+from dlm_bridge import distributed
 from dlm_bridge.distributed import ALONE, Replicas, first_on_main, process_group_ends, start_process_group
+from dlm_bridge.errors import InputFileError, RowError, SettingError
+from tests.refusals import refused
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,14 +44,14 @@ def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("value", ["two", "-1", "1.5"])
 def test_a_damaged_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(DlmBridgeError, match=f"^{name}={value}"):
+    with refused(SettingError, name, value):
         distributed.rank() if name == "RANK" else distributed.world_size()
 
 
 def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(DlmBridgeError, match="MASTER_ADDR, MASTER_PORT"):
+    with refused(SettingError, "MASTER_ADDR"):
         start_process_group("gloo")
 
 
@@ -60,12 +64,18 @@ def test_a_process_group_ends_where_it_was_started(monkeypatch: pytest.MonkeyPat
             start_process_group("gloo")
         assert dist.is_initialized()
         assert not released
-        with pytest.raises(DlmBridgeError, match="no rows"):
+        with refused(InputFileError, "a.jsonl"):
             first_on_main(_fail)
         assert first_on_main(lambda: 3) == 3
     assert not dist.is_initialized()
     assert released == [True]
 
 
+def test_an_error_of_a_share_names_its_rank_and_keeps_its_class() -> None:
+    with refused(RowError, "row 3", "(rank 1)") as raised, Replicas(rank=1, processes=2).named():
+        raise RowError("has no mask token", [3])
+    assert pickle.loads(pickle.dumps(raised.value)).reason == raised.value.reason
+
+
 def _fail() -> None:
-    raise DlmBridgeError("no rows")
+    raise InputFileError("a.jsonl", "has no rows")

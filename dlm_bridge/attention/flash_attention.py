@@ -1,9 +1,8 @@
-"""FlashAttention 4 as one torch operator with a gradient, for whole sequences and for packed documents.
+"""FlashAttention 4 as one differentiable torch operator, for whole sequences and packed documents.
 
-The kernels are Dao and others', in CuTe DSL (`flash-attn-4`, optional extra `flash`), for Hopper and later. They are
-called below the package's own autograd function, which cannot write in a given memory layout: here the output and the
-gradients have the layout of queries, keys and values, so that neither engine copies. `torch.compile` sees one opaque
-operator.
+The kernels (`flash-attn-4`, optional extra `flash`) are written in CuTe DSL for Hopper and later. They are called
+directly, because the package's autograd function cannot write to a given memory layout. Here output and gradients have
+the layout of queries, keys and values, so that no engine copies. `torch.compile` sees one opaque operator.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.nn.attention import SDPBackend
 from dlm_bridge.errors import one_line
 
 PACKAGE = "flash-attn-4"
-VERSION = "4.0.0b36"  # the functions below are not the package's public ones, and have changed between versions
+VERSION = "4.0.0b36"  # the private functions used here change between versions
 CAPABILITY = (9, 0)
 HALF = (torch.bfloat16, torch.float16)
-MULTIPLE = 8  # of a head's size
-LARGEST = {9: 256}  # head size by the major compute capability
+MULTIPLE = 8  # head sizes must be multiples of this
+LARGEST = {9: 256}  # maximum head size by major compute capability
 LARGEST_ELSEWHERE = 128
-# torch's own kernels where these are not used, in order of preference: it takes the first that supports the call.
+# torch's kernels for other calls, in order of preference: torch uses the first that supports the call.
 SDPA_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -44,11 +43,20 @@ def flash_attention(
     starts: torch.Tensor | None = None,
     longest: int = 0,
 ) -> torch.Tensor:
-    """Attention of whole sequences: [B, S, H, D] of `query` [B, S, H, D], `key` and `value` [B, S, G, D] for H a
-    multiple of G, all bf16 or fp16, in any order in memory with D innermost, which the output and the gradients keep.
+    """Attention over whole sequences or packed documents; see `missing` and `unsupported_heads` for the requirements.
 
-    With `starts` [documents + 1] int32, where each begins and the length of all, the tensors are [T, H, D] and
-    [T, G, D] of documents one after the other, none longer than `longest`. What may not be: `missing`, `unfit`.
+    Args:
+        query: [B, S, H, D], bf16 or fp16, in any memory order with D innermost, which output and gradients have too.
+            With `starts`: [T, H, D], the concatenated documents.
+        key: [B, S, G, D], H a multiple of G. With `starts`: [T, G, D].
+        value: same as `key`.
+        scale: factor of the attention scores.
+        causal: causal attention within each sequence or document.
+        starts: [documents + 1] int32, the start of each document and the total length.
+        longest: maximum length of a document.
+
+    Returns:
+        The output, in the shape of `query`.
     """
     output, _ = _forward(query, key, value, scale, causal, starts, longest)
     return output
@@ -56,7 +64,7 @@ def flash_attention(
 
 @cache
 def missing() -> str | None:
-    """Why this machine cannot run the kernels; None where it can. Warns of a package that cannot be used."""
+    """Reason why this machine cannot run the kernels, or None. Warns about an unusable version of the package."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY:
         return "FlashAttention 4 needs an NVIDIA GPU of compute capability 9.0 or later"
     try:
@@ -65,11 +73,11 @@ def missing() -> str | None:
         return f"{PACKAGE} is not installed: pip install 'dlm-bridge[flash]'"
     reason = None
     if found != VERSION:
-        reason = f"{PACKAGE} is {found}, and only {VERSION} is known to fit: pip install 'dlm-bridge[flash]'"
+        reason = f"{PACKAGE} is {found}, only {VERSION} is supported: pip install 'dlm-bridge[flash]'"
     else:
         try:
             kernels()
-        except Exception as error:  # the packages below it fail in many ways
+        except Exception as error:  # its dependencies raise various exceptions
             reason = f"{PACKAGE} cannot be imported: {one_line(error)}"
     if reason is not None:
         warnings.warn(f"FlashAttention 4 is not used: {reason}", stacklevel=2)
@@ -77,12 +85,12 @@ def missing() -> str | None:
 
 
 def unsupported_heads(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why heads of this size and dtype need other kernels; None where FlashAttention 4 supports them."""
+    """Reason why heads of this size and dtype need other kernels, or None."""
     if dtype not in HALF:
         return f"FlashAttention 4 computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
     largest = LARGEST.get(torch.cuda.get_device_capability()[0], LARGEST_ELSEWHERE)
     if head_dim % MULTIPLE or head_dim > largest:
-        return f"FlashAttention 4 takes heads of a multiple of {MULTIPLE} up to {largest} here, not of {head_dim}"
+        return f"FlashAttention 4 supports head sizes of multiples of {MULTIPLE} up to {largest} here, not {head_dim}"
     return None
 
 
@@ -104,7 +112,7 @@ def _forward(
     starts: torch.Tensor | None,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the log-sum-exp, [B, H, S] or [H, T] fp32."""
+    """Output and log-sum-exp; the latter is [B, H, S] or [H, T], fp32."""
     output = _empty_as(query)
     found = kernels()[0](
         query.detach(),
@@ -141,8 +149,8 @@ def _backward(
     starts: torch.Tensor | None,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value."""
-    if gradient.stride(-1) != 1 or 0 in gradient.stride():  # of a sum: one number for all
+    """Gradients of query, key and value."""
+    if gradient.stride(-1) != 1 or 0 in gradient.stride():  # such as the expanded gradient of a sum
         gradient = gradient.contiguous()
     gradients = _empty_as(query), _empty_as(key), _empty_as(value)
     kernels()[1](
@@ -170,7 +178,7 @@ def _(
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, ctx.scale, ctx.causal, starts, ctx.longest = inputs
     ctx.save_for_backward(query, key, value, *output, starts)
-    ctx.set_materialize_grads(False)  # the sums have no gradient
+    ctx.set_materialize_grads(False)  # the log-sum-exp has no gradient
 
 
 def _autograd_backward(ctx: Any, gradient: torch.Tensor, _: None) -> tuple[Any, ...]:
@@ -183,7 +191,7 @@ _forward.register_autograd(_autograd_backward, setup_context=_save_for_backward)
 
 
 def _empty_as(like: torch.Tensor) -> torch.Tensor:
-    """A dense empty tensor of the same shape: positions outermost where `like` has them so, else rows."""
+    """Dense empty tensor of the same shape, with positions outermost in memory if `like` has them so, else rows."""
     if like.dim() == 4 and like.stride(0) < like.stride(1):
         rows, positions, heads, size = like.shape
         return like.new_empty(positions, rows, heads, size).transpose(0, 1)

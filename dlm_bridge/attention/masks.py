@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 
 AttentionPattern = Literal["bidirectional", "block_causal", "causal"]
-StreamPattern = Literal["block", "causal"]  # of one stream in two-stream training
+StreamPattern = Literal["block", "causal"]  # attention pattern of one stream in two-stream training
 
 
 def block_causal_mask(
@@ -26,10 +26,13 @@ def block_causal_mask(
     real_BS: torch.Tensor | None = None,
     documents_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Block-causal mask [B, 1, S, S], bool: query q attends to key k where k // block <= q // block and k is real.
+    """Block-causal mask [B, 1, S, S], bool: query q attends to key k if k // block <= q // block and k is not padding.
 
-    Blocks are counted from position 0, in each of a row's documents, if it has several. A padding position attends to
-    itself, so that no softmax row is empty.
+    Args:
+        positions_BS: [B, S] positions, from 0 in each document.
+        block: block size.
+        real_BS: [B, S], False at padding. Padding attends to itself, so that no softmax row is empty.
+        documents_BS: [B, S] document ids of a packed row.
     """
     blocks_BS = positions_BS // block
     allowed_BSS = blocks_BS[:, None, :] <= blocks_BS[:, :, None]
@@ -42,9 +45,9 @@ def block_causal_mask(
 
 
 def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.Tensor:
-    """Causal mask [B, 1, S, S], bool, by the order of the input, without padding keys.
+    """Causal mask [B, 1, S, S], bool, in input order, without padding keys.
 
-    Positions from `draft_start` on, the block that is being denoised, attend to each other in both directions.
+    Positions from `draft_start` on, the block being denoised, attend to each other bidirectionally.
     """
     order_S = torch.arange(real_BS.shape[1], device=real_BS.device)
     allowed_SS = order_S[:, None] >= order_S[None, :]
@@ -55,21 +58,21 @@ def causal_mask(real_BS: torch.Tensor, draft_start: int | None = None) -> torch.
 
 
 def position_ids_from_padding(real_BS: torch.Tensor) -> torch.Tensor:
-    """[B, S] position ids that count real tokens only: a padded row is numbered as it is without padding."""
+    """Position ids [B, S] that skip padding: tokens have the same position as without padding."""
     return (real_BS.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def mask_for_implementation(mask: torch.Tensor, implementation: str, dtype: torch.dtype) -> torch.Tensor:
-    """A 4-D mask, boolean (True: may attend) or additive, in the form that the attention implementation takes.
+    """Convert a 4-D mask, boolean (True: may attend) or additive, to the form that an attention implementation needs.
 
-    Raises DlmBridgeError for an implementation that would ignore it.
+    Raises SettingError for an implementation that would ignore it, and for a mask of another dtype.
     """
     if implementation not in ("eager", "sdpa", "dlm_bridge_cached"):
-        raise DlmBridgeError(
-            f"{implementation} would ignore a 4-D attention_mask: load with attn_implementation='sdpa'"
+        raise SettingError(
+            "attn_implementation", f"{implementation} would ignore a 4-D attention mask: load with sdpa"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DlmBridgeError(f"a 4-D attention_mask is boolean or additive floating point, not {mask.dtype}")
+        raise SettingError("attention_mask", f"must be boolean or additive floating point in 4-D, not {mask.dtype}")
     if mask.dtype == torch.bool and implementation == "eager":
         additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         return additive.masked_fill_(~mask, torch.finfo(dtype).min)
@@ -79,11 +82,11 @@ def mask_for_implementation(mask: torch.Tensor, implementation: str, dtype: torc
 class MaskColumn(IntEnum):
     """Columns of `MaskDescriptor.codes`."""
 
-    DOCUMENT = 0  # there is no attention between documents
-    NOISY_BLOCK = 1  # of a noisy position: only noisy queries of its block attend to it; -1: a clean one
-    ORDER = 2  # of a key: compared with the limits of queries
-    NOISY_LIMIT = 3  # of a query: it attends to noisy keys of its own block with an order below this
-    CLEAN_LIMIT = 4  # of a query: it attends to clean keys with an order below this
+    DOCUMENT = 0  # document id; queries attend within their document
+    NOISY_BLOCK = 1  # block of a noisy position, to which only noisy queries of the block attend; -1: clean position
+    ORDER = 2  # order of a key, compared with the limits of queries
+    NOISY_LIMIT = 3  # a query attends to noisy keys of its own block with an order below this
+    CLEAN_LIMIT = 4  # a query attends to clean keys with an order below this
 
 
 UNLIMITED = torch.iinfo(torch.int32).max
@@ -91,7 +94,7 @@ UNLIMITED = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class MaskDescriptor:
-    """Query q attends to key k where both are in one document and k's order is below q's limit for k's stream."""
+    """Query q attends to key k if both are in the same document and k's order is below q's limit for k's stream."""
 
     codes: torch.Tensor  # [B or 1, S, 5] int32, columns as in `MaskColumn`
 
@@ -108,7 +111,7 @@ class MaskDescriptor:
 
     @classmethod
     def block_causal(cls, documents_BS: torch.Tensor, positions_BS: torch.Tensor, block: int) -> MaskDescriptor:
-        """Attention to the own block and the blocks before it, counted by `positions_BS` in each document."""
+        """Attention to the own and earlier blocks within each document; blocks are given by `positions_BS`."""
         blocks = positions_BS // block
         return cls._of(documents_BS, order=blocks, clean=blocks + 1)
 
@@ -120,14 +123,14 @@ class MaskDescriptor:
         positions_BS: torch.Tensor | None = None,
         block: int | None = None,
     ) -> MaskDescriptor:
-        """A family's attention pattern within each document; block-causal attention needs the blocks' size, and counts
-        from 0 in each row without positions."""
+        """A family's attention pattern within each document. Block-causal attention needs a block size; without
+        positions each row counts from 0. Raises SettingError for a missing block size."""
         if attention_pattern == "causal":
             return cls.causal(documents_BS)
         if attention_pattern == "bidirectional":
             return cls.bidirectional(documents_BS)
         if block is None or block < 1:
-            raise DlmBridgeError(f"block-causal attention needs a block size of at least 1, not {block}")
+            raise SettingError("block_size", f"must be at least 1 for block-causal attention, not {block}")
         return cls.block_causal(documents_BS, _order(documents_BS) if positions_BS is None else positions_BS, block)
 
     @classmethod
@@ -140,16 +143,22 @@ class MaskDescriptor:
         clean: StreamPattern = "block",
         noisy_documents_BL: torch.Tensor | None = None,
     ) -> MaskDescriptor:
-        """Training on [noisy | clean], S = 2 L (BD3-LM, arXiv 2503.09573).
+        """Mask of two-stream training on [noisy | clean], S = 2 L (BD3-LM, arXiv 2503.09573).
 
-        A noisy position attends to its own block of the noisy stream (all of it, or with "causal" the positions up to
-        itself) and to the clean blocks before; a clean one to the clean blocks up to its own, or with "causal" to the
-        clean positions up to itself. The noisy stream may be ordered differently within its blocks:
-        `noisy_documents_BL` then are its own documents.
+        A noisy position attends to its own block of the noisy stream (with "causal" only up to itself) and to earlier
+        clean blocks. A clean position attends to clean blocks up to its own (with "causal" only up to itself).
+
+        Args:
+            documents_BL: document ids of the clean stream.
+            positions_BL: positions of the clean stream.
+            block: block size.
+            noisy: pattern of the noisy stream.
+            clean: pattern of the clean stream.
+            noisy_documents_BL: document ids of a noisy stream with another order within blocks.
         """
         documents_BL, positions_BL = torch.broadcast_tensors(documents_BL, positions_BL)
         blocks, order = positions_BL // block, _order(documents_BL)
-        first = order - positions_BL % block  # of the block
+        first = order - positions_BL % block  # order of the block's first position
         noisy_half = cls._of(
             documents_BL if noisy_documents_BL is None else noisy_documents_BL,
             order=order,
@@ -183,12 +192,12 @@ class MaskDescriptor:
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Whether a query attends to a key, from their codes [..., 5], which broadcast."""
+    """Boolean [...]: the query attends to the key, by their codes [..., 5], which broadcast."""
     return can_attend_by_columns(query.unbind(-1), key.unbind(-1))
 
 
 def can_attend_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`can_attend` with one tensor per column in the order of `MaskColumn`, as a compiled kernel reads them."""
+    """`can_attend` with one tensor per column in the order of `MaskColumn`, for compiled kernels."""
     query_document, query_block, _, noisy_limit, clean_limit = query
     key_document, key_block, order, _, _ = key
     noisy = (query_block == key_block) & (order < noisy_limit)
@@ -196,9 +205,9 @@ def can_attend_by_columns(query: Sequence[torch.Tensor], key: Sequence[torch.Ten
 
 
 def document_ids(real_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, S] document ids for `MaskDescriptor`, counted from 0.
+    """Document ids [B, S] for `MaskDescriptor`, counted from 0.
 
-    Each padding position is a document of its own: it attends to itself, so that no softmax row is empty, and no other
+    Each padding position is a separate document: it attends to itself, so that no softmax row is empty, and no other
     position attends to it.
     """
     documents = torch.zeros_like(real_BS, dtype=torch.int32) if documents_BS is None else documents_BS.int()

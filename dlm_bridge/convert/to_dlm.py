@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, json_bytes, open_hub
+from dlm_bridge.convert.checkpoints.huggingface import ConvertedCheckpoint, HubCheckpoint, json_bytes, open_hub
 from dlm_bridge.convert.planning import ConversionReport
 from dlm_bridge.convert.settings import ToDlmSettings, settings_from, takes
 from dlm_bridge.convert.transfer import write_hub
@@ -67,7 +67,7 @@ def convert_to_dlm(
     if chosen.block_size is not None and target.attention_pattern != "block_causal":
         raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
     token = find_mask_token(opened.folder, chosen.mask_token)
-    checkpoint = _Converted(opened, target, token, chosen.seed, chosen.block_size)
+    checkpoint = _DiffusionCheckpoint(opened, target, token, chosen.seed, chosen.block_size)
     report = write_hub(checkpoint, Path(output), chosen)
     report.action = "convert-to-dlm"
     rows = checkpoint.dims.vocab - opened.dims.vocab
@@ -106,7 +106,7 @@ def _target(source: HubCheckpoint, name: str | None) -> FamilySpec:
     return family_by_name(name)
 
 
-class _Converted(MadeOfHub):
+class _DiffusionCheckpoint(ConvertedCheckpoint):
     """Target family's model with the source's tensors and the mask token's rows."""
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.convert.checkpoints.huggingface import HubCheckpoint, MadeOfHub, open_hub
+from dlm_bridge.convert.checkpoints.huggingface import ConvertedCheckpoint, HubCheckpoint, open_hub
 from dlm_bridge.convert.planning import ConversionReport
 from dlm_bridge.convert.settings import UpcycleSettings, settings_from, takes
 from dlm_bridge.convert.transfer import write_hub
@@ -30,7 +30,7 @@ _MLP = re.compile(r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
-class _Spelling:
+class _ExpertNames:
     """A family's names for experts."""
 
     block: str  # prefix of a layer's experts and router
@@ -40,15 +40,15 @@ class _Spelling:
     fixed: dict[str, Any]  # further config keys
 
 
-_SPELLINGS = {
-    "qwen3_moe": _Spelling(
+_EXPERT_NAMES = {
+    "qwen3_moe": _ExpertNames(
         "mlp.",
         {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
         "num_experts",
         "moe_intermediate_size",
         {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
-    "mixtral": _Spelling(
+    "mixtral": _ExpertNames(
         "block_sparse_moe.",
         {"gate": "w1", "up": "w3", "down": "w2"},
         "num_local_experts",
@@ -145,22 +145,22 @@ def _check_sizes(experts: int, settings: UpcycleSettings, source: HubCheckpoint)
         )
 
 
-class _Upcycled(MadeOfHub):
+class _Upcycled(ConvertedCheckpoint):
     """Model with the source's tensors, in which experts and a router replace each MLP."""
 
-    def __init__(self, source: HubCheckpoint, way: Upcycling, experts: int, settings: UpcycleSettings) -> None:
+    def __init__(self, source: HubCheckpoint, conversion: Upcycling, experts: int, settings: UpcycleSettings) -> None:
         granularity = settings.granularity
-        self._spelling, self._granularity, self._seed = _SPELLINGS[way.sparse], granularity, settings.seed
-        target = family_by_name(way.target)
-        spelling = self._spelling
+        self._names, self._granularity, self._seed = _EXPERT_NAMES[conversion.sparse], granularity, settings.seed
+        target = family_by_name(conversion.target)
+        names = self._names
         config = {
-            **_config(source, way.dense),
+            **_config(source, conversion.dense),
             "architectures": [target.architectures[0]],
             "model_type": target.model_type,
-            **spelling.fixed,
-            spelling.experts: experts * granularity,
+            **names.fixed,
+            names.experts: experts * granularity,
             "num_experts_per_tok": settings.top_k * granularity,
-            spelling.width: source.dims.ffn // granularity,
+            names.width: source.dims.ffn // granularity,
             "router_aux_loss_coef": 0.001,
             "output_router_logits": False,
         }
@@ -179,9 +179,9 @@ class _Upcycled(MadeOfHub):
     def _add_experts(self, name: str, layer: int, matrix: str, copies: int) -> None:
         dtype, (rows, columns) = self._source.spec(name)
         shape = (rows, columns // self._granularity) if matrix == "down" else (rows // self._granularity, columns)
-        block = f"model.layers.{layer}.{self._spelling.block}"
+        block = f"model.layers.{layer}.{self._names.block}"
         for expert in range(copies * self._granularity):
-            own = f"{block}experts.{expert}.{self._spelling.matrices[matrix]}.weight"
+            own = f"{block}experts.{expert}.{self._names.matrices[matrix]}.weight"
             self._stored[own], self._origin[own] = (dtype, shape), (name, expert % self._granularity)
             self._first.setdefault(name, own)
         if matrix == "gate":

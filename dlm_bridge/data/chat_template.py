@@ -60,7 +60,7 @@ def set_chat_template(tokenizer: Any, name: str) -> None:
         known = sorted([*own, *(file.stem for file in (folder.glob("*.jinja") if folder else ()))])
         listed = f"; known names: {', '.join(known)}" if known else ", and TRL, which ships some, is not installed"
         raise SettingError("chat_template", f"{name} is neither a file nor the name of a template{listed}")
-    with reading(path, "not a text in UTF-8", kind=InputFileError):
+    with reading(path, "not UTF-8 text", kind=InputFileError):
         tokenizer.chat_template = path.read_text("utf-8")
 
 

@@ -161,7 +161,7 @@ def read_parquet(
     file: pyarrow.parquet.ParquetFile, path: Path, columns: list[str] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Read the rows of an open parquet file. Raises InputFileError if a part of it is damaged."""
-    with reading(path, "not a whole parquet file", kind=InputFileError):
+    with reading(path, "truncated or damaged parquet file", kind=InputFileError):
         for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=columns):
             yield from batch.to_pylist()
 

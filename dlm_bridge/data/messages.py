@@ -82,9 +82,8 @@ def read_data_rows(source: Source) -> Iterator[DataRecord]:
 
 def _parquet_rows(path: Path) -> Iterator[DataRecord]:
     with open_parquet(path) as file:
-        with reading(
-            path, "not a table of rows", kind=InputFileError
-        ):  # without metadata, which could name types that open files
+        with reading(path, "not a table of rows", kind=InputFileError):
+            # Metadata could name types that open files.
             features = datasets.Features.from_arrow_schema(file.schema_arrow.remove_metadata())
         for number, row in enumerate(read_parquet(file, path), 1):
             with reading(f"{path}, row {number}", "not JSON", kind=InputFileError):

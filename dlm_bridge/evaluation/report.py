@@ -88,6 +88,7 @@ def _settings(options: EvaluationOptions, processes: int, diffusion: bool) -> di
         "fewshot_as_multiturn": options.fewshot_as_multiturn is not False if options.chat else None,
         "mc_samples": options.mc_samples if diffusion else None,
         "processes": processes,
+        "sampler": options.set,
     }
     return {name: changed[name] if name in changed else getattr(options, name) for name in RECORDED}
 

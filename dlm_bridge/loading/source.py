@@ -94,7 +94,7 @@ class ModelSource:
     def empty(self) -> Any:
         """Create the PreTrainedModel on the meta device, from config.json alone."""
         model_class, hub_config = self._class_and_config()
-        with torch.device("meta"), reading(self.path, "its config makes no model"):
+        with torch.device("meta"), reading(self.path, "the model cannot be built from its config"):
             return model_class(hub_config)
 
     def in_parts(self, main: bool) -> StartingModel:
@@ -116,7 +116,7 @@ class ModelSource:
         else:
             bridge = self._bridge()
         model_class, hub_config = self._megatron_class_and_config(bridge)
-        with torch.device("meta"), reading(self.path, "its config makes no model"):
+        with torch.device("meta"), reading(self.path, "the model cannot be built from its config"):
             model = model_class(hub_config)
         if (folder := bridge.checkpoint.hub.folder) is not None:
             with opening(folder, self.path, "does not load"):
@@ -173,7 +173,7 @@ class ModelSource:
 
     def _megatron_class_and_config(self, bridge: Bridge) -> tuple[Callable[[Any], Any], Any]:
         """Factory and configuration object of the model behind `bridge`."""
-        with reading(self.path, "its config makes no model"):
+        with reading(self.path, "the model cannot be built from its config"):
             hub_config = bridge.family.load("config_class").from_dict(bridge.config)
         hub_config.name_or_path = bridge.code_place
         self._set_mask_token(hub_config)
@@ -205,7 +205,7 @@ class ModelSource:
             model_class, hub_config = self._megatron_class_and_config(bridge)
         if getattr(hub_config, "quantization_config", None) is not None:
             raise NotInRangesError("its weights are quantized")
-        with reading(self.path, "its config makes no model"):
+        with reading(self.path, "the model cannot be built from its config"):
             model = model_without_weights(model_class, hub_config, self.dtype)
         if folder is not None:
             with opening(folder, self.path, "does not load"):

@@ -1,5 +1,7 @@
-"""Fused linear loss of a vocabulary-parallel output layer at the loss positions only, without keeping logits: the
-cross-entropy, with or without certainty-forcing, the divergences of noise of random tokens, and the z-loss."""
+"""Fused linear loss of a vocabulary-parallel output layer, at the loss positions only and without storing logits.
+
+Losses are the cross-entropy, with or without certainty-forcing, the divergences of random tokens, and the z-loss.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import torch.distributed as dist
 
 from dlm_bridge.objectives.losses import Certainty, NoisePositions, balanced_weights, divergence
 
-CHUNK_BYTES = 512 << 20  # of fp32 logits at a time
-TILE = 128  # rows; matrix products take as long for a part of one
-ALIGNED = 8  # tokens; matrix products over another number take several times as long
+CHUNK_BYTES = 512 << 20  # fp32 logits computed at a time
+TILE = 128  # rows; a matrix product takes as long for a part of a tile
+ALIGNED = 8  # tokens; matrix products are several times slower for numbers that are not multiples
 SMALLEST_BUCKET = 64  # loss positions
 
 
@@ -25,29 +27,29 @@ class LossPositions:
 
     positions: torch.Tensor  # [M] int64, b * S + s, with S counted over all tensor parallel ranks
     targets: torch.Tensor  # [M] int64, below the true vocabulary
-    weights: torch.Tensor  # [M] fp32, the global normaliser already in them; zero for padding
-    terms: torch.Tensor | None = None  # [M] int64, which sum a position belongs to; None where there is one
+    weights: torch.Tensor  # [M] fp32, divided by the global normaliser; zero for padding
+    terms: torch.Tensor | None = None  # [M] int64, index of each position's sum; None: a single sum
     num_terms: int = 1
-    noise: NoisePositions | None = None  # of random tokens; None where the loss is cross-entropy
+    noise: NoisePositions | None = None  # random tokens; None: the loss is cross-entropy
     certainty: Certainty | None = None  # added to the cross-entropy
     z_weights: torch.Tensor | None = (
         None  # [M] fp32, of each squared log-sum-exp, zero where `weights` is; None: no z-loss
     )
-    summed: bool = True  # False: `sums` are the weighted losses of the positions themselves
-    rows: torch.Tensor | None = None  # [M] int64, the row of each position where the two sums are balanced; else None
+    summed: bool = True  # False: `sums` returns the weighted losses of the positions
+    rows: torch.Tensor | None = None  # [M] int64, row of each position, if the two sums are balanced; else None
     num_rows: int = 0
-    row_group: dist.ProcessGroup | None = None  # processes that hold parts of the same rows
+    row_group: dist.ProcessGroup | None = None  # processes with parts of the same rows
 
     def balanced(self, losses_M: torch.Tensor) -> LossPositions:
-        """The same with the weights that these losses give; see `balanced_weights`."""
+        """Replace the weights by `balanced_weights`, if the sums are balanced."""
         if self.rows is None or self.terms is None:
             return self
         weights_M = balanced_weights(self.weights, losses_M, self.terms, self.rows, self.num_rows, self.row_group)
         return replace(self, weights=weights_M, rows=None)
 
     def sums(self, losses_M: torch.Tensor, log_sums_M: torch.Tensor) -> torch.Tensor:
-        """[num_terms] the weighted losses, balanced, summed by term, and with z-loss one more, its own sum; [M] unless
-        `summed`."""
+        """[num_terms] sums of the weighted (and balanced) losses by term, followed by the sum of the z-loss, if any;
+        [M] weighted losses unless `summed`."""
         weighted_M = losses_M * self.balanced(losses_M).weights
         if not self.summed:
             return weighted_M
@@ -61,14 +63,14 @@ class LossPositions:
 
     @property
     def z_factors(self) -> torch.Tensor | None:
-        """[M] the weights of squared log-sum-exps relative to `weights`."""
+        """[M] weights of squared log-sum-exps relative to `weights`."""
         if self.z_weights is None:
             return None
         return torch.where(self.weights != 0, self.z_weights / self.weights, 0.0)
 
 
 def loss_bucket(count: int, most: int) -> int:
-    """The size to which `count` loss positions are padded: `SMALLEST_BUCKET` or more, in steps of an eighth, at most
+    """Size to which `count` loss positions are padded: at least `SMALLEST_BUCKET`, in steps of an eighth, at most
     `most`."""
     step = max(SMALLEST_BUCKET, 2 ** (max(count, 1).bit_length() - 4))
     return min(max(-(-count // step), 1) * step, most)
@@ -76,14 +78,14 @@ def loss_bucket(count: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """A tensor parallel rank's shard of the true vocabulary."""
+    """Tensor parallel rank's shard of the true vocabulary."""
 
-    first: int  # token
-    tokens: int  # rows of the weight that are tokens; the rest is padding, of finite numbers
-    group: dist.ProcessGroup | None = None  # None: of one rank
+    first: int  # first token
+    tokens: int  # rows of the weight that are tokens; the others are padding, with finite values
+    group: dist.ProcessGroup | None = None  # None: a single rank
 
     def aligned(self, weight_VH: torch.Tensor) -> torch.Tensor:
-        """The rows that are tokens, with so many rows of padding, where there are, that matrix products are fast."""
+        """Rows of tokens, with the rows of padding (as far as they exist) that make matrix products fast."""
         return weight_VH[: -(-self.tokens // ALIGNED) * ALIGNED]
 
 
@@ -97,19 +99,20 @@ def linear_cross_entropy(
     """Weighted loss of hidden states through the output layer, and its terms.
 
     Args:
-        hidden_MH: hidden states of the loss positions, the same on every rank of `shard.group`; the gradient is
-            that of this rank's tokens, to be summed over the group.
-        weight_VH: this rank's rows of the output layer; those beyond `shard.tokens` are padding: they enter no softmax
-            and get no gradient. If the number of tokens is not a multiple of 8, rows of padding make products fast.
-        accumulates: add the weight's gradient to `weight.main_grad`, where there is one, as megatron-core's
-            gradient_accumulation_fusion does.
+        hidden_MH: hidden states of the loss positions, equal on every rank of `shard.group`. The gradient is that of
+            this rank's tokens, to be summed over the group.
+        weight_VH: this rank's rows of the output layer. Rows beyond `shard.tokens` are padding: they are excluded from
+            the softmax and get no gradient. If the number of tokens is not a multiple of 8, padding makes products
+            fast.
+        accumulates: add the weight's gradient to `weight.main_grad`, if it exists, like megatron-core's
+            gradient_accumulation_fusion.
 
     Returns:
-        loss: scalar fp32, sum(weights * cross-entropy), or the divergences of random tokens in place of the
-            cross-entropy, and with z-loss sum(z_weights * log-sum-exp^2), the same on every rank. Zero, with a graph,
-            where M is 0.
-        sums: [num_terms], with z-loss [num_terms + 1], fp32, its terms, without a graph; [M] of the positions
-            themselves where they are not `summed`.
+        loss: scalar fp32, equal on every rank: sum(weights * cross-entropy), with the divergences of random tokens
+            instead of the cross-entropy for such noise, plus sum(z_weights * log-sum-exp^2) with z-loss. If M is 0,
+            zero, connected to the graph.
+        sums: [num_terms], or [num_terms + 1] with z-loss, fp32: the terms, without a graph; [M] losses of the
+            positions unless `summed`.
     """
     if torch.is_grad_enabled() and (hidden_MH.requires_grad or weight_VH.requires_grad):
         loss, sums = _LinearCrossEntropy.apply(hidden_MH, weight_VH, loss_positions, shard, accumulates)
@@ -120,10 +123,11 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are computed with the logits in the forward pass: one product with the vocabulary, no logits kept.
+    """Fused linear loss that computes gradients of the logits in the forward pass, with a single vocabulary product.
 
-    What is kept is the gradient of the logits, [M, V] in half precision, until two products give both gradients. Where
-    that would take more memory than the weight's gradient in fp32, the products are made at once, some rows at a time.
+    The gradient of the logits, [M, V] in half precision, is stored until the backward pass, where two products give
+    both gradients. If it needs more memory than the weight's gradient in fp32, the forward pass computes both
+    products, some rows at a time.
     """
 
     @staticmethod
@@ -139,14 +143,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         most = max(1, 4 * size // hidden.element_size())
         aligned = shard.aligned(weight)
         delta = _aligned_rows(min(rows, most), aligned.shape[0], hidden)
-        delta[:, shard.tokens :] = 0  # of padding
+        delta[:, shard.tokens :] = 0  # padding
         ctx.folded = rows > most
         if not ctx.folded:
             found = _losses(hidden, weight, loss_positions, slice(None), shard, delta)
             loss_positions = loss_positions.balanced(found[0])
             ctx.save_for_backward(hidden, delta, loss_positions.weights)
         else:
-            if loss_positions.rows is not None:  # the products below need the weights that all losses give
+            if loss_positions.rows is not None:  # the products below need balanced weights, which depend on all losses
                 losses = _losses(hidden, weight, loss_positions, slice(None), shard)[0]
                 loss_positions = loss_positions.balanced(losses)
             weights = loss_positions.weights
@@ -195,18 +199,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _deliver(
     weight: Any, tokens: int, accumulates: bool, add_to: Callable[[torch.Tensor], None]
 ) -> torch.Tensor | None:
-    """Add the weight's gradient where its owner reads it, and return the gradient for autograd."""
-    # Megatron FSDP's `main_grad` is a passing buffer, which its own hook fills from what autograd is given.
+    """Accumulate the weight's gradient in `main_grad` if it is used, and return the gradient for autograd."""
+    # Megatron FSDP's `main_grad` is a temporary buffer, which its own hook fills from autograd's gradient.
     if not accumulates or not hasattr(weight, "main_grad") or hasattr(weight, "__fsdp_param__"):
         gradient = torch.zeros_like(weight)
         add_to(gradient[:tokens])
         return gradient
     add_to(weight.main_grad[:tokens])
     weight.grad_added_to_main_grad = True
-    # The embedding on the same stage gives autograd its gradient, which megatron-core then adds too ...
+    # The tied embedding on the same stage returns a gradient to autograd, which megatron-core adds.
     if getattr(weight, "zero_out_wgrad", False):
         return None
-    # ... else its hook only has to be called, with something that it does not read.
+    # Otherwise a gradient is needed to trigger megatron-core's hook, which does not read it.
     return torch.empty_like(weight)
 
 
@@ -218,8 +222,8 @@ def _losses(
     shard: VocabShard,
     delta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[2, M] fp32, losses and log-sum-exps of the `selected` loss positions, whose hidden states are given; in
-    `delta`, its columns that are tokens, the gradient of the logits, of a position's loss with its z-loss."""
+    """[2, M] fp32: losses and log-sum-exps of the `selected` loss positions with states `hidden`. Writes the gradient
+    of the logits (of loss and z-loss) into the columns of `delta` that are tokens."""
     rows = hidden.shape[0]
     found = torch.empty(2, rows, dtype=torch.float32, device=hidden.device)
     targets = loss_positions.targets[selected]
@@ -247,7 +251,7 @@ def _losses(
 def _cross_entropy(
     logits_MV: torch.Tensor, targets_M: torch.Tensor, shard: VocabShard, delta_MV: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] fp32, and [M] the log-sum-exps; `delta_MV` becomes softmax minus target."""
+    """[M] fp32 cross-entropies, and [M] log-sum-exps; `delta_MV` becomes softmax minus target."""
     device, targets_M = logits_MV.device.type, targets_M - shard.first
     total_M, losses_M = _kernel(_combine, device)(_gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard))
     if delta_MV is not None:
@@ -262,8 +266,8 @@ def _certain_cross_entropy(
     shard: VocabShard,
     delta_MV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] fp32, the cross-entropy and what `certainty` adds to it, and [M] the log-sum-exps; `delta_MV` becomes the
-    gradient of the first."""
+    """[M] fp32 cross-entropies with certainty-forcing, and [M] log-sum-exps; `delta_MV` becomes the gradient of the
+    former."""
     device, targets_M = logits_MV.device.type, targets_M - shard.first
     found = _gathered(_kernel(_statistics, device)(logits_MV, targets_M), shard)
     total_M, losses_M = _kernel(_combine, device)(found)
@@ -287,14 +291,14 @@ def _divergence(
     shard: VocabShard,
     delta_MV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] fp32, the divergences of random tokens, and [M] the log-sum-exps; `delta_MV` becomes the gradient of the
-    first. The mask token is never predicted."""
+    """[M] fp32 divergences of random tokens, and [M] log-sum-exps; `delta_MV` becomes the gradient of the former. The
+    mask token is never predicted."""
     device, mask = logits_MV.device.type, noise.mask_token_id - shard.first
     if noise.mask_token_id >= 0 and 0 <= mask < logits_MV.shape[1]:
         logits_MV[:, mask] = -torch.inf
     clean_M, observed_M = targets_M - shard.first, noise.tokens - shard.first
-    # The cross-entropies of the clean and of the noisy token, an infinite one where that is a mask; then sums over the
-    # vocabulary of what the softmax gives.
+    # Cross-entropies of the clean and of the noisy token (infinite for a mask), then sums over the vocabulary of
+    # functions of the softmax.
     found = torch.stack([_kernel(_statistics, device)(logits_MV, tokens_M) for tokens_M in (clean_M, observed_M)])
     found = _gathered(found, shard)
     (total_M, clean_loss_M), (_, observed_loss_M) = (_kernel(_combine, device)(found[:, which]) for which in (0, 1))
@@ -310,7 +314,7 @@ def _divergence(
 
 
 def _gathered(found: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """[T, ...]: what each of the T ranks has found, the same on every rank."""
+    """[T, ...]: results of the T ranks, gathered on every rank."""
     if shard.group is None or shard.group.size() == 1:
         return found[None]
     all_ranks = found.new_empty(shard.group.size(), *found.shape)
@@ -319,7 +323,7 @@ def _gathered(found: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 
 def _statistics(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> torch.Tensor:
-    """[3, M]: the largest logit, the sum of exponentials relative to it, the target's logit or 0 on other ranks."""
+    """[3, M]: largest logit, sum of exponentials relative to it, logit of the target (0 if on another rank)."""
     largest = logits_MV.amax(1)
     total = torch.exp(logits_MV - largest[:, None]).sum(1)
     here = (targets_M >= 0) & (targets_M < logits_MV.shape[1])
@@ -328,7 +332,7 @@ def _statistics(logits_MV: torch.Tensor, targets_M: torch.Tensor) -> torch.Tenso
 
 
 def _combine(statistics_T3M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M] the log-sum-exp over all ranks, and [M] the cross-entropy."""
+    """[M] log-sum-exp over all ranks, and [M] cross-entropy."""
     largest_T, total_T, target_T = statistics_T3M.unbind(1)
     largest = largest_T.amax(0)
     total = largest + torch.log((total_T * torch.exp(largest_T - largest)).sum(0))
@@ -336,7 +340,7 @@ def _combine(statistics_T3M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gradient(logits_MV: torch.Tensor, total_M: torch.Tensor, targets_M: torch.Tensor, delta_MV: torch.Tensor) -> None:
-    """Softmax minus target, into `delta_MV`."""
+    """Write softmax minus target into `delta_MV`."""
     tokens = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     target = (tokens == targets_M[:, None]).to(logits_MV.dtype)
     delta_MV.copy_(torch.exp(logits_MV - total_M[:, None]) - target)
@@ -350,8 +354,8 @@ def _add_z_gradient(
 
 
 def _entropy_sums(logits_MV: torch.Tensor, largest_M: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[2, M]: over this rank's tokens the sums of exp(u_j) and of u_j exp(u_j), u the logits below the largest one of
-    all ranks, over the temperature."""
+    """[2, M]: sums of exp(u_j) and u_j exp(u_j) over this rank's tokens, where u_j = (logit_j - largest logit of all
+    ranks) / temperature."""
     below_MV = (logits_MV - largest_M[:, None]) / temperature
     weights_MV = below_MV.exp()
     return torch.stack([weights_MV.sum(1), (weights_MV * below_MV).sum(1)])
@@ -368,8 +372,8 @@ def _certain_gradient(
     temperature: float,
     delta_MV: torch.Tensor,
 ) -> None:
-    """Softmax minus target, minus p_j (log p_j + entropy) times the share, p the softmax at the temperature, into
-    `delta_MV`."""
+    """Write softmax minus target minus shares_M * p_j (log p_j + entropy) into `delta_MV`, where p is the softmax at
+    the temperature."""
     tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     target_MV = (tokens_V == targets_M[:, None]).to(logits_MV.dtype)
     log_p_MV = (logits_MV - largest_M[:, None]) / temperature - sum_M.log()[:, None]
@@ -378,7 +382,7 @@ def _certain_gradient(
 
 
 def _logs(logits_MV: torch.Tensor, total_M: torch.Tensor, ratio_M: torch.Tensor) -> torch.Tensor:
-    """[2, M]: over this rank's tokens the sums of log(1 + ratio x_j), and of x_j ratio / (1 + ratio x_j)."""
+    """[2, M]: sums of log(1 + ratio x_j) and x_j ratio / (1 + ratio x_j) over this rank's tokens."""
     scaled_MV = ratio_M[:, None] * torch.exp(logits_MV - total_M[:, None])
     return torch.stack([torch.log1p(scaled_MV).sum(1), (scaled_MV / (1 + scaled_MV)).sum(1)])
 
@@ -396,8 +400,9 @@ def _divergence_gradient(
     spread_M: torch.Tensor,
     delta_MV: torch.Tensor,
 ) -> None:
-    """The gradient of `divergence` by the logits, into `delta_MV`: x_j (g_j - sum_i x_i g_i), where g is the gradient
-    by x. Every g_j has -spread ratio / (1 + ratio x_j), the clean and the noisy token's have a part of their own."""
+    """Write the gradient of `divergence` with respect to the logits into `delta_MV`: x_j (g_j - sum_i x_i g_i), where
+    g is the gradient with respect to x. Every g_j contains -spread ratio / (1 + ratio x_j); the clean and the noisy
+    token have an additional part."""
     tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     x_MV = torch.exp(logits_MV - total_M[:, None])
     clean_part_M = -spread_M * ratio_M * ratio_M * x_clean_M / (1 + ratio_M * x_clean_M)
@@ -413,12 +418,12 @@ def _divergence_gradient(
 
 @cache
 def _kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Fused on CUDA, where each would otherwise be several passes over the logits."""
+    """Compile a function on CUDA, where its operations would otherwise be several passes over the logits."""
     return torch.compile(function) if device == "cuda" else function
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in fp32, from factors in half precision on CUDA."""
+    """left @ right in fp32; the factors may be in half precision on CUDA."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left.float(), right.float())
@@ -435,17 +440,17 @@ def _add_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
 
 
 def _scaled(values_MN: torch.Tensor, scale_M: torch.Tensor) -> torch.Tensor:
-    """Rows times fp32 factors, in the rows' dtype."""
+    """Multiply rows by fp32 factors, in the rows' dtype."""
     return (values_MN * scale_M[:, None]).to(values_MN.dtype)
 
 
 def _aligned_rows(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] whose rows are aligned, for fast matrix products."""
+    """Uninitialised [rows, columns] with aligned rows, for fast matrix products."""
     return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED)[:, :columns]
 
 
 def _parts(rows: int, most: int) -> list[slice]:
-    """Slices of at most `most` rows of about equal size, in whole tiles where possible."""
+    """Slices of about equal size, at most `most` rows each, in whole tiles if possible."""
     tile = TILE if most >= TILE else 1
     pieces = -(-rows // (most // tile * tile))
     size = -(-rows // max(1, pieces * tile)) * tile

@@ -1,12 +1,12 @@
-"""What a position costs before its weight: cross-entropy, certainty-forcing, the divergences of random tokens.
+"""Losses of single positions before weighting: cross-entropy, certainty-forcing, divergences of random tokens.
 
-Under noise of random tokens q_t(z | x) (`noise.NoiseProcess`) is, with x' in place of x, a model's prediction, a
-distribution over z as well. The negative evidence lower bound is the expectation over t ~ U(0, 1) and z ~ q_t of
+For noise of random tokens q_t(z | x) (`noise.NoiseProcess`), replacing x by a model's prediction x' gives another
+distribution over z. The negative evidence lower bound is the expectation over t ~ U(0, 1) and z ~ q_t of
 
     w_t(z, x) * (KL(q_t(. | x) || q_t(. | x')) + r - log r - 1),   r = q_t(z | x) / q_t(z | x')
 
-(GIDD's bound, arXiv 2503.04482; for uniform noise the same number as UDLM's in continuous time, arXiv 2412.10193). The
-weight w_t(z, x) is the rate at which noise arrives at z over q_t(z | x).
+(GIDD's bound, arXiv 2503.04482; for uniform noise it equals UDLM's in continuous time, arXiv 2412.10193). The weight
+w_t(z, x) is the rate at which noise produces z, divided by q_t(z | x).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import torch.nn.functional as F  # noqa: N812
 @dataclass(frozen=True)
 class Certainty:
     """Certainty-forcing (dParallel, arXiv 2509.26488; LLaDA2's confidence-aware parallel training, arXiv 2512.15745):
-    a position whose clean token has the largest logit costs `weight` times the entropy of the prediction as well.
+    adds `weight` times the entropy of the prediction at positions whose clean token has the largest logit.
 
-    Samplers that commit every token above a confidence then commit more of them a step.
+    Samplers that commit every token above a confidence then commit more tokens per step.
     """
 
     weight: float
-    temperature: float = 1.0  # of the softmax whose entropy it is
+    temperature: float = 1.0  # temperature of the softmax for the entropy
 
 
 @dataclass(frozen=True)
 class NoisePositions:
-    """What the loss needs of the noise at the M positions with a loss, besides the clean tokens. All zeros is padding,
-    whose loss is zero."""
+    """Noise at the M positions with a loss, for the loss of random tokens. All-zero entries are padding, with a loss
+    of zero."""
 
     tokens: torch.Tensor  # [M] int64, the noisy token z
     ratio: torch.Tensor  # [M] fp32, keep / spread
     spread: torch.Tensor  # [M] fp32, replaced / N
-    mask_token_id: int  # which is never predicted; -1 for none
+    mask_token_id: int  # never predicted; -1: none
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> NoisePositions:
-        """The same with every tensor changed."""
+        """Apply a function to every tensor."""
         return NoisePositions(change(self.tokens), change(self.ratio), change(self.spread), self.mask_token_id)
 
 
@@ -54,14 +54,13 @@ def balanced_weights(
     rows: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """[M] the weights of an objective with two sums after its automatic balance: those of the second are scaled so
-    that in each row it is as large as the first, without a gradient of the factor. A second sum of zero stays as it
-    is.
+    """[M] weights of an objective with two sums after automatic balancing: the weights of the second sum are scaled so
+    that it equals the first in each row, without a gradient of the factor. A second sum of zero is not scaled.
 
     Args:
-        losses_M: of each position before its weight.
-        rows_M: the row of each position, below `rows`.
-        group: processes that hold parts of the same rows.
+        losses_M: losses before weighting.
+        rows_M: row of each position, below `rows`.
+        group: processes with parts of the same rows.
     """
     row_RM = rows_M == torch.arange(rows, device=rows_M.device)[:, None]
     weighted_RM = torch.where(row_RM, losses_M.detach() * weights_M, 0.0)
@@ -75,8 +74,8 @@ def balanced_weights(
 def position_losses(
     logits_MV: torch.Tensor, targets_M: torch.Tensor, noise: NoisePositions | None, certainty: Certainty | None = None
 ) -> torch.Tensor:
-    """[M] the loss of each position before its weight: cross-entropy, with `certainty` its entropy as well; under
-    `noise` of random tokens their `divergence`."""
+    """[M] loss of each position before weighting: cross-entropy, plus the entropy with `certainty`; the `divergence`
+    for `noise` of random tokens."""
     if noise is None:
         losses_M = F.cross_entropy(logits_MV, targets_M, reduction="none")
         return losses_M if certainty is None else losses_M + certain_entropies(logits_MV, targets_M, certainty)
@@ -90,8 +89,8 @@ def position_losses(
 
 
 def log_sum_exps(logits_MV: torch.Tensor, noise: NoisePositions | None) -> torch.Tensor:
-    """[M] the logarithm of the softmax's denominator, whose square the z-loss is (PaLM, arXiv 2204.02311, section 5):
-    under noise of random tokens without the mask token, which is never predicted."""
+    """[M] logarithm of the softmax's denominator, whose square is the z-loss (PaLM, arXiv 2204.02311, section 5); for
+    noise of random tokens without the mask token, which is never predicted."""
     if noise is not None and noise.mask_token_id >= 0:
         tokens_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
         logits_MV = logits_MV.masked_fill(tokens_V == noise.mask_token_id, -torch.inf)
@@ -99,7 +98,7 @@ def log_sum_exps(logits_MV: torch.Tensor, noise: NoisePositions | None) -> torch
 
 
 def certain_entropies(logits_MV: torch.Tensor, targets_M: torch.Tensor, certainty: Certainty) -> torch.Tensor:
-    """[M] `certainty.weight` times the entropy where the target has the largest logit, zero elsewhere."""
+    """[M] `certainty.weight` times the entropy if the target has the largest logit, else zero."""
     right_M = logits_MV.detach().gather(1, targets_M[:, None])[:, 0] >= logits_MV.detach().amax(dim=-1)
     entropies_M = torch.special.entr((logits_MV / certainty.temperature).softmax(dim=-1)).sum(dim=-1)
     return torch.where(right_M, certainty.weight * entropies_M, 0.0)
@@ -113,17 +112,17 @@ def divergence(
     ratio_M: torch.Tensor,
     spread_M: torch.Tensor,
 ) -> torch.Tensor:
-    """[M] KL(q_t(. | x) || q_t(. | x')) + r - log r - 1, by what it needs of the prediction x'.
+    """[M] KL(q_t(. | x) || q_t(. | x')) + r - log r - 1, from statistics of the prediction x'.
 
-    q_t(j | x') is spread (1 + ratio x'_j), and masks are as likely under both, so that every sum over the vocabulary
-    is one of log(1 + ratio x'_j): nothing is lost to cancellation where there is almost no signal left.
+    q_t(j | x') is spread (1 + ratio x'_j), and both distributions have the same probability of the mask, so that every
+    sum over the vocabulary is a sum of log(1 + ratio x'_j), without cancellation at high noise levels.
 
     Args:
         clean_M: x' of the clean token.
-        observed_M: x' of the noisy token; 0 where that is the mask.
-        logs_M: the sum of log(1 + ratio x'_j) over the vocabulary.
-        same_M: bool, the noisy token is the clean one.
-        ratio_M, spread_M: of `NoisePositions`.
+        observed_M: x' of the noisy token; 0 if that is the mask.
+        logs_M: sum of log(1 + ratio x'_j) over the vocabulary.
+        same_M: bool, True if the noisy token is the clean token.
+        ratio_M, spread_M: see `NoisePositions`.
     """
     kl_M = spread_M * ((1 + ratio_M) * ratio_M.log1p() - ratio_M * (ratio_M * clean_M).log1p() - logs_M)
     log_r_M = torch.where(same_M, ratio_M, 0.0).log1p() - (ratio_M * observed_M).log1p()

@@ -1,11 +1,11 @@
 """Noise: random numbers keyed by (seed, purpose, step, sample), the uniforms of a batch, and the noise processes.
 
-Philox is a counter-based generator: its stream is a pure function of a key and a counter. No layout, order of reading
-or restart changes it. `keyed_generator` gives NumPy's streams of it, for what is drawn on the host: the key is (seed,
-purpose), the counter's high words are the caller's indices; drawing advances only the low words, so two streams never
-meet. `philox_uniform` evaluates it for tensors of keys and counters at once, on their device.
+Philox is a counter-based generator: its stream is a pure function of a key and a counter, whatever the parallel layout
+or the order of reading. `keyed_generator` returns NumPy's Philox generator, for numbers on the host: the key is (seed,
+purpose), the counter's high words are the caller's indices; drawing advances only the low words, so streams never
+overlap. `philox_uniform` evaluates Philox for tensors of keys and counters, on their device.
 
-A noise process of random tokens makes a clean token x become z with probability q_t(z | x) = keep [z = x] + masked
+A noise process of random tokens replaces a clean token x by z with probability q_t(z | x) = keep [z = x] + masked
 [z = mask] + replaced / N [z != mask], where N counts the tokens without the mask token and the three probabilities of
 noise level t add up to one.
 """
@@ -22,7 +22,7 @@ import torch
 
 
 class Purpose(IntEnum):
-    """What a stream is for. The numbers are part of every run's reproducibility: never reuse or change one."""
+    """Purpose of a random stream. Reproducibility depends on the values: never reuse or change one."""
 
     TRAIN_NOISE = 0
     EVAL_NOISE = 1
@@ -38,18 +38,19 @@ class Purpose(IntEnum):
 
 
 def keyed_generator(seed: int, purpose: Purpose, major: int = 0, minor: int = 0, lane: int = 0) -> np.random.Generator:
-    """The generator of (seed, purpose, major, minor), for example (seed, TRAIN_NOISE, step, global sample index).
-    Its `lane`s are 2^64 numbers apart: what is drawn in one does not depend on how many another gave."""
+    """Generator for (seed, purpose, major, minor), for example (seed, TRAIN_NOISE, step, global sample index). Lanes
+    are 2^64 numbers apart, so that drawing from one does not affect another."""
     key = np.array([seed % 2**64, int(purpose)], dtype=np.uint64)
     counter = np.array([0, lane, major, minor], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def philox_uniform(seed: torch.Tensor, major: torch.Tensor, minor: torch.Tensor) -> torch.Tensor:
-    """float64 numbers on (0, 1), neither 0 nor 1, each a function of its own (seed, major, minor).
+    """Uniform float64 numbers on the open interval (0, 1), with 52 random bits, as a function of (seed, major, minor).
 
-    The arguments are int64 tensors of shapes that broadcast: the key of Philox4x32-10 and the high and low halves of
-    its counter. A number has 52 random bits.
+    Args:
+        seed: int64 key of Philox4x32-10. All arguments have shapes that broadcast.
+        major, minor: int64, high and low half of the counter.
     """
     words = [word for one in (minor, major, seed) for word in (one & _WORD, one >> 32 & _WORD)]
     high, low, *_ = philox_words(*torch.broadcast_tensors(*words))
@@ -62,10 +63,10 @@ _WORD = 2**32 - 1
 def philox_words(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, k0: torch.Tensor, k1: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10 of a counter of four words and a key of two (Salmon et al., Parallel random numbers: as easy as 1,
-    2, 3; SC 2011). Words are the low 32 bits of int64 tensors of one shape."""
+    """Philox4x32-10 for a counter of four words and a key of two (Salmon et al., Parallel random numbers: as easy as
+    1, 2, 3; SC 2011). Words are the low 32 bits of int64 tensors of one shape."""
     for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # all 64 bits of the product, its highest in the sign
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # all 64 bits of the product; the sign is the highest
         c0, c1 = (second >> 32 ^ c1 ^ k0) & _WORD, second & _WORD
         c2, c3 = (first >> 32 ^ c3 ^ k1) & _WORD, first & _WORD
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
@@ -73,31 +74,31 @@ def philox_words(
 
 
 def torch_seed(seed: int, step: int, process: int) -> int:
-    """A seed for torch's global generators (dropout) at one step of one process."""
+    """Seed for torch's global generators (dropout) at one step of one process."""
     return int(keyed_generator(seed, Purpose.TORCH, step, process).integers(2**63))
 
 
-SPAN_NUMBERS = 4  # of `Uniforms.span`
+SPAN_NUMBERS = 4  # columns of `Uniforms.span`
 
 
 @dataclass(frozen=True)
 class Uniforms:
-    """All random numbers of a batch's noise, uniform on [0, 1), fp32 where nothing else is said."""
+    """All random numbers of a batch's noise, uniform on [0, 1), fp32 by default."""
 
-    level: torch.Tensor  # [B], the noise level t
-    token: torch.Tensor  # [B, L], compared with the masking probability
-    cut: torch.Tensor  # [B], whether the sequence is cut short
-    cut_length: torch.Tensor  # [B], to what length
-    block: torch.Tensor  # [B, L], the noise level of block b in column b, where blocks have their own
-    replacement: torch.Tensor | None = None  # [B, L] float64, which random token; see `random_tokens`
-    span: torch.Tensor | None = None  # [B, 4] float64, which span of a row is noised, and how it is resized
+    level: torch.Tensor  # [B] noise level t
+    token: torch.Tensor  # [B, L] compared with the masking probability
+    cut: torch.Tensor  # [B] selects the sequences to truncate
+    cut_length: torch.Tensor  # [B] determines their length
+    block: torch.Tensor  # [B, L] noise level of block b in column b, for objectives with a level per block
+    replacement: torch.Tensor | None = None  # [B, L] float64, selects the random token; see `random_tokens`
+    span: torch.Tensor | None = None  # [B, 4] float64, determine the noisy span of a row and how it is resized
 
     @classmethod
     def keyed(
         cls, seed: int, step: int, samples: Sequence[int], length: int, purpose: Purpose = Purpose.TRAIN_NOISE
     ) -> Uniforms:
-        """Numbers keyed by (seed, step, global sample index): `samples` are the indices of the B rows. A longer
-        `length` only adds columns: padding changes no noise."""
+        """Numbers keyed by (seed, step, global sample index). `samples`: indices of the B rows. A longer `length` only
+        adds columns, so that padding does not change the noise."""
         rows = np.empty((len(samples), 3 + length), dtype=np.float32)
         blocks = np.empty((len(samples), length), dtype=np.float32)
         replacements = np.empty((len(samples), length), dtype=np.float64)
@@ -114,8 +115,7 @@ class Uniforms:
     def drawn(
         cls, generator: torch.Generator, batch: int, length: int, replaces: bool = False, spans: bool = False
     ) -> Uniforms:
-        """Numbers from an explicit generator, on that generator's device; `replaces` and `spans`: `replacement` and
-        `span` too."""
+        """Numbers from an explicit generator, on its device. `replaces`, `spans`: also draw `replacement`, `span`."""
         rows, blocks = (
             torch.rand(batch, columns, generator=generator, device=generator.device)
             for columns in (3 + length, length)
@@ -144,7 +144,7 @@ class Uniforms:
 
 
 def random_tokens(uniform: torch.Tensor, vocabulary_size: int, mask_token_id: int) -> torch.Tensor:
-    """Tokens in the shape of `uniform` [0, 1), all but the mask token equally likely; -1: there is no mask token."""
+    """Uniform tokens without the mask token (-1: there is none), in the shape of the numbers `uniform` on [0, 1)."""
     has_mask = 0 <= mask_token_id < vocabulary_size
     count = vocabulary_size - has_mask
     tokens = (uniform.double() * count).long().clamp(max=count - 1)
@@ -153,13 +153,17 @@ def random_tokens(uniform: torch.Tensor, vocabulary_size: int, mask_token_id: in
 
 @dataclass(frozen=True)
 class NoiseProcess:
-    """Noise of random tokens, with `p_uniform` None, or GIDD's hybrid of masks and random tokens, in which `p_uniform`
-    is the fraction of random tokens at t = 1/2 (gamma is 1). Everything is float64."""
+    """Noise of random tokens, or GIDD's hybrid of masks and random tokens, in float64.
+
+    Args:
+        p_uniform: fraction of random tokens at t = 1/2 in the hybrid (gamma is 1); None: random tokens only.
+    """
 
     p_uniform: float | None = None
 
     def probabilities(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """That a token is kept, masked, or replaced by one of the N tokens, itself among them, at noise level `t`."""
+        """Probabilities at noise level `t` that a token is kept, masked, or replaced by one of the N tokens (including
+        itself)."""
         t = t.double()
         if self.p_uniform is None:
             return 1 - t, torch.zeros_like(t), t
@@ -170,7 +174,7 @@ class NoiseProcess:
     def weights(
         self, t: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int, mask_token_id: int
     ) -> torch.Tensor:
-        """The weights w_t(z, x) of the bound; `count` is N. At noise levels 0 and 1 they are infinite."""
+        """Weights w_t(z, x) of the bound; `count` is N. They are infinite at noise levels 0 and 1."""
         t = t.double()
         keep, masked, replaced = self.probabilities(t)
         if self.p_uniform is None:
@@ -186,8 +190,9 @@ class NoiseProcess:
     def dynamic_weights(
         self, t: torch.Tensor, clean: torch.Tensor, noisy: torch.Tensor, count: int, mask_token_id: int
     ) -> torch.Tensor:
-        """GIDD's dynamic weights: 2 for a mask, 1 for a random token and B / N exp(-lambda / 2), lambda the logarithm
-        of the signal-to-noise ratio (1 - t) / t, for the clean token: about the bound's without their factor of t."""
+        """GIDD's dynamic weights: 2 for a mask, 1 for a random token, and B / N exp(-lambda / 2) for the clean token,
+        where lambda is the logarithm of the signal-to-noise ratio (1 - t) / t: about the bound's weights without their
+        factor of t."""
         t = t.double()
         unchanged = self._bend / count * (t / (1 - t)).sqrt()
         weights = torch.where(noisy == clean, unchanged, torch.ones_like(t))
@@ -195,6 +200,6 @@ class NoiseProcess:
 
     @property
     def _bend(self) -> float:
-        """GIDD's B, so that c_t / (1 + c_t) is `p_uniform` at t = 1/2."""
+        """GIDD's B, for which c_t / (1 + c_t) is `p_uniform` at t = 1/2."""
         assert self.p_uniform is not None
         return 2 * self.p_uniform / (1 - self.p_uniform)

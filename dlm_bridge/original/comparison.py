@@ -65,27 +65,27 @@ class OriginalResult:
 def verify_original(
     place: str | os.PathLike[str],
     *,
-    consent: bool = False,
-    python: str | os.PathLike[str] | None = None,
-    requires: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    original_python: str | os.PathLike[str] | None = None,
+    original_requires: Sequence[str] = (),
     revision: str | None = None,
 ) -> Verdict:
     """Compare a Hub folder or id, as this package loads it, with its own remote code.
 
     Args:
-        consent: allow that code to run with the user's permissions; a virtual environment is not a sandbox.
-        python: interpreter with torch and transformers. By default, a virtual environment with the transformers
-            version that the checkpoint's README.md or config.json names is created in the cache folder.
-        requires: further pip requirements of that environment, or other versions of `torch` and `transformers`.
+        trust_remote_code: allow that code to run with the user's permissions; a virtual environment is not a sandbox.
+        original_python: interpreter with torch and transformers. By default, a virtual environment is created in the
+            cache folder, with the transformers version that the checkpoint's README.md or config.json names.
+        original_requires: further pip requirements of that environment, or versions of `torch` and `transformers`.
 
     Raises:
-        SettingError: without consent, and if no transformers version is named.
+        SettingError: without `trust_remote_code`, and if no transformers version is named.
         CheckpointError: for a damaged checkpoint, one without code of its own, and one whose code fails.
         MissingExtraError: if the environment or its process cannot be created.
     """
     folder = resolve(place, revision)
     files = code_files(folder)
-    if not consent:
+    if not trust_remote_code:
         raise SettingError(
             "against_original",
             f"runs the code of {folder} ({', '.join(files) or 'no file'}) with your permissions, and a virtual "
@@ -95,7 +95,11 @@ def verify_original(
     if bridge.family.kind != "diffusion":
         raise CheckpointError(folder, f"{bridge.family.name} is a class of transformers, without code of its own")
     bridge.checkpoint.check()
-    interpreter = make_environment(requirements(folder, requires)) if python is None else Path(python).expanduser()
+    interpreter = (
+        make_environment(requirements(folder, original_requires))
+        if original_python is None
+        else Path(original_python).expanduser()
+    )
     model = bridge.build_hf_model(torch.float32)
     request = _request(bridge, model)
     original = _checked(*run_original(interpreter, folder, request), folder, request)

@@ -58,7 +58,7 @@ class LocalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if reason := unsupported(config):
-            raise MissingExtraError(reason, "needs Transformer Engine: leave it out, or install it on a GPU")
+            raise MissingExtraError(reason, "needs Transformer Engine: unset it, or install it on a GPU")
         self.attn_mask_type = attn_mask_type
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.window = _window(config, layer_number)
@@ -84,7 +84,7 @@ class LocalAttention(MegatronModule):
                 "packed_seq_params", "need Transformer Engine: pass an `attention_mask` of documents instead"
             )
         if attention_bias is not None:
-            raise SettingError("attention_bias", "would be ignored by the engine's attention: leave it out")
+            raise SettingError("attention_bias", "would be ignored by the engine's attention: unset it")
         check_mask(attention_mask, self.attn_mask_type, query, self.cp_group.size())
         ranks = self.cp_group.size()
         if attention_mask is None and self.softmax_offset is not None:
@@ -161,7 +161,7 @@ def transformer_engine_attention() -> type:
                 return super().forward(query, key, value, None, *args, packed_seq_params=packed_seq_params, **kwargs)
             check_mask(attention_mask, self._mask_type, query, self._gather_group.size())
             if reason := unsupported(self.config):
-                raise SettingError(reason, "would be ignored by attention under an `attention_mask`: leave it out")
+                raise SettingError(reason, "would be ignored by attention under an `attention_mask`: unset it")
             return masked_attention(query, key, value, attention_mask, self._scale, self._gather_group, self._window)
 
     return MaskedTEDotProductAttention

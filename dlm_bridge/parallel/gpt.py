@@ -100,7 +100,7 @@ class BridgeGPTModel(GPTModel):
             super().__init__(*args, **kwargs)
         for setting, reason in IGNORED_SETTINGS.items():
             if getattr(self.config, setting):
-                raise SettingError(setting, f"would be ignored ({reason}): leave it out")
+                raise SettingError(setting, f"would be ignored ({reason}): unset it")
         self._scales_queries, self._fuses_heads = scales_queries(self.config), fuses_heads(self.config)
         patch_token_dispatchers(self)
         patch_expert_biases(self)

@@ -190,7 +190,7 @@ class _Gather:
         wanted, found = {}, dict(self.shapes)
         if tied:
             found.pop(OUTPUT, None)  # on the last stage it repeats the embedding of the first
-        for param in (piece for each in params for piece in each.pieces):
+        for param in [piece for whole in params for piece in whole.pieces]:
             shape, live = list(param.megatron_shape), found.get(param.megatron_name, ())
             if param.rule.tp_axis is not None:
                 shape[param.rule.tp_axis] = sum(length for _, length in param.tp_slices(0, tensor_parallel(param)[1]))

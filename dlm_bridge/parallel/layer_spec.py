@@ -102,7 +102,7 @@ def _check(config: TransformerConfig, attention_pattern: str) -> None:
     if config.normalization != "RMSNorm":
         raise SettingError("normalization", f"must be RMSNorm, not {config.normalization}")
     if config.moe_grouped_gemm and not uses_transformer_engine():
-        raise MissingExtraError("moe_grouped_gemm", "needs Transformer Engine: leave it out, or install it on a GPU")
+        raise MissingExtraError("moe_grouped_gemm", "needs Transformer Engine: unset it, or install it on a GPU")
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

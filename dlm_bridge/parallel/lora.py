@@ -111,7 +111,7 @@ def add_adapters(
     by_layer: dict[int | None, list[ParamMapping]] = {}
     for param in dict.fromkeys(base.param_of[weight] for weight in weights):
         if not _module(param).rpartition(".")[2].startswith("linear_"):
-            raise SettingError("lora_targets", f"{param.hub_names[0]} is not a linear layer in Megatron: leave it out")
+            raise SettingError("lora_targets", f"{param.hub_names[0]} is not a linear layer in Megatron: unset it")
         by_layer.setdefault(param.layer, []).append(param)
     found = []
     for chunk in chunks:

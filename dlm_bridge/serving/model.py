@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.offline import check_prompts, open_engine
@@ -104,7 +104,8 @@ class ServedModel:
             message = f"{error}, which are more than {self.limit} tokens"
             raise RequestError(message, param=request.prompt_field, code=TOO_LONG) from error
         except DlmBridgeError as error:
-            raise RequestError(str(error), param=error.field) from error
+            param = error.field if isinstance(error, SettingError | RowError) else request.prompt_field
+            raise RequestError(str(error), param=param) from error
 
     def _jobs(self, request: TextRequest, listen: Callable[[int], Callable[[Event], None]]) -> list[Job]:
         settings = combine_settings(self.loaded.model, self.defaults, request.settings)
@@ -132,7 +133,7 @@ class ServedModel:
                 template_args=request.template_args,
             )
         for one in request.prompts:
-            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else list(one)
+            yield encode_text(tokenizer, one, max_chars=self.max_chars) if isinstance(one, str) else one
 
     def _new_tokens(self, settings: Mapping[str, Any], prompt: int) -> Any:
         """Number of new tokens after a prompt of this length: the settings' unchecked value, else the model's default

@@ -99,8 +99,8 @@ class TextRequest:
     """
 
     chat: bool
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[dict[str, Any]] = ()
     template_args: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     choices: int = 1
@@ -182,12 +182,28 @@ class _Completion(_Body):
         description="a string, a list of token ids, or a list of either"
     )
 
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return {"prompts": [self.prompt] if single else self.prompt}
+
 
 class _Chat(_Body):
     messages: _List[_Message] = Field(
         min_length=1, description="a list of objects with a role and a content of text, both strings"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="a JSON object")
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Arguments of `TextRequest`. Raises RequestError for reserved names of template variables."""
+        template_args, name = self.chat_template_kwargs or {}, "chat_template_kwargs"
+        try:
+            check_template_args(template_args, name)
+        except DlmBridgeError as error:
+            raise RequestError(str(error), param=name) from None
+        return {"messages": [each.model_dump() for each in self.messages], "template_args": template_args}
 
 
 def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
@@ -220,9 +236,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         raise RequestError("stream_options apply to streams only: set stream as well", param="stream_options")
     return TextRequest(
         chat=chat,
-        prompts=_prompts(body.prompt) if isinstance(body, _Completion) else (),
-        messages=tuple(each.model_dump() for each in body.messages) if isinstance(body, _Chat) else (),
-        template_args=_template_args(body) if isinstance(body, _Chat) else {},
+        **body.prompts,
         settings=settings,
         choices=body.n or 1,
         seed=body.seed if "seed" in body.model_fields_set else stored_seed,
@@ -240,7 +254,7 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise RequestError(f"{name} is not supported: {remedy}", param=name)
 
 
-def _validated(kind: type[_Body], fields: dict[str, Any]) -> _Body:
+def _validated(kind: type[_Completion | _Chat], fields: dict[str, Any]) -> _Completion | _Chat:
     """The validated fields. The error names the first malformed field, and the message of a chat by its index."""
     try:
         return kind.model_validate(fields)
@@ -279,23 +293,6 @@ def _settings(body: _Body) -> dict[str, Any]:
         largest = max(sizes, key=lambda name: sizes[name])
         raise RequestError(f"{largest}: settings are limited to {MAX_SETTINGS} characters", param=largest)
     return settings
-
-
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    if isinstance(prompt[0], int):
-        return (tuple(prompt),)
-    return tuple(one if isinstance(one, str) else tuple(one) for one in prompt)
-
-
-def _template_args(body: _Chat) -> dict[str, Any]:
-    found, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
-    try:
-        check_template_args(found, name)
-    except DlmBridgeError as error:
-        raise RequestError(str(error), param=name) from None
-    return found
 
 
 @dataclass(frozen=True)

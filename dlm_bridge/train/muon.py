@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import _muon
 
+PRECISION = torch.bfloat16  # of the iteration, and of the momentum that ranks gather for it
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates, to which Muon's are scaled
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?\.weight$")  # routers, not `gate_proj`
 

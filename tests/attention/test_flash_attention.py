@@ -137,7 +137,7 @@ def test_why_it_is_missing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(flash_attention, "version", absent)
         assert flash_attention.missing() == "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
     for version, kernels, said in (
-        ("4.0.0b3", None, "flash-attn-4 is 4.0.0b3, and only 4.0.0b36 is known to fit"),
+        ("4.0.0b3", None, "flash-attn-4 is 4.0.0b3, only 4.0.0b36 is supported"),
         (flash_attention.VERSION, broken, "cannot be imported: no module named cutlass"),
     ):
         flash_attention.missing.cache_clear()
@@ -157,7 +157,7 @@ def test_heads_that_do_not_fit(hopper: None, monkeypatch: pytest.MonkeyPatch) ->
     assert flash_attention.unsupported_heads(128, torch.bfloat16) is None
     assert flash_attention.unsupported_heads(256, torch.float16) is None
     assert "not in float32" in str(flash_attention.unsupported_heads(128, torch.float32))
-    assert "not of 100" in str(flash_attention.unsupported_heads(100, torch.bfloat16))
+    assert "not 100" in str(flash_attention.unsupported_heads(100, torch.bfloat16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert "up to 128 here, not of 256" in str(flash_attention.unsupported_heads(256, torch.bfloat16))
 

@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint becomes a diffusion one: same weights, a mask token, the family's attention pattern."""
+"""Conversion of an autoregressive checkpoint to a diffusion model: weights, mask token, attention pattern."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert import to_dlm
 from dlm_bridge.convert.to_dlm import TARGETS, convert_to_dlm
 from dlm_bridge.convert.verify import verify_manifest
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.models.families import family_by_name
 from tests.autoregressive.cases import CASES, Case
 from tests.autoregressive.test_families import tensors_of
 from tests.checkpoints import write_tokenizer
 from tests.convert.helpers import no_leftovers, run_cli, tree
+from tests.refusals import refused
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCABULARY = {EMBEDDING, HEAD, "model.word_embeddings.weight"}  # the last is Ling's
@@ -57,7 +59,7 @@ def write(case: Case, folder: Path, rows: int = 260, **tokenizer: Any) -> Path:
 
 
 @pytest.mark.parametrize(("case", "name"), PAIRS)
-def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -> None:
+def test_weights_attention_pattern_and_tokenizer(case: Case, name: str, tmp_path: Path) -> None:
     source = write(case, tmp_path / "ar")
     before = tree(source)
     report = convert_to_dlm(source, tmp_path / "dlm", to=name)
@@ -67,11 +69,11 @@ def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -
     old, new = tensors_of(source), tensors_of(tmp_path / "dlm")
     mtp = f"model.layers.{case.config['num_hidden_layers']}."
     assert {n for n in old if not n.endswith("inv_freq") and not n.startswith(mtp)} == set(new)
-    noisy = VOCABULARY & set(new)
+    with_mask_row = VOCABULARY & set(new)
     for tensor_name, tensor in new.items():
-        kept = tensor[:NEW_ID] if tensor_name in noisy else tensor
+        kept = tensor[:NEW_ID] if tensor_name in with_mask_row else tensor
         assert torch.equal(kept, old[tensor_name]), tensor_name
-    for tensor_name in noisy:
+    for tensor_name in with_mask_row:
         row = new[tensor_name][NEW_ID]
         assert new[tensor_name].shape == (NEW_ID + 1, 64)
         assert 0.01 < row.std() < 0.03  # initializer_range is 0.02
@@ -87,10 +89,10 @@ def test_weights_topology_and_tokenizer(case: Case, name: str, tmp_path: Path) -
     assert tokenizer.eos_token_id == 258
     ids = torch.randint(0, 250, (1, 12), generator=torch.Generator().manual_seed(0))
     assert model.generate(ids, max_new_tokens=8, eos_token_id=None).shape == (1, 20)
-    assert_topology(model, None)
+    assert_attention_pattern(model, None)
 
 
-def assert_topology(model: Any, window: int | None) -> None:
+def assert_attention_pattern(model: Any, window: int | None) -> None:
     """Exactly the logits of positions that attend to a token move when that token changes; with a window, as far as
     its layers reach."""
     ids = torch.randint(0, 250, (1, 14), generator=torch.Generator().manual_seed(0))
@@ -170,7 +172,7 @@ def test_tokens_are_reused(tmp_path: Path) -> None:
     number = transformers.AutoTokenizer.from_pretrained(own).mask_token_id
     convert_to_dlm(own, tmp_path / "dlm2")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm2").mask_token_id == number
-    with pytest.raises(DlmBridgeError, match="has the mask token <m> already"):
+    with refused(SettingError, "mask_token", "<other>", "<m>"):
         convert_to_dlm(own, tmp_path / "dlm3", "<other>")
 
 
@@ -244,31 +246,29 @@ def test_the_result_crosses_to_megatron_and_trains(
     assert all(0 < row["loss"] < float("inf") for row in rows)
 
 
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(BY_LABEL["qwen3"], tmp_path / "ar")
-
-    def refused(*arguments: object, says: str) -> None:
-        code, _, err = run_cli(capsys, "convert-to-dlm", *arguments)
-        assert (code, err.count("\n")) == (2, 1), err
-        assert says in err
-
-    refused(
-        source,
-        tmp_path / "out",
-        "--to",
-        "llada",
-        says="qwen3 becomes bidirectional, block-causal, shifted (a2d_qwen3 or sdar",
-    )
-    refused(source, tmp_path / "out", "--mask-token", "the", says="is an ordinary token of the vocabulary")
-    refused(source, source, says="the output is the source")
+    out = tmp_path / "out"
+    code, _, err = run_cli(capsys, "convert-to-dlm", source, out, "--to", "llada")
+    assert (code, "--to" in err, "block-causal" in err, err.count("\n")) == (2, True, True, 1)
+    with refused(SettingError, "mask_token", "the"):
+        convert_to_dlm(source, out, "the")
+    with refused(SettingError, "masktoken", "`mask_token`"):
+        convert_to_dlm(source, out, masktoken="the")
+    with pytest.raises(DlmBridgeError):
+        convert_to_dlm(source, source)
     convert_to_dlm(source, tmp_path / "dlm")
-    refused(source, tmp_path / "dlm", says="give --overwrite")
-    refused(tmp_path / "dlm", tmp_path / "out", says="is a diffusion model already (a2d_qwen3)")
+    with pytest.raises(DlmBridgeError, match="overwrite"):
+        convert_to_dlm(source, tmp_path / "dlm")
+    with refused(SettingError, "source", "a2d_qwen3"):
+        convert_to_dlm(tmp_path / "dlm", out)
     (source / "tokenizer.json").write_text("{")
-    refused(source, tmp_path / "out", says="tokenizer.json: cannot be read")
+    with refused(CheckpointError, source / "tokenizer.json"):
+        convert_to_dlm(source, out)
     (source / "tokenizer.json").unlink()
-    refused(source, tmp_path / "out", says="has no tokenizer.json")
-    assert not (tmp_path / "out").exists()
+    with refused(CheckpointError, source, "tokenizer.json"):
+        convert_to_dlm(source, out)
+    assert not out.exists()
     assert no_leftovers(tmp_path)
 
 
@@ -299,7 +299,7 @@ def test_sliding_windows_stay(label: str, changed: dict[str, Any], form: str, tm
     for attention in ("eager",) if label == "gpt-oss" else ("sdpa", "eager"):  # the former has no sinks
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm", attn_implementation=attention)
         if label != "qwen2.5":  # whose other layer sees everything
-            assert_topology(model.eval(), WINDOW)
+            assert_attention_pattern(model.eval(), WINDOW)
         with torch.no_grad():
             found.append(model(ids).logits)
             positions = (real.cumsum(-1) - 1).clamp(min=0)
@@ -357,7 +357,7 @@ def test_ling_s_multi_token_prediction_layers_are_left_out(tmp_path: Path) -> No
     del config["routed_scaling_factor"]
     (source / "config.json").write_text(json.dumps(config))
     report = convert_to_dlm(source, tmp_path / "dlm", block_size=8)
-    assert any(note.startswith("1 multi-token prediction layers are left out") for note in report.notes)
+    assert any("1 multi-token prediction layers" in note for note in report.notes)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dlm").eval()
     assert (type(model).__name__, model.config.block_size) == ("LLaDA2MoeModelLM", 8)
     causal = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12)
@@ -369,9 +369,9 @@ def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
     source = write(BY_LABEL["mistral"], tmp_path / "ar")
     convert_to_dlm(source, tmp_path / "dlm", to="block-causal", block_size=8)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "dlm").block_size == 8
-    with pytest.raises(DlmBridgeError, match="--block-size 8: mistral_shifted is bidirectional"):
+    with refused(SettingError, "block_size", "mistral_shifted"):
         convert_to_dlm(source, tmp_path / "out", to="shifted", block_size=8)
-    with pytest.raises(DlmBridgeError, match="--block-size 0"):
+    with refused(SettingError, "block_size", "0"):
         convert_to_dlm(source, tmp_path / "out", to="block-causal", block_size=0)
     written = json.loads((tmp_path / "dlm" / "config.json").read_text())
     (tmp_path / "dlm" / "config.json").write_text(json.dumps({**written, "block_size": 0}))
@@ -379,10 +379,10 @@ def test_block_size_and_architecture_are_checked(tmp_path: Path) -> None:
         transformers.AutoConfig.from_pretrained(tmp_path / "dlm")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["FalconForCausalLM"]}))
-    with pytest.raises(DlmBridgeError, match=r"architecture FalconForCausalLM .* MixtralForCausalLM"):
+    with pytest.raises(DlmBridgeError, match="FalconForCausalLM"):
         convert_to_dlm(source, tmp_path / "out")
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(DlmBridgeError, match="architecture GPT2LMHeadModel: GPT-2"):
+    with pytest.raises(DlmBridgeError, match="GPT2LMHeadModel"):
         convert_to_dlm(source, tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes one with experts, which computes the same."""
+"""Upcycling of a dense checkpoint to a mixture of experts with the same logits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.convert.to_moe import targets, upcycle
 from dlm_bridge.convert.verify import verify_manifest
-from dlm_bridge.errors import ChangedTensorsError
+from dlm_bridge.errors import ChangedTensorsError, SettingError
 from tests.autoregressive.test_families import tensors_of
 from tests.autoregressive.test_to_dlm import BY_LABEL, logits_of, write
-from tests.convert.helpers import run_cli
+from tests.convert.helpers import run_cli, tree
 from tests.convert.test_changed_tensors import flip
+from tests.refusals import refused
 
 LABELS = {"qwen3": "qwen3", "llama": "llama3.1", "mistral": "mistral"}
 FAST = ("qwen3", "mistral", "sdar")
@@ -84,40 +85,35 @@ def test_a_changed_weight_is_refused(tmp_path: Path) -> None:
     upcycle(tmp_path / "dense", tmp_path / "moe", experts=2, accept_changed_tensors=True)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "named"),
-    [
-        (("--experts", 1), "--experts 1"),
-        (("--experts", 4, "--top-k", 5), "--top-k 5"),
-        (("--experts", 4, "--top-k", 0), "--top-k 0"),
-        (("--experts", 4, "--granularity", 3), "--granularity 3"),
-        (("--experts", 4, "--granularity", 64), "--granularity 64"),
-    ],
-)
-def test_bad_numbers(
-    numbers: tuple[object, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = BY_LABEL["qwen3"].write(tmp_path / "ar")
-    code, _, err = run_cli(capsys, "upcycle", dense, tmp_path / "moe", *numbers)
-    assert (code, named in err, len(err.splitlines())) == (2, True, 1), err
+    for experts, settings in ((1, {}), (4, {"top_k": 5}), (4, {"granularity": 3}), (4, {"granularity": 64})):
+        field = next(iter(settings), "experts")
+        with refused(SettingError, field, str({"experts": experts, **settings}[field])):
+            upcycle(dense, tmp_path / "moe", experts, **settings)
+    code, _, err = run_cli(capsys, "upcycle", dense, tmp_path / "moe", "--experts", 4, "--top-k", 0)
+    assert (code, "--top-k" in err, err.count("\n")) == (2, True, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["ar"]
 
 
-def test_models_that_become_none(tmp_path: Path) -> None:
+def test_models_without_a_counterpart(tmp_path: Path) -> None:
     biased = BY_LABEL["qwen2.5"].write(tmp_path / "qwen2")
-    with pytest.raises(DlmBridgeError, match="qwen2: known are"):
-        upcycle(biased, tmp_path / "moe", experts=2)
     windowed = BY_LABEL["qwen3"].write(tmp_path / "qwen3", use_sliding_window=True, sliding_window=6)
-    with pytest.raises(DlmBridgeError, match="use_sliding_window"):
-        upcycle(windowed, tmp_path / "moe", experts=2)
+    for dense, named in ((biased, "qwen2"), (windowed, "use_sliding_window")):
+        with refused(SettingError, "source", named):
+            upcycle(dense, tmp_path / "moe", experts=2)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_the_settings_of_every_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = BY_LABEL["llama3.1"].write(tmp_path / "ar")
-    code, out, err = run_cli(capsys, "upcycle", dense, tmp_path / "moe", "--experts", 2, "--json")
+    options = ("--experts", 2, "--dtype", "bf16", "--processes", 2, "--shard-size", "100KB", "--json")
+    code, out, err = run_cli(capsys, "upcycle", dense, tmp_path / "moe", *options)
     assert code == 0, err
     assert json.loads(out)["action"] == "upcycle"
     assert json.loads((tmp_path / "moe/config.json").read_text())["num_local_experts"] == 2
+    upcycle(dense, tmp_path / "same", 2, dtype=torch.bfloat16, shard_size="100KB")
+    assert tree(tmp_path / "same") == tree(tmp_path / "moe")
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "moe").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("value", ["a", float("nan"), -1, [0.02]])

@@ -315,8 +315,8 @@ def test_a_process_that_fails_ends_all_by_its_name(two: Together) -> None:
     """The others' rows stay."""
     first, second = two.said[tp_worker.FAILING]
     assert (first.code, second.code) == (2, 2)
-    assert second.err == "dlm-bridge: rank 1: a row of this share cannot be sampled\n"
-    assert first.err.startswith("dlm-bridge: rank 1 has ended before its rows were done")
+    assert second.err == "dlm-bridge: a row of this share cannot be sampled (rank 1)\n"
+    assert first.err.startswith("dlm-bridge: rank 1: ended before its rows were done")
     assert [path.name for path in two.root.glob("*failed*")] == ["failed.jsonl.partial"]
 
 

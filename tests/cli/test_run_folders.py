@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_bridge import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError
 from dlm_bridge.hub import checkpoint_folder
 from dlm_bridge.loading import load_model
 from dlm_bridge.parallel.train.checkpoints import find_iteration
 from dlm_bridge.train.config.files import load_config
 from tests.convert.helpers import run_cli
+from tests.refusals import refused
 
 DATA = Path(__file__).parent.parent / "compatibility/data"
 NEWEST = {"accelerate": "step-0000004", "megatron": ""}
@@ -103,7 +104,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     assert run_cli(capsys, "import", DATA / "sdar", tmp_path / "base")[0] == 0
     code, _, err = run_cli(capsys, "adapter", "import", peft, run / "checkpoints", "--base", tmp_path / "base")
     assert code == 0, err
-    (run / "config.yaml").write_text(f"task: pretrain\nmodel: {{model: {tmp_path / 'base'}}}\n")
+    (run / "config.yaml").write_text(f"task: pretrain\nmodel: {{path: {tmp_path / 'base'}}}\n")
     wanted = load_model(runs["adapter"]).model.state_dict()
     loaded = load_model(run).model
     assert isinstance(loaded, PeftModel)
@@ -113,7 +114,7 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
     assert isinstance(load_model(run / "checkpoints").model, PeftModel)
     assert run_cli(capsys, "adapter", "export", run / "checkpoints", tmp_path / "merged", "--merge")[0] == 0
     (run / "config.yaml").write_text("model: {model: ./gone}\n")
-    with pytest.raises(DlmBridgeError, match="gone: no such folder"):
+    with refused(CheckpointError, None, "gone: no such folder"):
         load_model(run)
     assert isinstance(load_model(run, like=str(DATA / "sdar")).model, PeftModel)
 
@@ -121,9 +122,9 @@ def test_an_adapter_of_the_megatron_engine_is_loaded_on_its_run_s_base(
 def test_training_starts_from_a_run(runs: dict[str, Path]) -> None:
     flags = {"data": ["mock"], "output": "x", "lora_rank": 0}
     config = load_config({**flags, "model": str(runs["accelerate"]), "adapter": str(runs["adapter"])})
-    assert config.model.model == str(runs["accelerate"] / "checkpoints/step-0000004")
+    assert config.model.path == str(runs["accelerate"] / "checkpoints/step-0000004")
     assert config.model.adapter == str(runs["adapter"] / "checkpoints/step-0000004")
-    assert load_config({**flags, "model": "./nowhere"}).model.model == "./nowhere"
+    assert load_config({**flags, "model": "./nowhere"}).model.path == "./nowhere"
 
 
 @pytest.mark.parametrize("file", ["latest_checkpointed_iteration.txt", "dlm_bridge.json"])
@@ -142,6 +143,6 @@ def test_a_run_whose_files_give_an_error_when_read_is_refused(runs: dict[str, Pa
 
 def test_a_run_without_a_whole_checkpoint_is_refused(runs: dict[str, Path]) -> None:
     shutil.rmtree(runs["accelerate"] / "checkpoints/step-0000004")
-    with pytest.raises(DlmBridgeError, match="accelerate: a training run without a complete checkpoint"):
+    with refused(CheckpointError, runs["accelerate"]):
         checkpoint_folder(runs["accelerate"])
     assert checkpoint_folder(DATA / "llada") == DATA / "llada"

@@ -114,9 +114,9 @@ def bert(tmp_path: Path) -> Path:
 
 
 def refusal(*words: str) -> int:
-    """The exit code of the command in this process."""
+    """Exit code of the command in this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["dlm-bridge", "serve", *words])
+        patch.setattr(sys, "argv", ["dlm-bridge", *words])
         with pytest.raises(SystemExit) as exit_:
             main()
     return int(exit_.value.code or 0)
@@ -130,6 +130,8 @@ def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pyte
         cases = {
             "BertForMaskedLM": [str(bert), "--port", "0"],
             port: [str(llada), "--port", port],
+            "--port": [str(llada), "--port", "65536"],
+            "--queue-size": [str(llada), "--queue-size", "0"],
             "frobnicate": [str(llada), "--set", "frobnicate=1"],
             "block_length": [str(llada), "--set", "block_length=0"],
             "--batch-size": [str(llada), "--batch-size", "many"],
@@ -139,7 +141,7 @@ def test_what_cannot_be_served_is_one_line(llada: Path, bert: Path, capsys: pyte
             "--cors-origin": [str(llada), "--cors-origin", "a.example"],
         }
         for named, words in cases.items():
-            assert refusal(*words) == 2, named
+            assert refusal("serve", *words) == 2, named
             (line,) = capsys.readouterr().err.splitlines()
             assert named in line
 
@@ -148,7 +150,7 @@ def test_an_empty_key_is_no_open_door(
     llada: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DLM_BRIDGE_API_KEY", "")
-    assert refusal(str(llada), "--port", "0") == 2
+    assert refusal("serve", str(llada), "--port", "0") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "DLM_BRIDGE_API_KEY" in line
 
@@ -182,7 +184,7 @@ def test_who_may_reach_the_server(
         codes.update({host: client.get("/metrics", headers={"Host": host}).status_code for host in reached})
 
     monkeypatch.setattr(Server, "serve_forever", serve_forever)
-    assert refusal(str(llada), "--port", "0", *words) == 0
+    assert refusal("serve", str(llada), "--port", "0", *words) == 0
     assert codes == reached
     first = capsys.readouterr().err.partition("\n")[0]
     assert ("warning" in first and "0.0.0.0" in first) == warned
@@ -237,15 +239,21 @@ def test_a_folder_s_name_is_printable(
         models.append(TestClient(server.config.app, "http://localhost").get("/v1/models").json()["data"][0]["id"])
 
     monkeypatch.setattr(Server, "serve_forever", serve_forever)
-    assert refusal(str(folder), "--port", "0") == 0
+    assert refusal("serve", str(folder), "--port", "0") == 0
     assert models == [r"it\x1b[31m"]
     assert models[0] in capsys.readouterr().out
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [("serve", "prometheus_client", "serve"), ("app", "gradio", "app"), ("transformers serve", "openai", "serve")],
+)
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, missing: str, extra: str
+) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "dlm_bridge.serving.command.find_spec", lambda name: None if name == "uvicorn" else found(name)
-    )
-    assert refusal("nowhere") == 2
-    assert "pip install 'dlm-bridge[serve]'" in capsys.readouterr().err
+    monkeypatch.setattr("dlm_bridge.serving.command.find_spec", lambda name: None if name == missing else found(name))
+    assert refusal(*command.split(), "nowhere") == 2
+    error = capsys.readouterr().err
+    assert missing in error
+    assert f"pip install 'dlm-bridge[{extra}]'" in error

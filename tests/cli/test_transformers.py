@@ -93,7 +93,7 @@ def test_a_model_without_a_chat_template_refuses_chats(llada: Path) -> None:
 
 
 def test_its_blocks_are_streamed_as_they_are_committed(server: str, chatty: Path) -> None:
-    """As `transformers chat` asks: with a generation config, which can hold a sampler's settings."""
+    """`transformers chat` sends a generation config, which can contain a sampler's settings."""
     import httpx
 
     config = json.dumps({"max_new_tokens": 16, "block_length": 4, "do_sample": False})
@@ -103,7 +103,7 @@ def test_its_blocks_are_streamed_as_they_are_committed(server: str, chatty: Path
     parts = [json.loads(line)["choices"][0]["delta"].get("content") for line in lines]
     texts = [part for part in parts if part]
     assert len(texts) > 1
-    # The stream holds back bytes that are no whole character.
+    # The stream holds back bytes of an incomplete character.
     whole = expected(chatty, gen_length=16, block_length=4)
     assert "".join(texts).rstrip("\ufffd") == whole.rstrip("\ufffd") != ""
 
@@ -121,13 +121,3 @@ def test_the_launcher_hands_everything_on(monkeypatch: pytest.MonkeyPatch, capsy
         main()
     assert exit_.value.code in (0, None)
     assert "--continuous-batching" in capsys.readouterr().out
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr("dlm_bridge.serving.command.find_spec", lambda name: None if name == "openai" else found(name))
-    monkeypatch.setattr(sys, "argv", ["dlm-bridge", "transformers", "serve", "nowhere"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    assert "pip install 'dlm-bridge[serve]'" in capsys.readouterr().err

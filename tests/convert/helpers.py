@@ -16,7 +16,7 @@ from dlm_bridge.convert.manifest import MANIFEST
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Path below the folder -> content, of every file but the tool's own manifest."""
+    """Map relative paths to contents of all files except the manifest."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -67,7 +67,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `dlm-bridge ARGUMENTS`."""
+    """Run `dlm-bridge ARGUMENTS`. Returns (exit code, stdout, stderr)."""
     capsys.readouterr()
     before = sys.argv
     sys.argv = ["dlm-bridge", *map(str, arguments)]
@@ -81,5 +81,5 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def no_leftovers(folder: Path) -> bool:
-    """Nothing hidden stands in the folder."""
+    """True if the folder contains no hidden files."""
     return not [path for path in folder.iterdir() if path.name.startswith(".")]

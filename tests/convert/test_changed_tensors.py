@@ -1,4 +1,4 @@
-"""A flipped bit of a weight whose digest is recorded is never converted unasked; NaN and infinite values are named."""
+"""Weights that differ from their recorded digests are refused unless accepted; NaN and infinity are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EMBEDDING = "model.transformer.wte.weight"
 
 
 def flip(folder: Path, *names: str) -> None:
-    """Change one bit of each of these weights where the checkpoint has it."""
+    """Flip one bit of each of these weights in the checkpoint's files."""
     checkpoint = open_checkpoint(folder)
     for name in names:
         param = checkpoint.param_of[name]
@@ -56,7 +56,7 @@ def flip_bit(checkpoint: Checkpoint, name: str, number: int) -> None:
                 data[region.offset + before] ^= 1
                 region.path.write_bytes(data)
                 return
-    raise AssertionError(f"{name} lies nowhere")
+    raise AssertionError(f"{name} is not stored")
 
 
 def _row_bytes(checkpoint: Checkpoint, name: str) -> int:
@@ -66,7 +66,7 @@ def _row_bytes(checkpoint: Checkpoint, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model as a Megatron checkpoint of both formats and as a Hub folder, with digests."""
+    """A model as a Megatron checkpoint of both formats and as a Hub folder, with digests."""
     folder = tmp_path_factory.mktemp("whole")
     source = write_llada(folder / "source", n_kv_heads=2)
     Bridge.from_hf(source).to_megatron(folder / "torch_dist", Layout(pp=2))
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_refused_or_recorded(
     assert verdict.equal
     assert any(UP in note for note in verdict.notes)
     assert any(UP in note for note in inspect_checkpoint(output).notes)
-    # What it was made of stays known, also one conversion on.
+    # The change stays recorded in the next conversion.
     again = Bridge.to_hf if manifest.format != "huggingface" else Bridge.to_megatron
     again(opened(output), tmp_path / "again")
     after = read_manifest(tmp_path / "again")
@@ -160,7 +160,7 @@ def test_the_commands_refuse_and_accept(
 
 
 def test_what_megatron_has_no_place_for_is_checked(tmp_path: Path) -> None:
-    """Rotary frequencies that a Hub folder stores lie in a file of their own."""
+    """Rotary frequencies of a Hub folder are stored in a separate file."""
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     source = write_hub_folder(tmp_path / "hub", LLAMA, {**_llama_tensors(), name: torch.ones(4)})
     Bridge.from_hf(source).to_megatron(tmp_path / "m")
@@ -240,7 +240,7 @@ def test_an_autoregressive_model_is_checked_before_it_becomes_a_diffusion_one(
 
 
 def test_a_damaged_checkpoint_of_training_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its files have digests, its tensors have none."""
+    """A training run records digests of files, not of tensors."""
     run = tmp_path / "run"
     shutil.copytree(Path(__file__).parent.parent / "compatibility/data/run_megatron", run)
     flip(run, FINAL)

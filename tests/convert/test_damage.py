@@ -28,7 +28,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def told(root: Path, file: str) -> str:
-    """What verify says of a checkpoint that is not whole: the name, the kind and the detail of each difference."""
+    """Output of verify for a damaged checkpoint: name, kind and detail of each difference, or the error."""
     try:
         verdict = verify_manifest(root, workers=1)
     except DlmBridgeError as error:

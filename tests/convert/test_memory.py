@@ -41,7 +41,7 @@ print(json.dumps([before, peak()]))
 
 
 def write_sparse(folder: Path) -> Path:
-    """A checkpoint of zeros that takes no space on the disk: the header, then a hole."""
+    """A checkpoint of zeros in sparse files, which use no disk space."""
     folder.mkdir()
     config = llada_config(
         d_model=HIDDEN,
@@ -86,9 +86,9 @@ def test_peak_memory_stays_far_below_the_model(tmp_path: Path) -> None:
     assert after - before < 50e6 < MODEL / 4
 
 
-@pytest.mark.parametrize("band", [32, 256, 4096])
+@pytest.mark.parametrize("band", [32, 4096])
 def test_bands_change_nothing(tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch, band: int) -> None:
-    """What only large tensors meet, on small ones: few rows at a time, that cross the borders of ranks and tensors."""
+    """Small bands, which cross the borders of ranks and tensors as in large models."""
     Bridge.from_hf(llada).to_megatron(tmp_path / "plain", Layout(tp=2, pp=2))
     monkeypatch.setattr(streaming, "BAND", band)
     Bridge.from_hf(llada).to_megatron(tmp_path / "m", Layout(tp=2, pp=2), workers=2)
@@ -101,7 +101,7 @@ def test_bands_change_nothing(tmp_path: Path, llada: Path, monkeypatch: pytest.M
 
 
 def test_reused_memory_changes_nothing(tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cast needs a tensor's memory; large tensors use that of others before them."""
+    """Casts reuse memory blocks of earlier tensors."""
     Bridge.from_hf(llada).to_megatron(tmp_path / "plain", Layout(tp=2, pp=2), "bf16")
     taken: list[int] = []
     real = workers.mmap.mmap
@@ -135,7 +135,7 @@ def test_blocks_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_item_is_what_torch_saves(tmp_path: Path) -> None:
-    """Byte for byte but for the archive's id, and whole for Python's zipfile, checksums and all."""
+    """Equal bytes except the archive's id, and valid checksums for Python's zipfile."""
     for shape in ((3, 5), (0, 4), (), (1, 1, 7, 4096)):
         for tensor in (torch.randn(shape), torch.randn((*shape, 2)).bfloat16()[..., 0]):
             dtype, size = tensor.dtype, tuple(tensor.shape)

@@ -22,7 +22,7 @@ LAYOUT = Layout(tp=2, pp=2)
 
 
 def fails_in_a_child(monkeypatch: pytest.MonkeyPatch, after: int, how: Any) -> None:
-    """In every process but this one, `how` happens at the write after so many."""
+    """Call `how` in every forked process after `after` writes."""
     real, here, count = streaming.write_at, os.getpid(), 0
 
     def write(*arguments: Any) -> None:
@@ -84,7 +84,7 @@ def test_an_error_in_a_process_is_the_run_s(
 
 
 def test_a_worker_leaves_the_garbage_of_its_parent_alone() -> None:
-    """Among it may be what ends threads or groups of processes, which a fork does not copy."""
+    """Garbage may own threads or process groups, which a fork does not copy."""
     read, write = os.pipe()
 
     class Native:

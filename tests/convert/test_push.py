@@ -1,4 +1,4 @@
-"""`dlm-bridge push` against a Hub of our own on localhost: what goes up, the card, and tokens that are never said."""
+"""`dlm-bridge push` to a mock Hub on localhost: uploaded files, the card, and tokens, which are never printed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKEN = "hf_SecretSecretSecretSecret0123"
 
 @dataclass
 class Hub:
-    """Remembers what was asked, and answers as the Hub does, or with `status` and a body that repeats the token."""
+    """Records requests. Answers as the Hub, or with an error `status` and a body that contains the token."""
 
     status: int = 200
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -95,7 +95,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # poll interval in seconds
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # localhost is no network
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # the server is on localhost
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     huggingface_hub.close_session()
     yield state
@@ -106,7 +106,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint without README that went through Megatron, with things beside it that must not go up."""
+    """An exported checkpoint, with files beside it that must not be uploaded."""
     source = write_llada(tmp_path / "source", dtype=torch.bfloat16)
     (source / "README.md").unlink()
     Bridge.from_hf(source).to_megatron(tmp_path / "ckpt", Layout())
@@ -184,7 +184,7 @@ def test_names_of_sources(
     assert public_name(name) == public
     path = folder / "dlm_bridge.json"
     manifest = json.loads(path.read_text())
-    # One that was changed by hand is not made intact.
+    # An edited manifest stays marked as changed.
     path.write_text(json.dumps({**manifest, "source": {**manifest["source"], "name": name}}, indent=1) + "\n")
     assert not is_intact(folder)
     path.write_bytes(renamed_source(folder, public))
@@ -336,7 +336,7 @@ def test_no_network_is_one_line(
 
 
 def test_an_exception_with_a_token_inside_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the library raises: neither message nor chain has the token."""
+    """Neither the message nor the chain of an error contains the token."""
     from huggingface_hub import HfApi
 
     def fail(*arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Killed at any moment: nothing or a whole output, and --resume ends with the bytes of a run that nobody stopped."""
+"""A killed conversion leaves no output; --resume completes it with the bytes of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUT = Layout(tp=2, pp=2)
 
 
 def whole(folder: Path) -> dict[str, bytes]:
-    """Every file, the manifest as well."""
+    """Contents of every file, including the manifest."""
     return tree(folder) | {MANIFEST: (folder / MANIFEST).read_bytes()}
 
 
@@ -58,8 +58,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path])
 
 
 def killed_run(action: str, source: Path, output: Path, moment: int, resume: bool) -> bool:
-    """Convert in a forked process that kills itself at its `moment`-th system call that changes the disk. Whether it
-    was killed; a run with fewer calls ends well."""
+    """Convert in a forked process that kills itself at its `moment`-th system call that changes the disk. Returns
+    False if there are fewer calls."""
     process = multiprocessing.get_context("fork").Process(
         target=_victim, args=(action, source, output, moment, resume)
     )
@@ -71,7 +71,7 @@ def killed_run(action: str, source: Path, output: Path, moment: int, resume: boo
 
 def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) -> None:
     leave_inherited()
-    journal._EVERY = 1  # every param is flushed and noted at once
+    journal._EVERY = 1  # every parameter is flushed and recorded at once
     left = moment
 
     def counted(module: Any, name: str) -> None:
@@ -99,7 +99,7 @@ def _victim(action: str, source: Path, output: Path, moment: int, resume: bool) 
 def test_killed_again_and_again(
     tmp_path: Path, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], action: str
 ) -> None:
-    """Each run goes a random number of steps; sooner or later one comes through."""
+    """Each run is killed after a random number of calls, until one completes."""
     chance = random.Random(action)
     before = tree(sources[action])
     output = tmp_path / "out"
@@ -121,7 +121,7 @@ def test_killed_again_and_again(
 def test_killed_when_all_is_written(
     tmp_path: Path, sources: dict[str, Path], expected: dict[str, dict[str, bytes]], action: str
 ) -> None:
-    """But for the journal's end: the manifest that is there is none of the files that the next one lists."""
+    """Killed before the journal is closed: the existing manifest is not a side file of the resumed output."""
     output = tmp_path / "out"
     process = multiprocessing.get_context("fork").Process(
         target=_victim_at_the_end, args=(action, sources[action], output)
@@ -143,7 +143,7 @@ def _victim_at_the_end(action: str, source: Path, output: Path) -> None:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output: Path, after: int) -> str:
-    """Interrupt a conversion once `after` params are noted as done. The interruption's message."""
+    """Interrupt a conversion once `after` parameters are recorded. Returns the message."""
     monkeypatch.setattr(journal, "_EVERY", 1)
     count = 0
     real = journal.Journal.add
@@ -163,7 +163,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, action: str, source: Path, output
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that are written from now on."""
+    """Record the names of tensors that are written from now on."""
     names: list[str] = []
     slices, tensors = TorchDistWriter.write, HubWriter.sink
 
@@ -188,9 +188,9 @@ def test_resume_goes_on_where_it_was(
     output = tmp_path / "out"
     message = interrupt(monkeypatch, action, sources[action], output, after=9)
     (left,) = tmp_path.iterdir()
-    assert all(named in message for named in (str(output), "--resume", left.name))
+    assert all(named in message for named in (str(output), "`resume`", left.name))
     done = set(journal.Journal(left, "?", []).done)
-    assert 9 <= len(done) < 20  # tasks that were under way come to their end
+    assert 9 <= len(done) < 20  # running tasks are completed
     names = written(monkeypatch)
     convert(action, sources[action], output, resume=True)
     params = Bridge.from_hf(sources["import"]).checkpoint.params
@@ -214,7 +214,7 @@ def test_what_is_damaged_meanwhile_is_written_again(
         data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
         file.write_bytes(data)
     lines = (left / journal.JOURNAL).read_text().splitlines()
-    lines[3] = lines[3][: len(lines[3]) // 2]  # a line that is no line
+    lines[3] = lines[3][: len(lines[3]) // 2]  # a truncated line
     lines.append('["decoder.final_layernorm.weight", {"tensors": 5}]')
     (left / journal.JOURNAL).write_text("\n".join(lines))
     convert("import", sources["import"], output, resume=True)

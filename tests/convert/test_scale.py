@@ -1,4 +1,4 @@
-"""What grows with the model: nothing faster than its tensors; every byte read once and written once."""
+"""Cost of conversions: linear in the number of tensors; every byte is read once and written once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = Layout(tp=2, pp=2, ep=4, etp=1)
 
 
 def write_holes(folder: Path, config: dict[str, Any]) -> int:
-    """A Hub folder with whole headers, and holes for tensors. The number of tensors."""
+    """Write a Hub folder with headers and sparse files. Returns the number of tensors."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     mapping = find_family(config, None, str(folder)).mapping
@@ -43,7 +43,7 @@ def write_holes(folder: Path, config: dict[str, Any]) -> int:
 
 
 def planning_calls(hub: Path) -> int:
-    """Function calls, Python's and C's, that opening and planning make."""
+    """Count the Python and C function calls of opening and planning."""
     count = 0
 
     def profile(_: Any, event: str, __: Any) -> None:
@@ -91,7 +91,7 @@ def test_planning_does_not_wake_the_collector(tmp_path: Path) -> None:
 
 
 def test_every_byte_once(tmp_path: Path, llada: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted where the process asks the system: what is read and written of weights, and at which place."""
+    """Count the bytes of system calls that read and write weights, by file and position."""
     moved: dict[str, dict[str, list[tuple[int, int]]]] = {"read": {}, "written": {}}
     preadv, pwrite = os.preadv, os.pwrite
 

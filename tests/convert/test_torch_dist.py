@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader, plan_torch_dist
 from dlm_bridge.convert.verify import verify_pair
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.mapping.rules import Dims, Direct, GatedMLP, ParamMapping
 from tests.checkpoints import write_llada
 from tests.convert.helpers import dcp_tensors, hub_tensors, save_dcp, tree
+from tests.refusals import refused
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN = 4, 64, 4, 2, 16, 96
 ROOT = "model.transformer."
@@ -182,7 +184,7 @@ def test_without_manifest(tmp_path: Path, llada: Path, path: str) -> None:
     save_dcp(expected(hub_tensors(llada)), root / name)
     (root / "latest_checkpointed_iteration.txt").write_text("release" if path == "release" else "12")
     checkpoint = root / name if path == "iteration" else root
-    with pytest.raises(DlmBridgeError, match=r"no dlm_bridge\.json.*--like HF or --hf-config FILE"):
+    with refused(CheckpointError, checkpoint, "dlm_bridge.json", "`like`", "`hf_config`"):
         Bridge.from_megatron(checkpoint)
     Bridge.from_megatron(checkpoint, like=llada).to_hf(tmp_path / "like")
     assert tree(tmp_path / "like") == tree(llada)
@@ -262,7 +264,6 @@ def test_each_source_byte_is_read_once(
         counted += len(view)
         real(fd, path, offset, view)
 
-    monkeypatch.setattr(streaming, "read_at", count)
     monkeypatch.setattr(streaming, "read_at", count)
     total = sum(tensor.nbytes for tensor in hub_tensors(llada).values())
     Bridge.from_hf(llada).to_megatron(tmp_path / "a", Layout(tp=4 // 2, pp=4))

@@ -45,7 +45,7 @@ def edited(source: Path, target: Path, **changes: torch.Tensor | None) -> Path:
 def test_kinds_of_difference(tmp_path: Path, single: Path, against: str) -> None:
     tensors = hub_tensors(single)
     flipped = tensors[PREFIX + "1.up_proj.weight"].clone()
-    flipped.view(torch.int32)[5, 7] ^= 1  # the smallest step there is
+    flipped.view(torch.int32)[5, 7] ^= 1  # the lowest bit
     nan = tensors[PREFIX + "3.ff_norm.weight"].clone()
     other = edited(
         single,
@@ -83,7 +83,7 @@ def test_kinds_of_difference(tmp_path: Path, single: Path, against: str) -> None
 
 
 def test_swapped_gate_and_up_is_seen(tmp_path: Path, single: Path) -> None:
-    """Same shapes, same set of values: only tensor by tensor comparison tells."""
+    """Equal shapes and equal sets of values: only a comparison of single tensors detects it."""
     state = expected(hub_tensors(single))
     key = "decoder.layers.mlp.linear_fc1.weight"
     state[key] = torch.cat([state[key][:, 96:], state[key][:, :96]], dim=1)

@@ -25,9 +25,10 @@ from dlm_bridge.data.conversations import (
 )
 from dlm_bridge.data.messages import DataRecord, check_sources, read_data_rows
 from dlm_bridge.data.sources import find_data
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import InputFileError, SettingError
 from dlm_bridge.objectives.batches import IGNORE_INDEX
 from tests.data.chats import MARKED, chatty, conversation, write_rows
+from tests.refusals import refused
 
 ROWS = [conversation(number) for number in range(40)]
 
@@ -179,23 +180,23 @@ def test_a_row_is_the_same_in_every_container(tokenizer: PreTrainedTokenizerFast
 
 def test_a_damaged_container_is_named(tmp_path: Path) -> None:
     whole = b'{"prompt": "a", "completion": "b"}\n' * 5000
-    for name, data, message in (
-        ("a.jsonl.gz", gzip.compress(whole)[:50], "a.jsonl.gz: cannot be read: .*[Tt]runcated"),
-        ("b.jsonl.zst", b"garbage", "b.jsonl.zst: cannot be read: "),
-        ("c.csv", b"prompt,completion\na,b,c\n", "c.csv, line 2: not as many cells as"),
-        ("d.csv", b"prompt,completion\na\n", "d.csv, line 2: not as many cells as"),
-        ("e.csv", b'prompt,completion\n"a,b\n', "e.csv, line .: not CSV in UTF-8"),
-        ("f.csv", b"prompt,completion\n\xff,b\n", "f.csv, line .: not CSV in UTF-8"),
+    for name, data, line in (
+        ("a.jsonl.gz", gzip.compress(whole)[:50], ""),
+        ("b.jsonl.zst", b"garbage", ""),
+        ("c.csv", b"prompt,completion\na,b,c\n", ":2"),
+        ("d.csv", b"prompt,completion\na\n", ":2"),
+        ("e.csv", b'prompt,completion\n"a,b\n', ":2"),
+        ("f.csv", b"prompt,completion\n\xff,b\n", ":1"),
     ):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(DlmBridgeError, match=message):
+        with refused(InputFileError, f"{tmp_path / name}{line}"):
             list(read_data_rows(tmp_path / name))
     datasets.Dataset.from_list(CALLS[:1], features=datasets.Features({"messages": datasets.Json()})).save_to_disk(
         tmp_path / "saved"
     )
     (stored,) = (tmp_path / "saved").glob("*.arrow")
     stored.write_bytes(stored.read_bytes().replace(b'"role"', b'"role:'))
-    with pytest.raises(DlmBridgeError, match=r"saved: not a whole dataset"):
+    with refused(InputFileError, tmp_path / "saved"):
         list(read_data_rows(find_data([str(tmp_path / "saved")]).parts[0][0]))  # type: ignore[arg-type]
     rows = b'prompt,completion\n"a, ""b""\nc",007\n'
     (tmp_path / "g.csv").write_bytes(rows)
@@ -207,20 +208,20 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_file(chat: Any) -> None:
     memory = Path("/proc/self/mem")  # opens, and has nothing at its start to read
     if not memory.exists():
         pytest.skip("no such file on this system")
-    with pytest.raises(DlmBridgeError, match="/proc/self/mem"):
+    with refused(InputFileError, memory):
         load_conversation_blocks([memory], chat, ConversationSettings(30, chat.mask_token_id))
 
 
 def test_a_long_row_is_named_or_cut(chat: Any, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lengths = [len(ids) for ids, _ in _examples(chat)]
     first = next(number for number, length in enumerate(lengths, 1) if length > 30)
-    with pytest.raises(DlmBridgeError, match=f"line {first}: {lengths[first - 1]} tokens are more"):
+    with refused(InputFileError, f"{file}:{first}", f"{lengths[first - 1]} tokens", "`seq_length=30`", "`truncate`"):
         load_conversation_blocks([file], chat, ConversationSettings(30, chat.mask_token_id))
     prompt = {"messages": [{"role": "user", "content": "def " * 60}, ROWS[0]["messages"][1]]}
     longer = write_rows(tmp_path / "longer.jsonl", [*ROWS, prompt])
     with caplog.at_level(logging.WARNING):
         blocks = load_conversation_blocks([longer], chat, ConversationSettings(30, chat.mask_token_id, truncate=True))
-    assert "1 rows are left out" in caplog.text
+    assert [record.args for record in caplog.records] == [(1, 30)]
     assert len(blocks) == 40
     rows = blocks.rows([first - 1])
     assert rows.input_ids[0].tolist() == _examples(chat)[first - 1][0][:30]
@@ -266,25 +267,20 @@ def damaged_parquet(path: Path) -> Path:
 
 def test_bad_data_are_named(chat: Any, tmp_path: Path) -> None:
     settings = ConversationSettings(128, chat.mask_token_id)
-    for name, text, message in (
-        (
-            "a.jsonl",
-            '{"prompt": "a", "completion": "b"}\n\n{"prompt"',
-            r"a.jsonl, line 3: not JSON",
-        ),
-        ("b.jsonl", "[1]\n", r"b.jsonl, line 1: not JSON, one object a line is needed \(it is list\)"),
-        ("c.jsonl", '{"prompt": "a", "completion": "<mask>"}', r"c.jsonl, line 1: the text holds the mask token"),
-        ("d.jsonl", "\n", r"d.jsonl: no rows to train on"),
-        ("e.parquet", "x", r"e.parquet: not a parquet file"),
+    for name, text, line in (
+        ("a.jsonl", '{"prompt": "a", "completion": "b"}\n\n{"prompt"', ":3"),
+        ("b.jsonl", "[1]\n", ":1"),
+        ("c.jsonl", '{"prompt": "a", "completion": "<mask>"}', ":1"),
+        ("d.jsonl", "\n", ""),
     ):
         path = tmp_path / name
         path.write_text(text)
-        with pytest.raises(DlmBridgeError, match=message) as raised:
+        with refused(InputFileError, f"{path}{line}") as raised:
             load_conversation_blocks([path], chat, settings)
         assert "\n" not in str(raised.value)
-    with pytest.raises(DlmBridgeError, match=r"damaged\.parquet: not a whole parquet file"):
+    with refused(InputFileError, tmp_path / "damaged.parquet"):
         load_conversation_blocks([damaged_parquet(tmp_path / "damaged.parquet")], chat, settings)
     (tmp_path / "f.txt").write_text("text")
     for source in (tmp_path / "f.txt", "mock"):
-        with pytest.raises(DlmBridgeError, match="conversations are rows of"):
+        with refused(SettingError, "data", str(source)):
             check_sources([source])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_bridge.data.chat_template import set_chat_template
 from dlm_bridge.data.conversations import encode_conversations
 from dlm_bridge.data.messages import DataRecord
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, InputFileError, SettingError
 from tests.data.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
 from tests.data.templates import (
     MULTIMODAL,
@@ -27,6 +26,7 @@ from tests.data.templates import (
     tokenizer_of,
     trl_folder,
 )
+from tests.refusals import refused
 
 TALK = [said("user", "def f1é"), said("assistant", "return x"), said("user", "x + 1"), said("assistant", "(x): 2")]
 
@@ -90,51 +90,50 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "named"),
     [
-        ({"text": "x"}, "line 7: no 'messages', 'prompt' and 'completion', 'conversations', or"),
-        ({"prompt": "x"}, "'instruction' and 'output' (it has 'prompt')"),
-        ({"prompt": "x", "completion": TALK[3:]}, "line 7: 'prompt' and 'completion' must both be texts or both"),
-        ({"messages": []}, "line 7: 'messages' is not a list of messages"),
-        ({"messages": "x"}, "line 7: 'messages' is not JSON"),
-        ({"messages": 3}, "line 7: 'messages' is not a list of messages"),
-        ({"conversations": [{"value": "x"}]}, "line 7: message 1 of 'conversations' has no 'role'"),
-        ({"messages": TALK[:1], "prompt": "x", "completion": "y"}, "line 7: the last message is of 'user'"),
-        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "line 7: message 2: 'weight' and 'train' are 0 or 1"),
-        ({"messages": [TALK[0], {**TALK[1], "train": "no"}]}, "line 7: message 2: 'weight' and 'train' are 0 or 1"),
-        ({"messages": [TALK[0], {**TALK[1], "train": False}]}, "line 7: this row has no answer"),
-        ({"messages": TALK[:2], "tools": "x"}, "line 7: 'tools' is not JSON"),
-        ({"messages": TALK[:2], "tools": {"a": 1}}, "line 7: 'tools' is not a list"),
-        (
-            {"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
-            "has no function with a",
-        ),
-        ({"messages": [TALK[0], calling('["x"]')]}, "'arguments' is not a JSON object"),
-        ({"messages": [TALK[0], calling("{")]}, "'arguments' is not JSON"),
-        ({"messages": [TALK[0], calling('{"x": "\\ud800"}')]}, "holds a lone surrogate"),
-        ({"messages": [{**TALK[0], "x": DEEP}, TALK[1]]}, "nested too deeply"),
-        ({"messages": TALK[:2], "tools": [DEEP]}, "nested too deeply"),
-        ({"instruction": 3, "output": "x"}, "'instruction' and 'input' are texts"),
-        ({"instruction": "x", "output": "x", "history": ["ab"]}, "'history' is a list of pairs"),
-        ({"instruction": "x", "output": 3}, "has no 'content' with text"),
-        ({"messages": [TALK[0], calling({"x": 1})]}, "does not write tool call 1 of message 2: choose one that marks"),
-        (
-            {"messages": [said("user", [{"type": "image"}]), TALK[1]]},
-            "message 1 has a part that is not text ('image')",
-        ),
-        ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "message 1 of 'messages' has no 'content' with"),
-        ({"messages": [{"content": "x"}]}, "line 7: message 1 of 'messages' has no 'role'"),
-        ({"messages": [TALK[0], {"role": "assistant"}]}, "line 7: message 2 of 'messages' has no 'content' with text"),
-        ({"messages": TALK[:3]}, "line 7: the last message is of 'user': an answer is needed"),
-        ({"prompt": TALK[:1], "completion": TALK[2:3]}, "line 7: this row has no answer"),
-        ({"messages": [said("system", "x"), *TALK[:2]]}, "line 7: the chat template refuses it: no system message"),
+        ({"text": "x"}, "'text'"),
+        ({"prompt": "x"}, "'prompt'"),
+        ({"prompt": "x", "completion": TALK[3:]}, "'completion'"),
+        ({"messages": []}, "'messages'"),
+        ({"messages": "x"}, "'messages'"),
+        ({"messages": 3}, "'messages'"),
+        ({"conversations": [{"value": "x"}]}, "message 1 of 'conversations' has no 'role'"),
+        ({"messages": TALK[:1], "prompt": "x", "completion": "y"}, "'user'"),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0.5}]}, "message 2: 'weight'"),
+        ({"messages": [TALK[0], {**TALK[1], "train": "no"}]}, "message 2: 'weight'"),
+        ({"messages": [TALK[0], {**TALK[1], "train": False}]}, "no answer"),
+        ({"messages": TALK[:2], "tools": "x"}, "'tools'"),
+        ({"messages": TALK[:2], "tools": {"a": 1}}, "'tools'"),
+        ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "'name'"),
+        ({"messages": [TALK[0], calling('["x"]')]}, "'arguments' of tool call 1 of message 2"),
+        ({"messages": [TALK[0], calling("{")]}, "'arguments' of tool call 1 of message 2"),
+        ({"messages": [{**TALK[0], "x": DEEP}, TALK[1]]}, "message 1"),
+        ({"messages": TALK[:2], "tools": [DEEP]}, "'tools'"),
+        ({"instruction": 3, "output": "x"}, "'instruction'"),
+        ({"instruction": "x", "output": "x", "history": ["ab"]}, "'history'"),
+        ({"instruction": "x", "output": 3}, "'content'"),
+        ({"messages": [TALK[0], calling({"x": 1})]}, "tool call 1 of message 2"),
+        ({"messages": [{"role": "user", "content": None}, TALK[1]]}, "message 1 of 'messages' has no 'content'"),
+        ({"messages": [{"content": "x"}]}, "message 1 of 'messages' has no 'role'"),
+        ({"messages": [TALK[0], {"role": "assistant"}]}, "message 2 of 'messages' has no 'content'"),
+        ({"prompt": TALK[:1], "completion": TALK[2:3]}, "no answer"),
+        ({"messages": [said("system", "x"), *TALK[:2]]}, "no system message"),
     ],
 )
-def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], message: str) -> None:
+def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], named: str) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + TEMPLATE
-    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
-        list(encode_conversations([DataRecord(row, "chats.jsonl, line 7")], chatty(tokenizer, strict)))
+    with refused(InputFileError, "chats.jsonl:7", named) as raised:
+        list(encode_conversations([DataRecord(row, "chats.jsonl:7")], chatty(tokenizer, strict)))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("message", [calling('{"x": "\\ud800"}'), said("assistant", [{"type": "image"}])])
+def test_an_invalid_character_and_an_image_are_named(
+    tokenizer: PreTrainedTokenizerFast, message: dict[str, Any]
+) -> None:
+    with pytest.raises(DlmBridgeError, match=r"chats\.jsonl:7"):
+        list(encode_conversations([DataRecord({"messages": [TALK[0], message]}, "chats.jsonl:7")], chatty(tokenizer)))
 
 
 def test_what_stands_before_a_chat_may_depend_on_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -144,12 +143,12 @@ def test_what_stands_before_a_chat_may_depend_on_what_follows(tokenizer: PreTrai
 
 def test_a_template_whose_answers_cannot_be_found_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     numbered = TEMPLATE.replace("{{ m.role }}:", "{{ loop.index }} of {{ loop.length }}:")
-    with pytest.raises(DlmBridgeError, match=r"here: the chat template of tokenizer .*generation.*--chat-template"):
+    with refused(InputFileError, "here", tokenizer.name_or_path, "`chat_template`"):
         list(encode_conversations([DataRecord({"messages": TALK}, "here")], chatty(tokenizer, numbered)))
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DlmBridgeError, match=r"no chat template, which a row needs: .*--chat-template.*--tokenizer"):
+    with refused(CheckpointError, tokenizer.name_or_path, "a row", "`chat_template`", "`tokenizer`"):
         list(encode_conversations([DataRecord({"messages": TALK}, "a row")], tokenizer))
 
 
@@ -310,18 +309,18 @@ def test_a_row_has_one_canonical_form(row: dict[str, Any], same: dict[str, Any])
 def test_a_part_that_the_template_drops_is_refused() -> None:
     """gpt-oss' writes the first call of a message alone, LFM2's none."""
     two = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
-    for name, answer, message in (
+    for name, answer, call in (
         ("gptoss", two, "tool call 2 of message 2"),
         ("lfm2", {**CALL, "content": "a"}, "tool call 1 of message 2"),
     ):
-        with pytest.raises(DlmBridgeError, match=message):
+        with refused(InputFileError, None, call):
             _said_by(name, USER, answer, tools=WRAPPED)
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_a_template_that_takes_parts_alone_is_refused(name: str) -> None:
     chat = tokenizer_of((trl_folder() / f"{name}.jinja").read_text("utf-8"))
-    with pytest.raises(DlmBridgeError, match=r"here: the chat template .*(does not write message 2|refuses it)"):
+    with refused(InputFileError, "here"):
         _answers(chat, {"messages": [USER, ANSWER]})
 
 
@@ -332,7 +331,7 @@ def test_text_of_a_tool_inside_an_answer_is_refused() -> None:
         {**said("tool", "42"), "tool_call_id": "call00001"},
         said("assistant", "a"),
     ]
-    with pytest.raises(DlmBridgeError, match=r"writes message 3 inside message 2.*--chat-template"):
+    with refused(InputFileError, None, "message 3 inside message 2"):
         _said_by("gemma4", *chat)
 
 
@@ -346,7 +345,7 @@ def _check_random_chats(name: str, template: str, seeds: range) -> None:
         row = random_chat(Random(seed), special)
         try:
             (example,) = encode_conversations([DataRecord(row, "here")], tokenizer)
-        except DlmBridgeError as error:
+        except InputFileError as error:
             if "\n" in str(error) or not refusable(name, row):
                 pytest.fail(f"seed {seed}: {error}")
             continue
@@ -379,8 +378,8 @@ def test_a_template_is_named_by_file_or_name(tokenizer: PreTrainedTokenizerFast,
     several = chatty(tokenizer, {"default": TEMPLATE, "tool_use": MARKED})  # type: ignore[arg-type]
     set_chat_template(several, "tool_use")
     assert several.chat_template == MARKED
-    with pytest.raises(DlmBridgeError, match=r"--chat-template qwen9: neither a file .* qwen3_training"):
+    with refused(SettingError, "chat_template", "qwen9", "qwen3_training"):
         set_chat_template(chat, "qwen9")
     (tmp_path / "damaged.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(DlmBridgeError, match=r"damaged.jinja: not a text in UTF-8"):
+    with refused(InputFileError, tmp_path / "damaged.jinja"):
         set_chat_template(chat, str(tmp_path / "damaged.jinja"))

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from dlm_bridge.data.loader import Prefetcher
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import InputFileError
+from tests.refusals import refused
 
 
 def test_results_come_in_order_and_only_so_far_ahead() -> None:
@@ -32,13 +33,13 @@ def test_results_come_in_order_and_only_so_far_ahead() -> None:
 def test_an_exception_is_raised_at_its_step_and_again() -> None:
     def produce(step: int) -> int:
         if step == 3:
-            raise DlmBridgeError("block 3 holds token id 9")
+            raise InputFileError("a.bin", "contains token id 9")
         return step
 
     with Prefetcher(produce, first=1) as prefetcher:
         assert [prefetcher.get(), prefetcher.get()] == [1, 2]
         for _ in range(2):
-            with pytest.raises(DlmBridgeError, match="block 3 holds token id 9"):
+            with refused(InputFileError, "a.bin"):
                 prefetcher.get()
 
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -28,10 +27,19 @@ from dlm_bridge.data import documents
 from dlm_bridge.data import preprocess as module
 from dlm_bridge.data.documents import find_files, pack
 from dlm_bridge.data.indexed import IndexedWriter, check_fingerprint, fingerprint_file, open_indexed
-from dlm_bridge.data.preprocess import preprocess
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.data.options import PreprocessOptions
+from dlm_bridge.data.preprocess import PreprocessReport
+from dlm_bridge.errors import InputFileError, SettingError
 from dlm_bridge.train.config import TrainConfig
+from tests.refusals import refused
 from tests.train.conftest import Run
+
+
+def preprocess(inputs: list[str], output: Any, tokenizer: Any, progress: Any = None, **given: Any) -> PreprocessReport:
+    given = {"workers": 1, **given}
+    options = PreprocessOptions(inputs=inputs, output=str(output), tokenizer=tokenizer.name_or_path, **given)
+    return module.preprocess(options, tokenizer, progress)
+
 
 DOCUMENTS = ["def f(x):\n    return x\n", "x + 1\r\n", "", "é = 3\n" * 30, "x"]
 
@@ -67,7 +75,8 @@ def test_every_kind_of_source_gives_its_documents(tmp_path: Path, tokenizer: Any
         for number, text in enumerate(DOCUMENTS):
             (Path(source) / f"{number}.txt").write_bytes(text.encode())
     done: list[tuple[int, int]] = []
-    report = preprocess([source], tmp_path / "out", tokenizer, eod, "body", progress=lambda *step: done.append(step))
+    given = {"append_eod": eod, "json_key": "body"}
+    report = preprocess([source], tmp_path / "out", tokenizer, lambda *step: done.append(step), **given)
     wanted = _encode(tokenizer, eod)
     assert _read(tmp_path / "out") == wanted
     assert (report.documents, report.tokens) == (4, sum(map(len, wanted)))
@@ -112,15 +121,15 @@ def test_an_interrupted_run_resumes(
     before = set(tmp_path.iterdir())
     for _ in range(2):
         added.clear()
-        with pytest.raises(KeyboardInterrupt, match="--resume"):
-            preprocess(inputs, tmp_path / "out", tokenizer, True, workers=workers, resume=True)
+        with pytest.raises(KeyboardInterrupt, match="resume"):
+            preprocess(inputs, tmp_path / "out", tokenizer, append_eod=True, workers=workers, resume=True)
         assert not {path.name for path in set(tmp_path.iterdir()) - before if not path.name.startswith(".")}
         # Other options do not go on from it, and leave it as it is.
-        with pytest.raises(DlmBridgeError, match="of other inputs or options"):
-            preprocess(inputs, tmp_path / "out", tokenizer, False, resume=True)
+        with refused(SettingError, "resume", str(tmp_path / "out")):
+            preprocess(inputs, tmp_path / "out", tokenizer, resume=True)
     monkeypatch.setattr(IndexedWriter, "add", lambda writer, *args: (added.append(writer.parts), add(writer, *args)))
     added.clear()
-    report = preprocess(inputs, tmp_path / "out", tokenizer, True, workers=workers, resume=True)
+    report = preprocess(inputs, tmp_path / "out", tokenizer, append_eod=True, workers=workers, resume=True)
     assert added[0] == 12  # six of the eight of each interrupted run
     assert (report.documents, report.tokens) == (whole.documents, whole.tokens)
     for suffix in (".bin", ".idx", ".tokenizer.json"):
@@ -190,37 +199,31 @@ def test_documents_of_packed_text_end_with_eos(tmp_path: Path, tokenizer: Any) -
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
+    ("name", "content", "options", "line", "named"),
     [
-        (
-            "a.jsonl",
-            b'{"text": "ok"}\n\n{"body": 1}\n',
-            {},
-            "a.jsonl, line 3: no 'text' field with text (it has 'body')",
-        ),
-        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', {"workers": 2}, "a.jsonl, line 2: not JSON"),
-        ("a.jsonl", b'{"text": "ok"}\n', {"key": "body"}, "a.jsonl, line 1: no 'body' field"),
-        ("a.jsonl", b'{"text": ""}\n\n', {}, "a.jsonl: no text there"),
-        ("a.txt", b"", {"workers": 2}, "a.txt: no text there"),
-        ("a.txt", b"x", {"workers": 0}, "--workers must be at least 1, not 0"),
-        ("a.parquet", b"PAR1", {}, "a.parquet: not a parquet file"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', {"workers": 2}, ":2", "JSON"),
+        ("a.jsonl", b'{"text": "ok"}\n', {"json_key": "body"}, ":1", "'text'"),
+        ("a.jsonl", b'{"text": ""}\n\n', {}, "", "no text"),
+        ("a.txt", b"", {"workers": 2}, "", "no text"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(
-    tmp_path: Path, tokenizer: Any, name: str, content: bytes, options: dict[str, Any], message: str
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, options: dict[str, Any], line: str, named: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+    with refused(InputFileError, f"{tmp_path / name}{line}", named) as raised:
         preprocess([str(tmp_path / name)], tmp_path / "out", tokenizer, **options)
     assert "\n" not in str(raised.value)
+    with refused(SettingError, "workers", "0"):
+        preprocess([str(tmp_path / name)], tmp_path / "out", tokenizer, workers=0)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_what_is_already_tokenised_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     preprocess([_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
-    with pytest.raises(DlmBridgeError, match="not text: it is already tokenised"):
+    with refused(InputFileError, tmp_path / "out"):
         preprocess([str(tmp_path / "out")], tmp_path / "again", tokenizer)
-    with pytest.raises(DlmBridgeError, match=re.escape("out.bin exists: add --overwrite")):
+    with refused(SettingError, "output", "out.bin", "overwrite"):
         preprocess([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
 
 
@@ -249,10 +252,10 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, run: Run, tokenize
     assert len(run(tmp_path / "run", data=[str(tmp_path / "data")], **changes)) == 1  # a folder with its record
     for bad in ({"data": [foreign]}, {"data": [own], "valid_data": [foreign], "split": "99,1,0"}):
         for _ in range(2):  # they leave nothing behind that a second try would stumble over
-            with pytest.raises(DlmBridgeError, match=r"foreign\.bin was made with another tokenizer, .*--tokenizer"):
+            with refused(InputFileError, f"{foreign}.bin", "tokenizer"):
                 run(tmp_path / "refused", **{**changes, **bad})
     planned = {**changes, "model": str(seed_folder), "from_scratch": True, "output": str(tmp_path / "planned")}
-    with pytest.raises(DlmBridgeError, match="another tokenizer"):
+    with refused(InputFileError, f"{foreign}.bin"):
         dry_run(TrainConfig.from_flags(**planned, data=[foreign]), 1)
     dry_run(TrainConfig.from_flags(**planned, data=[own]), 1)
     Path(f"{foreign}.tokenizer.json").unlink()
@@ -268,10 +271,10 @@ def test_a_tokenizer_with_more_tokens_reads_the_same_data(tmp_path: Path, tokeni
     check_fingerprint(opened, more)
     preprocess([_jsonl(tmp_path / "a.jsonl")], tmp_path / "out", more, overwrite=True)
     check_fingerprint(opened, more)
-    with pytest.raises(DlmBridgeError, match="another tokenizer"):
+    with refused(InputFileError, tmp_path / "out.bin", tokenizer.name_or_path):
         check_fingerprint(opened, tokenizer)
     fingerprint_file(tmp_path / "out").write_text("{}")
-    with pytest.raises(DlmBridgeError, match="damaged"):
+    with refused(InputFileError, fingerprint_file(tmp_path / "out")):
         check_fingerprint(opened, more)
 
 

@@ -1,4 +1,4 @@
-"""What `dlm-bridge generate` lets one watch: the page that plays a sampling, the live view in the terminal."""
+"""Views of `dlm-bridge generate`: the animated page and picture, the live view in the terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from dlm_bridge.display.trace import (
-    MASKED,
-    DenoisingTrace,
-    TokenStrings,
-    frame_text,
-    live,
-    page,
-    status,
-    trace_data,
-)
+from dlm_bridge.display.trace import MASKED, DenoisingTrace, TokenStrings, frame_text, live, page, status, trace_data
 from dlm_bridge.generation import DenoisingStep
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.request import MASK as HOLE
@@ -100,7 +91,7 @@ def test_the_picture_begins_with_masks_and_ends_with_the_text(
 
 
 def readable(text: str) -> str:
-    """Without spaces, control characters replaced."""
+    """Remove spaces and replace control characters."""
     return re.sub(r"\s", "", re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", text))
 
 
@@ -197,21 +188,8 @@ def test_beams_have_no_steps_to_show(cli: Cli, qwen3: Path, tmp_path: Path) -> N
 @has_class
 def test_the_page_and_the_live_view_show_every_step_of_a_draft(cli: Cli, gemma: Path, tmp_path: Path) -> None:
     # A seed at which no character is made of several tokens.
-    words = [
-        "--prompt",
-        "the cat",
-        "--gen-length",
-        16,
-        "--steps",
-        STEPS,
-        "--seed",
-        4,
-        "--set",
-        "eos_token_id=null",
-        "--html",
-        tmp_path / "out.html",
-    ]
-    report = cli.report(gemma, *words)
+    words = ["--prompt", "the cat", "--gen-length", 16, "--steps", STEPS, "--seed", 4, "--set", "eos_token_id=null"]
+    report = cli.report(gemma, *words, "--html", tmp_path / "out.html")
     trace = json.loads(Page((tmp_path / "out.html").read_text("utf-8")).scripts[0][1])
     frames = played(trace)
     assert [frame["forwards"] for frame in trace["frames"]] == [0, 1, 2, 3, 3, 4, 5, 6, 6]  # a canvas ends after 3

@@ -6,7 +6,6 @@ import dataclasses
 import filecmp
 import fnmatch
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dlm_bridge import Bridge, DlmBridgeError
+from dlm_bridge import Bridge
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models import diffusion_lm
 from dlm_bridge.models.families import UNSUPPORTED, families, family_by_name, find_family
@@ -23,6 +23,7 @@ from dlm_bridge.train.lora import linear_layers
 from tests.families.case import FamilyCase, all_cases, config_of, layouts
 from tests.families.tp_worker import sampled
 from tests.processes import assert_ok
+from tests.refusals import refused
 
 DTYPES = [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -55,9 +56,8 @@ def test_architectures_lead_to_one_family_each() -> None:
     assert len(set(named)) == len(named)
     assert not set(named) & set(UNSUPPORTED)
     for architecture, reason in UNSUPPORTED.items():
-        with pytest.raises(DlmBridgeError, match=re.escape(f"architecture {architecture}: ")) as raised:
+        with refused(CheckpointError, "config.json", architecture, reason):
             find_family({"architectures": [architecture]})
-        assert reason in str(raised.value)
         assert "\n" not in reason
 
 
@@ -95,7 +95,7 @@ def test_remote_code_behind_a_stock_class_name_is_not_taken_for_it() -> None:
     }
     assert find_family(config).name == "stable_diffcoder"
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mdlm.MDLM"}
-    with pytest.raises(DlmBridgeError, match=r"architecture MDLM: "):
+    with refused(CheckpointError, "config.json", "MDLM"):
         find_family(config)
     assert find_family({"architectures": ["LlamaForCausalLM"]}).kind == "autoregressive"
 
@@ -296,7 +296,7 @@ def test_windows_that_a_body_would_ignore_are_refused(case: FamilyCase) -> None:
     if not any(field.name == "use_sliding_window" for field in dataclasses.fields(config_class)):
         pytest.skip("its body has no such setting")
     windowed = {**case.config, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-    with pytest.raises(DlmBridgeError, match="use_sliding_window = True"):
+    with refused(CheckpointError, "config.json", "use_sliding_window"):
         config_class.from_dict(windowed)
 
 
@@ -318,9 +318,9 @@ def test_no_parameter_is_left_random(case: FamilyCase, tmp_path: Path) -> None:
 
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DlmBridgeError, match=r"lacks .*2"):
+    with refused(CheckpointError, folder, "lacks "):
         case.load(folder)
-    with pytest.raises(DlmBridgeError, match=name.replace(".", r"\.")):
+    with refused(CheckpointError, None, name):
         Bridge.from_hf(folder, family=case.family_argument).to_megatron(tmp_path / "out")
 
 
@@ -387,7 +387,7 @@ def test_labels_give_a_loss_that_trains_everything(case: FamilyCase, folder: Pat
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
-    with pytest.raises(DlmBridgeError, match="generator"):
+    with refused(SettingError, "generator"):
         model(ids, labels=labels)
 
 

@@ -1,16 +1,14 @@
-"""What two processes check about attention: masks that are honoured or refused, scaled rotary embeddings, and the
-families whose attention megatron-core cannot compute."""
+"""Checks of attention in two processes: masks that are applied or refused, scaled rotary embeddings, and families
+whose attention megatron-core does not support."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.attention.masks import MaskDescriptor
-from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import attention_mask
 from dlm_bridge.parallel.parallelize import build_megatron_model
@@ -53,26 +51,26 @@ def an_ignored_mask_is_refused(files: Files) -> None:
         chunks = build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout(), **overrides)
         return engine.run(chunks, models()[model].tokens()[:1, :12], models()[model].vocab, mask=given)
 
-    def refused(model: str, message: str, given: torch.Tensor | None, **overrides: Any) -> None:
-        with pytest.raises(DlmBridgeError, match=message):
+    for model, given, overrides, named in (
+        ("sdar", None, {}, ["attention_mask", "block-causal"]),
+        ("mistral_window", mask, {}, ["attention_mask", "sliding window"]),
+        ("qwen2", None, {"attention_dropout": 0.1}, ["attention_dropout"]),
+        ("gqa", mask.float(), {}, ["[1 or 1, 12, 5]", "torch.float32"]),
+        ("gqa", mask[:, :11], {}, ["torch.int32 [1, 11, 5]"]),
+        ("gqa", mask[..., 0].bool(), {}, ["torch.bool [1, 12]"]),
+        ("gqa", None, {"window_size": (4, 0)}, ["window", "bidirectional"]),
+        ("mixtral", None, {"moe_grouped_gemm": True}, ["moe_grouped_gemm"]),
+    ):
+        with engine.refused(*named):
             logits(model, given, **overrides)
-
-    refused("sdar", "block-causal attention needs an attention_mask in every call", None)
-    refused("mistral_window", "under an attention_mask would ignore the sliding window: pass None", mask)
-    refused("qwen2", "attention_dropout needs Transformer Engine", None, attention_dropout=0.1)
-    refused("gqa", r"must be an int32 descriptor \[1 or 1, 12, 5\] or bool .* not torch.float32", mask.float())
-    refused("gqa", r"must be an int32 descriptor .* not torch.int32 \[1, 11, 5\]", mask[:, :11])
-    refused("gqa", r"must be an int32 descriptor .* not torch.bool \[1, 12\]", mask[..., 0].bool())
-    refused("gqa", "sliding window is causal, this model's attention is bidirectional", None, window_size=(4, 0))
-    refused("mixtral", "moe_grouped_gemm needs Transformer Engine", None, moe_grouped_gemm=True)
-    with pytest.raises(DlmBridgeError, match="needs a block size of at least 1, not None"):
+    with engine.refused("block"):
         attention_mask("block_causal", positions)
-    with pytest.raises(DlmBridgeError, match="has no prefix attention"):
+    with engine.refused("prefix"):
         attention_mask("prefix", positions)
 
 
 def rope_matches_beyond_the_original_context(files: Files) -> None:
-    """Cosines and sines as each side computes them, where logits would need a sequence of ten thousands of tokens."""
+    """Compare cosines and sines, because logits would need sequences of tens of thousands of tokens."""
     for model in ("llama3", "qwen3_yarn", "glm4_moe"):
         groups.destroy()
         bridge = Bridge.from_hf(files.hub(model))
@@ -91,14 +89,14 @@ def rope_matches_beyond_the_original_context(files: Files) -> None:
 
 
 def what_megatron_core_cannot_hold_is_refused(files: Files) -> None:
-    for model, message in REFUSED.items():
+    for model in REFUSED:
         groups.destroy()
-        with pytest.raises(DlmBridgeError, match=message):
+        with engine.refused("QK norm"):
             build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout())
 
 
 def experts_have_global_names(files: Files) -> None:
-    """Also where Transformer Engine groups them, which needs a GPU to run."""
+    """Names of single experts, and of grouped experts of Transformer Engine, which run only on GPUs."""
     prefix = "mlp.experts."
     assert expert_name(prefix + "local_experts.1.linear_fc1.weight", 4) == prefix + "experts.5.linear_fc1.weight"
     assert expert_name(prefix + "linear_fc2.weight11", 16) == prefix + "experts.27.linear_fc2.weight"

@@ -1,4 +1,4 @@
-"""What the interop tests are about: tiny models, layouts, one batch of tokens, and where the files lie."""
+"""Subjects of the interop tests: tiny models, layouts, a batch of tokens, and paths of files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Model:
 
     config: dict[str, Any]  # the Hub's config.json
     build: BuildTensors
-    family: str | None = None  # where the config cannot tell
+    family: str | None = None  # if the config does not identify it
     length: int = LENGTH
     batch: int = BATCH
 
@@ -51,26 +51,21 @@ class Model:
         return torch.randn(self.batch, self.length, self.vocab, generator=torch.Generator().manual_seed(6))
 
 
-# Grouped queries, a vocabulary that tp 2 does not divide, a tied output layer: each wrong row order or count shows.
+# Grouped queries, a vocabulary that tp 2 does not divide, a tied output layer: wrong row orders and counts show.
 LLADA: dict[str, dict[str, Any]] = {
     "gqa": {"n_kv_heads": 2},
     "odd_vocabulary": {"vocab_size": 125, "embedding_size": 125, "mask_token_id": 124},
     "tied": {"n_kv_heads": 2, "weight_tying": True, "vocab_size": 125, "embedding_size": 125, "mask_token_id": 124},
 }
 
-# Diffusion families whose every block needs a mask of its own have sequences with whole blocks and a part of one.
-# Mistral's sequence is longer than its window of 4096.
+# Sequences of block-causal families contain whole blocks and a part of one. Mistral's sequence is longer than its
+# window of 4096 tokens.
 LONG = {"mistral_window": (4104, 1)}
 
-# Families that megatron-core cannot compute, and what it says; their weights convert all the same.
-REFUSED = {
-    "olmoe": "normalises whole query and key rows, megatron-core's QK norm is per head",
-}
-
-
-# The live model leaves its multi-token prediction layer out, so that megatron-core alone neither saves nor loads it.
+REFUSED = ("olmoe",)  # families that megatron-core does not support; their weights can be converted
+# The live model omits its multi-token prediction layer, so that megatron-core alone neither saves nor loads it.
 PREDICTING = "glm4_moe_mtp"
-# The live model's router goes by blocks of tokens, megatron-core's own does not; see tests/parallel/live_cases.py.
+# The live model's router selects experts per block, unlike megatron-core's; see tests/parallel/live_cases.py.
 BLOCK_ROUTED = "llada2_moe-2.2"
 
 
@@ -90,7 +85,7 @@ def models() -> dict[str, Model]:
 
 
 def families() -> list[str]:
-    """Those that are compared once, or in a few layouts."""
+    """Families that are compared in one or a few layouts."""
     left_out = {*LLADA, *REFUSED, PREDICTING, BLOCK_ROUTED}
     return [name for name in models() if name not in left_out]
 
@@ -99,15 +94,15 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),
     "pp2_uneven": Layout(pp=2, first_stage=1),
-    "pp2_string": Layout(pp=2, pipeline="E|ttttL"),  # the embedding has a stage of its own
+    "pp2_string": Layout(pp=2, pipeline="E|ttttL"),  # a stage with only the embedding
     "pp2_vp2": Layout(pp=2, vp=2),
     "dp2": Layout(),
     "ep2": Layout(ep=2),
-    "etp2": Layout(etp=2),  # experts are cut, attention is not
+    "etp2": Layout(etp=2),  # experts are sharded, attention is not
     "tp2_ep2": Layout(tp=2, ep=2, etp=1),
 }
 
-# The layout under which a checkpoint is imported is never the one under which megatron-core loads it.
+# Layout of the imported checkpoint, always another than that of the model which loads it.
 IMPORTED: dict[str, Layout] = {
     "tp2": Layout(tp=1, pp=4),
     "pp2": Layout(tp=2, pp=1),
@@ -117,33 +112,33 @@ IMPORTED: dict[str, Layout] = {
 
 
 def layout_of(name: str) -> str:
-    """The layout under which a family is compared: one that cuts what is particular to it."""
+    """Layout of a family's comparison, which shards its particular parameters."""
     if name in LONG:
         return "pp2"
     return "ep2" if models()[name].has_experts else "tp2"
 
 
 def imports(every: bool = False) -> list[tuple[str, str]]:
-    """(model, layout) of the imports that megatron-core then loads. `every`: of the families that are left out."""
+    """(model, layout) of imports that megatron-core loads. `every`: of the remaining families."""
     if every:
         return [(name, layout_of(name)) for name in families() if name not in SAVED]
     of_llada = [(name, layout) for layout in ("tp2", "pp2", "pp2_vp2") for name in LLADA]
     return [*of_llada, *((name, layout_of(name)) for name in SAVED)]
 
 
-# Experts in each way of holding them, leading dense layers, shared experts and router biases; a mask in every way.
+# All storage forms of experts, leading dense layers, shared experts, router biases, and all kinds of masks.
 EXPERTS = ("llada_moe", "llada2_moe", "mixtral")
 DENSE = ("phi3", "seed_oss", "smollm3")  # fused matrices, a window, biases, layers without rotary embedding
 ALSO_ON_TWO_STAGES = ("sdar", "llada2_moe", "qwen3_moe")
 
 
-# One for each kind of parameter that a family adds: norms of queries and keys, biases, latent attention, sinks.
+# One family for each additional kind of parameter: norms of queries and keys, biases, latent attention, sinks.
 SAVED = (*EXPERTS, "sdar", "qwen2", "deepseek_v3", "gpt_oss")
 
 
 def saved(every: bool = False) -> list[tuple[str, str]]:
-    """What megatron-core itself saves and `export` then reads: padded at tp 2, tied over two stages at pp 2. `every`:
-    of the families that are left out."""
+    """(model, layout) of checkpoints that megatron-core saves and `export` reads: padded at tp 2, tied over two stages
+    at pp 2. `every`: of the remaining families."""
     if every:
         return [(name, layout_of(name)) for name in families() if name not in SAVED]
     of_llada = [("gqa", "tp2"), ("gqa", "pp2"), ("odd_vocabulary", "tp2"), ("tied", "tp2"), ("tied", "pp2")]
@@ -154,7 +149,7 @@ Checks = dict[str, tuple[str, dict[str, Any]]]
 
 
 def plan() -> Checks:
-    """Every check that two processes run, in order: its name, the function of `checks` and that one's arguments."""
+    """All checks of the two processes in order: name -> function in `checks` and its arguments."""
     checks: Checks = {
         "platform": ("platform_is_reversible", {}),
         "one_process": ("one_process_without_torchrun", {}),
@@ -188,8 +183,8 @@ def plan() -> Checks:
 
 
 def _family_checks() -> Checks:
-    """What is particular to a family: QK norms and sequence parallelism, fused matrices, layers without rotary
-    embedding on two stages, experts in every layout, masks per stage."""
+    """Checks of single families: QK norms with sequence parallelism, fused matrices, layers without rotary embedding
+    on two stages, experts in every layout, masks per stage."""
     checks: Checks = {}
     for model in ("sdar", "qwen2"):
         case = {"model": model, "layout": "tp2", "sequence_parallel": True}
@@ -204,7 +199,7 @@ def _family_checks() -> Checks:
         case = {"model": model, "layout": layout}
         checks[f"logits[{model}-{layout}]"] = ("built_logits_match", case)
         checks[f"stream[{model}-{layout}]"] = ("streamed_weights_are_the_source", case)
-        if (model, layout) != ("smollm3", "pp2"):  # both stages' gradients of a tied matrix are summed by a trainer
+        if (model, layout) != ("smollm3", "pp2"):  # a trainer sums both stages' gradients of a tied matrix
             checks[f"gradients[{model}-{layout}]"] = ("gradients_match", case)
     for layout in ("ep2", "pp2", "tp2_ep2"):
         case = {"model": "gpt_oss", "layout": layout}
@@ -234,7 +229,7 @@ def _family_checks() -> Checks:
 
 
 def saves(every: bool = False) -> Checks:
-    """What makes the checkpoints of `saved`."""
+    """Checks that save the checkpoints of `saved`."""
     return {
         f"save[{model}-{layout}]": ("megatron_saves", {"model": model, "layout": layout})
         for model, layout in saved(every)
@@ -242,7 +237,7 @@ def saves(every: bool = False) -> Checks:
 
 
 def loads(every: bool = False) -> Checks:
-    """Of the checkpoints of `imports`."""
+    """Checks that load the checkpoints of `imports`."""
     return {
         f"load[{model}-{layout}]": ("imported_checkpoint_loads_strictly", {"model": model, "layout": layout})
         for model, layout in imports(every)
@@ -271,7 +266,7 @@ class Files:
         return self.root / "imported" / f"{model}_{layout}"
 
     def saved(self, model: str, layout: str) -> Path:
-        """What megatron-core saved."""
+        """Checkpoint saved by megatron-core."""
         return self.root / "saved" / f"{model}_{layout}"
 
     def reference(self, model: str) -> Path:

@@ -15,7 +15,7 @@ from tests.processes import launch
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Hub checkpoints, what `import` makes of them, and the Hub-side models' logits and gradients."""
+    """Hub checkpoints, their imports, and the logits and gradients of the Hub-side models."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     files = Files(tmp_path_factory.mktemp("interop"))
@@ -60,12 +60,12 @@ def _write_reference(files: Files, name: str, model: Model) -> None:
 
 @pytest.fixture(scope="session")
 def report(files: Files) -> dict[str, list[str]]:
-    """What each check said, on both ranks: "ok" or a traceback."""
+    """Results of each check on both ranks: "ok" or a traceback."""
     return launch("tests.interop.worker", files.root)
 
 
 @pytest.fixture(scope="session")
 def other_report(files: Files) -> dict[str, list[str]]:
-    """The same of the families that are left out."""
+    """Results for the remaining families."""
     _import(files, imports(every=True))
     return launch("tests.interop.families_worker", files.root)

@@ -1,20 +1,33 @@
-"""Running a live megatron-core model through its own pipeline schedules, saving and loading it as it does itself."""
+"""Runs a live megatron-core model through its own pipeline schedules, and saves and loads it as Megatron-LM."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from dlm_bridge.errors import DlmBridgeError
+
 OF_NORMS = re.compile(r"decoder\.(.+\.)?(final|q|k|input|pre_mlp)_layernorm\._extra_state")
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+@contextmanager
+def refused(*named: str) -> Iterator[None]:
+    """Expect a DlmBridgeError whose message contains these words."""
+    with pytest.raises(DlmBridgeError) as raised:
+        yield
+    for name in named:
+        assert name in str(raised.value)
 
 
 def run(
@@ -24,8 +37,8 @@ def run(
     weights: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Whole logits [B, S, V] on every rank, one sample a micro-batch, each under `mask` (one row's); with `weights`
-    [B, S, V] also the backward of sum(logits * weights) / B, whose gradients are left in `.grad`."""
+    """Compute logits [B, S, V] on every rank, with one sample per micro-batch, each under `mask` (of one row). With
+    `weights` [B, S, V], also run the backward pass of sum(logits * weights) / B into `.grad`."""
     batch, length = input_ids.shape
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
 
@@ -61,7 +74,7 @@ def run(
 
 
 def _whole_logits(local: list[torch.Tensor], batch: int, length: int) -> torch.Tensor:
-    """The last stage's vocabulary-parallel logits, put together and handed to every stage."""
+    """Gather the last stage's vocabulary-parallel logits, and broadcast them to every stage."""
     group = parallel_state.get_tensor_model_parallel_group()
     last = parallel_state.get_pipeline_model_parallel_world_size() - 1
     box: list[Any] = [None]
@@ -76,8 +89,8 @@ def _whole_logits(local: list[torch.Tensor], batch: int, length: int) -> torch.T
 
 
 def finalize_gradients(chunks: list[Any]) -> None:
-    """What megatron-core's `finalize_model_grads` does for parameters that tensor parallel ranks replicate but use on
-    their own tokens or heads, and its data parallelism for experts, which see the tokens of several replicas."""
+    """Reduce gradients as megatron-core's `finalize_model_grads`, for parameters that tensor parallel ranks replicate
+    but use on their own tokens or heads, and of experts, which see tokens of several replicas."""
     replicas = parallel_state.get_data_parallel_world_size() // parallel_state.get_expert_data_parallel_world_size()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -88,7 +101,7 @@ def finalize_gradients(chunks: list[Any]) -> None:
 
 
 def save(chunks: list[Any], root: Path, iteration: int = 0) -> None:
-    """As Megatron-LM saves: dist_checkpointing of the sharded state, and the tracker file."""
+    """Save as Megatron-LM: dist_checkpointing of the sharded state, and the tracker file."""
     folder = root / f"iter_{iteration:07d}"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
@@ -101,8 +114,8 @@ def save(chunks: list[Any], root: Path, iteration: int = 0) -> None:
 
 
 def load(chunks: list[Any], root: Path) -> None:
-    """Load strictly: nothing that the model wants may be missing, and the checkpoint may have nothing else, but for
-    the (empty) objects that only the Transformer Engine spec wants, of norms."""
+    """Load strictly: the checkpoint must contain exactly the model's tensors, and the norms' (empty) objects of the
+    Transformer Engine spec."""
     iteration = (root / "latest_checkpointed_iteration.txt").read_text().strip()
     folder = root / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     state, left_over, not_found = dist_checkpointing.load(

@@ -1,4 +1,4 @@
-"""Of the checks of `worker` the saves and loads of the families that it leaves out.
+"""Saves and loads of the families that `worker` does not check.
 
 python -m tests.interop.families_worker FOLDER      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """

@@ -33,7 +33,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each check said, on both ranks."""
+    """Results of each check on both ranks."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     root = tmp_path_factory.mktemp("adapters")

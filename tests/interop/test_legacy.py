@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> dict[str, list[str]]:
-    """What each check said, on both ranks."""
+    """Results of each check on both ranks."""
     return launch("tests.interop.legacy_worker", folder)
 
 

@@ -12,7 +12,7 @@ from tests.processes import assert_ok, launch
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each check said, in one process."""
+    """Results of each check."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed: pip install 'dlm-bridge[megatron]'")
     return launch("tests.interop.optimizer_worker", tmp_path_factory.mktemp("optimizer"), processes=1)

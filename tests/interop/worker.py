@@ -1,4 +1,4 @@
-"""One of the two processes: runs every check in order and writes what each said.
+"""One of two processes, which runs all checks in order and writes their results.
 
 python -m tests.interop.worker FOLDER      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """

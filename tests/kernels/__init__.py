@@ -1,1 +1,1 @@
-"""Planning: who holds what, memory, recommendation."""
+"""Triton kernels and fused layers."""

@@ -89,7 +89,7 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, masked: boo
     ("shape", "block"), [((3, 2, 4, 8, 16, 56, 64, 192), 4), ((2, 1, 2, 48, 32, 81, 129, 192), 16)]
 )
 def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: int, masked: bool, splits: int) -> None:
-    """What one launch gives for two blocks or three is what a launch for each gives, and it keeps the same."""
+    """One launch for two or three blocks returns and caches the same as one launch per block."""
     arguments, _ = case(shape, torch.float32, masked)
     first, end = shape[5:7]
     alone = arguments | {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
@@ -110,7 +110,7 @@ def test_blocks_of_which_each_sees_those_before(shape: tuple[int, ...], block: i
 
 @pytest.mark.parametrize(("masked", "splits"), [(False, 1), (True, 3)])
 def test_a_length_that_the_device_knows(masked: bool, splits: int) -> None:
-    """The same launch for every length: how many columns there are is read where it is at work."""
+    """One launch serves every length, which the kernel reads from the device."""
     arguments, expected = case(SHAPES[5], torch.float32, masked)
     mask, end, columns = arguments["mask"], arguments["end"], arguments["key_cache"].shape[2]
     if masked:

@@ -34,8 +34,8 @@ def random(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_an_ulp_apart(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Of numbers in half precision, whose intermediate results are rounded alike: a few are one ulp off. In fp32 sums
-    of squares and functions have errors of their own."""
+    """In half precision, where intermediate results are rounded in the same way, a few numbers are one ulp apart. In
+    fp32, sums of squares and functions have errors of their own."""
     assert found.dtype == expected.dtype
     eps = torch.finfo(expected.dtype).eps
     if expected.dtype == torch.float32:
@@ -125,7 +125,7 @@ def test_sum_of_experts(tokens: int, experts: int, size: int, dtype: torch.dtype
     ("tokens", "experts", "groups", "top_groups", "top"), [(3, 256, 8, 4, 8), (2, 24, 3, 1, 3), (5, 10, 1, 1, 4)]
 )
 def test_router(tokens: int, experts: int, groups: int, top_groups: int, top: int, normalised: bool) -> None:
-    """Also a bias that decides, and numbers of groups and experts that are no powers of two."""
+    """Includes a decisive bias, and numbers of groups and experts that are not powers of two."""
     logits, bias = random(0, tokens, experts, dtype=torch.float32), random(1, experts, dtype=torch.float32)
     settings = (groups, top_groups, top, normalised, 2.5)
     weights, chosen = kernels.route_in_groups(logits, bias, *settings)

@@ -32,7 +32,7 @@ def one_storage(model: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["llada", "sdar", "fast_dllm_v2", "llada2_moe"])
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
-    """Of bodies with and without biases, and of one that has its queries, keys and values in one layer."""
+    """Bodies with and without biases, and one with a single QKV layer."""
     model, _ = load_case(next(case for case in DIFFUSION if case.spec.name == name), tmp_path)
     tokens = torch.randint(4, 60, (2, 16), generator=torch.Generator().manual_seed(5))
     before = {name: one.clone() for name, one in model.state_dict().items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.generation.autoregressive import end_tokens
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.loading import load_model, precision_note
@@ -22,6 +22,7 @@ from dlm_bridge.models.auto_classes import register_model_names
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.checkpoints import write_llada, write_tokenizer
 from tests.families import coda, stable_diffcoder
+from tests.refusals import refused
 
 REMOTE = {"AutoConfig": "configuration_x.XConfig", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
 
@@ -42,7 +43,7 @@ def test_nobody_is_asked_to_run_a_folder_s_code(tmp_path: Path, monkeypatch: pyt
     (tmp_path / where).write_text(json.dumps({**written, "auto_map": REMOTE}))
     for name in ("configuration_x", "tokenization_x"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('remote code was executed')\n")
-    assert load_tokenizer(str(tmp_path), "--tokenizer").convert_tokens_to_ids("the") == 257
+    assert load_tokenizer(str(tmp_path)).convert_tokens_to_ids("the") == 257
     assert not asked
 
 
@@ -73,27 +74,27 @@ def test_a_diffusion_architecture_under_another_model_type_is_refused(tmp_path: 
     """transformers goes by model_type: it would make a Llama of it, which trains and samples as no iLLaDA does."""
     write_llama(tmp_path, ["ILLaDAForCausalLM"])
     for load in LOADERS:
-        with pytest.raises(DlmBridgeError, match="ILLaDAForCausalLM and model_type 'llama'"):
+        with refused(CheckpointError, tmp_path, "ILLaDAForCausalLM", "'llama'"):
             load(str(tmp_path), None)
 
 
 @pytest.mark.parametrize(
-    ("architectures", "family", "said"),
+    ("architectures", "family", "bad"),
     [
-        (None, None, None),  # model_type tells
-        (["LlamaForCausalLM"], None, None),
-        (["MistralForCausalLM"], None, "MistralForCausalLM and model_type 'llama'"),
-        (["MyLlama"], None, "unknown architecture MyLlama"),  # which may attend in another way
-        (["MyLlama"], "llama", None),
+        (None, None, False),  # model_type identifies it
+        (["LlamaForCausalLM"], None, False),
+        (["MistralForCausalLM"], None, True),
+        (["MyLlama"], None, True),  # may have another attention pattern
+        (["MyLlama"], "llama", False),
     ],
 )
 def test_training_and_sampling_find_the_same_model(
-    tmp_path: Path, architectures: list[str] | None, family: str | None, said: str | None
+    tmp_path: Path, architectures: list[str] | None, family: str | None, bad: bool
 ) -> None:
     write_llama(tmp_path, architectures)
     for load in LOADERS:
-        if said is not None:
-            with pytest.raises(DlmBridgeError, match=said):
+        if bad:
+            with refused(CheckpointError, None, *(architectures or ())):
                 load(str(tmp_path), family)
         else:
             model = load(str(tmp_path), family)
@@ -123,7 +124,7 @@ def write_llama(folder: Path, architectures: list[str] | None) -> None:
     [(torch.float32, "cuda", True), (torch.float32, "cpu", False), (torch.bfloat16, "cuda", False)],
 )
 def test_full_precision_on_a_gpu_is_said(dtype: torch.dtype, device: str, said: bool) -> None:
-    assert ("--dtype bf16" in (precision_note("run-sft", dtype, device) or "")) == said
+    assert ("`dtype=bf16`" in (precision_note("run-sft", dtype, device) or "")) == said
 
 
 @pytest.mark.parametrize("diffusion", [True, False], ids=["diffusion", "autoregressive"])

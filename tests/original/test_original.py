@@ -78,7 +78,7 @@ def test_every_kind_of_difference_is_named(checkpoint: Path) -> None:
     )
     replace(modeling, '                "ln_f": Norm', '                "ln_last": Norm')
     replace(modeling, 'parts["ln_f"]', 'parts["ln_last"]')
-    verdict = verify_original(checkpoint, consent=True, python=HERE)
+    verdict = verify_original(checkpoint, trust_remote_code=True, original_python=HERE)
     assert not verdict.equal
     found = {(difference.name, difference.kind) for difference in verdict.differences}
     blocks = {(f"model.transformer.blocks.{layer}.gain.weight", "missing") for layer in range(4)}
@@ -97,7 +97,7 @@ def test_every_kind_of_difference_is_named(checkpoint: Path) -> None:
 def test_original_code_that_fails_is_one_line(checkpoint: Path) -> None:
     (checkpoint / "modeling_llada.py").write_text("raise ImportError('no module called flux_attention')\n")
     with refused(CheckpointError, checkpoint, "flux_attention") as raised:
-        verify_original(checkpoint, consent=True, python=HERE)
+        verify_original(checkpoint, trust_remote_code=True, original_python=HERE)
     assert "\n" not in str(raised.value)
 
 
@@ -126,7 +126,7 @@ def test_checkpoints_without_code_of_their_own(checkpoint: Path, auto_map: objec
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "auto_map": auto_map}))
     with refused(CheckpointError, checkpoint / "config.json", named):
-        verify_original(checkpoint, consent=True, python=HERE)
+        verify_original(checkpoint, trust_remote_code=True, original_python=HERE)
 
 
 def test_a_second_checkpoint_and_an_interpreter_that_is_none(
@@ -136,7 +136,7 @@ def test_a_second_checkpoint_and_an_interpreter_that_is_none(
     assert code == 2
     assert "other" in error
     with refused(MissingExtraError, "/no/such/python"):
-        verify_original(checkpoint, consent=True, python="/no/such/python")
+        verify_original(checkpoint, trust_remote_code=True, original_python="/no/such/python")
 
 
 def test_the_versions_are_those_of_the_card(checkpoint: Path) -> None:

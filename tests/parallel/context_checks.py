@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
 from dlm_bridge.mapping.layout import ContextParallelConfig
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.parallel import groups, platform
@@ -23,6 +23,7 @@ from dlm_bridge.parallel.core_attention import MASKS
 from dlm_bridge.parallel.handover import stream_hf_weights
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from tests.parallel.context_cases import Case, context_models, hub
+from tests.refusals import refused
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 Gradients = dict[str, torch.Tensor]
@@ -92,31 +93,28 @@ def micro_batches_in_flight(root: Path, packed: Case, whole: Case) -> None:
 def what_cannot_be_is_refused(root: Path, case: Case, window: Case, blocks: Case) -> None:
     bridge = bridge_of(root, case)
 
-    def refused(
-        message: str, parallel: ContextParallelConfig, of: Bridge = bridge, layout: Layout | None = None
-    ) -> None:
+    def build(parallel: ContextParallelConfig, of: Bridge = bridge, layout: Layout | None = None) -> None:
         groups.destroy()
-        with pytest.raises(DlmBridgeError, match=message):
-            build_megatron_model(of.checkpoint, layout or Layout(), parallel=parallel)
+        build_megatron_model(of.checkpoint, layout or Layout(), parallel=parallel)
 
-    refused("needs a multiple of 4 processes, but 2 run", ContextParallelConfig(2), layout=Layout(tp=2))
-    refused("x cp 3 needs a multiple of 3 processes", ContextParallelConfig(3))
-    refused(
-        r"--cp-comm-type a2a deals 1 query groups .* to 2 ranks", ContextParallelConfig(2, "a2a"), layout=Layout(tp=2)
-    )
-    refused("--cp-comm-type a2a needs Transformer Engine", ContextParallelConfig(2, "a2a"))
-    refused(r"--cp-comm-type a2a\+p2p needs Transformer Engine", ContextParallelConfig(2, "a2a+p2p", (2, 1)))
-    refused(
-        "p2p knows no sliding window, .* use --cp-comm-type allgather",
-        ContextParallelConfig(2),
-        bridge_of(root, window),
-    )
-    with pytest.MonkeyPatch.context() as patch:  # as if there were an engine that deals heads out
+    with refused(LayoutError, "layout", "4", "2"):
+        build(ContextParallelConfig(2), layout=Layout(tp=2))
+    with refused(LayoutError, "layout", "cp 3"):
+        build(ContextParallelConfig(3))
+    with refused(LayoutError, "cp_comm_type", "a2a"):  # one query group for two ranks
+        build(ContextParallelConfig(2, "a2a"), layout=Layout(tp=2))
+    for parallel in (ContextParallelConfig(2, "a2a"), ContextParallelConfig(2, "a2a+p2p", (2, 1))):
+        with refused(MissingExtraError, "cp_comm_type", str(parallel.cp_comm_type)):
+            build(parallel)
+    with refused(LayoutError, "cp_comm_type", "p2p", "allgather"):
+        build(ContextParallelConfig(2), bridge_of(root, window))
+    with pytest.MonkeyPatch.context() as patch:  # as if there were an engine that distributes heads
         patch.setattr(type(platform.current()), "uses_transformer_engine", lambda self: True)
-        refused("--cp-comm-type a2a: block-causal attention", ContextParallelConfig(2, "a2a"), bridge_of(root, blocks))
+        with refused(LayoutError, "cp_comm_type", "a2a"):
+            build(ContextParallelConfig(2, "a2a"), bridge_of(root, blocks))
     groups.destroy()
     build_megatron_model(bridge.checkpoint, Layout(), parallel=ContextParallelConfig(2))
-    with pytest.raises(DlmBridgeError, match="already initialised with cp 2, but the layout says cp 1"):
+    with refused(LayoutError, "cp", "1", "2"):
         build_megatron_model(bridge.checkpoint, Layout())
 
 
@@ -127,11 +125,9 @@ def what_would_be_ignored_is_refused(root: Path, case: Case) -> None:
     batch = _cut(bridge, case.noisy())
     whole = micro_batch(case.noisy(), bridge.family.attention_pattern, packed=True)
     assert whole.packed is not None
-    with pytest.raises(DlmBridgeError, match="packed_seq_params need Transformer Engine"):
+    with refused(MissingExtraError, "packed_seq_params"):
         model(whole.input_ids, None, None, packed_seq_params=whole.packed.params())
-    with pytest.raises(
-        DlmBridgeError, match=r"attention_mask must be an int32 descriptor .* not torch.int32 \[2, 20, 5\]"
-    ):
+    with refused(SettingError, "attention_mask", "[2, 20, 5]"):
         model(batch.input_ids, batch.position_ids, batch.attention_mask[:, :20])
 
 

@@ -43,7 +43,7 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
     from dlm_bridge.parallel.core import TransformerLayer
-    from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, whole
+    from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_sharded, located_at_once, whole
     from dlm_bridge.parallel.parallelize import build_megatron_model
     from dlm_bridge.parallel.train.mcore_config import data_parallel_config
 
@@ -90,7 +90,7 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     with (
         CountedReads() as read,
         located_at_once(),
-        filled_when_cut(fill),
+        filled_when_sharded(fill),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's

@@ -32,5 +32,6 @@ CHANGES = LayoutChanges(
 )
 
 if __name__ == "__main__":
-    muon.PRECISION = torch.float32  # in bf16 a gradient's last bit may change an update's third digit
+    # In bf16 a gradient's last bit may change an update's third digit.
+    muon.PRECISION, torch.Tensor.bfloat16 = torch.float32, torch.Tensor.clone  # type: ignore[method-assign]
     main(Path(sys.argv[1]), CHANGES.plan, CHANGES.name)

@@ -10,9 +10,10 @@ import torch
 
 from dlm_bridge import Layout
 from dlm_bridge.attention.masks import MaskDescriptor, document_ids
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
 from dlm_bridge.models.modeling_llada2_moe import routing_blocks
 from tests.families import llada2_moe
+from tests.refusals import refused
 
 pytest.importorskip("megatron.core")
 CASE = next(case for case in llada2_moe.CASES if case.config.get("expert_capacity"))
@@ -40,20 +41,22 @@ def test_a_mask_tells_the_blocks_that_the_hub_model_counts(packed: tuple[torch.T
 
 
 @pytest.mark.parametrize(
-    ("cp", "overrides", "message"),
+    ("cp", "overrides", "kind", "field"),
     [
-        (2, {}, "--cp 2"),
-        (1, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
-        (1, {"moe_router_load_balancing_type": "aux_loss"}, "--moe-aux-loss-coeff"),
-        (1, {"moe_expert_capacity_factor": 1.0}, "expert capacity"),
+        (2, {}, LayoutError, "cp"),
+        (1, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, SettingError, "recompute_modules"),
+        (1, {"moe_router_load_balancing_type": "aux_loss"}, SettingError, "moe_aux_loss_coeff"),
+        (1, {"moe_expert_capacity_factor": 1.0}, SettingError, "moe_aux_loss_coeff"),
     ],
 )
-def test_what_a_router_of_blocks_cannot_do(cp: int, overrides: dict[str, Any], message: str) -> None:
+def test_what_a_router_of_blocks_cannot_do(
+    cp: int, overrides: dict[str, Any], kind: type[DlmBridgeError], field: str
+) -> None:
     from dlm_bridge.mapping.layout import ContextParallelConfig
     from dlm_bridge.parallel.config import model_config
 
     mapping, config = CASE.spec.mapping, CASE.config
     parallel = ContextParallelConfig(cp=cp)
     dims = mapping.dims(config)
-    with pytest.raises(DlmBridgeError, match=message):
+    with refused(kind, field):
         model_config(mapping, config, dims, Layout(), torch.float32, parallel, **overrides)

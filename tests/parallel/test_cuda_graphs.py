@@ -16,10 +16,11 @@ import torch
 from rich.console import Console
 
 from dlm_bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import MissingExtraError, SettingError
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import TrainConfig
 from tests.parallel import graph_standin
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -74,7 +75,7 @@ def test_rows_with_a_mask_end_the_run(
         trainer.prepare([trainer.objective.noise(rows, uniforms)])
         padded = torch.ones_like(rows)
         padded[1, -3:] = 0
-        with pytest.raises(DlmBridgeError, match="--cuda-graphs"):
+        with refused(SettingError, "cuda_graphs"):
             trainer.prepare([trainer.objective.noise(rows, uniforms, attention_mask=padded)])
     finally:
         trainer.close()
@@ -83,22 +84,21 @@ def test_rows_with_a_mask_end_the_run(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pp": 2}, "--pp"),
-        ({"fsdp": "optim"}, "--fsdp"),
-        ({"recompute": "full"}, "--recompute"),
-        ({"precision": "fp8"}, "--precision"),
-        ({"document_attention": True}, "--document-attention"),
-        ({"mask_annealing_steps": 10}, "--mask-annealing-steps"),
-        ({"length_variation": 0.01}, "--length-variation"),
-        ({"ep": 2, "ep_overlap": True, "precision": "bf16"}, "--ep-overlap"),
+        ({"pp": 2}, "pp"),
+        ({"fsdp": "optim"}, "fsdp"),
+        ({"recompute": "full"}, "recompute"),
+        ({"precision": "fp8"}, "precision"),
+        ({"document_attention": True}, "document_attention"),
+        ({"mask_annealing_steps": 10}, "mask_annealing_steps"),
+        ({"length_variation": 0.01}, "length_variation"),
+        ({"ep": 2, "ep_overlap": True, "precision": "bf16"}, "ep_overlap"),
         ({"megatron": ["transformer.hidden_dropout=0.1"]}, "hidden_dropout"),
         ({"task": "sft"}, "sft"),
     ],
 )
 def test_what_options_exclude(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(SettingError, match=named) as raised:
+    with refused(SettingError, "cuda_graphs", named):
         TrainConfig.from_flags(**{"model": "m", "data": ["mock"], "output": "o"} | GRAPHS | options)
-    assert raised.value.flag == "--cuda-graphs"
 
 
 @pytest.mark.parametrize("setting", ["cuda_graph_impl=local", "enable_cuda_graph=true", "cuda_graph_scope=attn"])
@@ -106,27 +106,26 @@ def test_megatron_cores_names(setting: str) -> None:
     from dlm_bridge.parallel.train.settings import check_settings
 
     given = {"megatron": [f"transformer.{setting}"], "engine": "megatron"}
-    with pytest.raises(SettingError, match="--cuda-graphs"):
+    with refused(SettingError, "megatron", setting.partition("=")[0], "`cuda_graphs`"):
         check_settings(TrainConfig.from_flags(model="m", data=["mock"], output="o", **given))
 
 
 def test_what_models_and_machines_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_bridge.objectives.single_stream import MaskedDiffusion
     from dlm_bridge.objectives.two_streams import BlockDiffusion
-    from dlm_bridge.parallel.core import MissingExtraError
     from dlm_bridge.parallel.train.mcore_config import check_cuda_graphs, check_mcore_config, check_overlap
 
     monkeypatch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
     config = TrainConfig.from_flags(model="m", data=["mock"], output="o", **GRAPHS)
-    with pytest.raises(MissingExtraError, match="--cuda-graphs"):
+    with refused(MissingExtraError, "cuda_graphs"):
         check_mcore_config(config)
-    with pytest.raises(DlmBridgeError, match="experts"):
+    with refused(SettingError, "cuda_graphs", "experts"):
         check_overlap(config, 8, False, {})
-    with pytest.raises(DlmBridgeError, match="--mtp-loss-scaling-factor"):
+    with refused(SettingError, "cuda_graphs", "`mtp_loss_scaling_factor=0`"):
         check_overlap(config, 0, True, {})
     one, two = MaskedDiffusion(mask_token_id=0), BlockDiffusion(mask_token_id=0, block_size=4)
     check_cuda_graphs(config, one, "bidirectional")
     check_cuda_graphs(dataclasses.replace(config, engine=type(config.engine)(engine="megatron")), two, "block_causal")
     for objective, pattern in ((two, "bidirectional"), (one, "block_causal")):
-        with pytest.raises(DlmBridgeError, match="--cuda-graphs"):
+        with refused(SettingError, "cuda_graphs"):
             check_cuda_graphs(config, objective, pattern)

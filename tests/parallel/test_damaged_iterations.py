@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, check_files, file_names
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
 from tests.convert.helpers import run_cli
 from tests.parallel.conftest import megatron_alone
+from tests.refusals import refused
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
 from tests.train.test_full_disk import limited_files
@@ -129,7 +130,7 @@ def test_a_tracker_that_was_set_back_is_followed_and_keeps_its_iteration(finishe
 def test_no_whole_iteration_is_an_error_that_names_each(finished: Path, train: Train) -> None:
     flip(finished / "checkpoints" / FIRST / "common.pt")
     flip(finished / "checkpoints" / LAST / ".metadata")
-    with pytest.raises(DlmBridgeError, match=rf"{LAST} is damaged: \.metadata .*; {FIRST} is damaged: common\.pt"):
+    with pytest.raises(DlmBridgeError, match=rf"{LAST}.*\.metadata.*{FIRST}.*common\.pt"):
         train(finished, resume=True)
     assert names(finished) == [FIRST, LAST]
     assert (finished / "checkpoints" / TRACKER).read_text() == "4"
@@ -160,5 +161,5 @@ def test_a_new_config_that_a_full_disk_refuses_leaves_the_old_one(finished: Path
 
 def test_a_damaged_manifest_of_all_iterations(finished: Path, train: Train) -> None:
     flip(finished / "checkpoints" / MANIFEST)
-    with pytest.raises(DlmBridgeError, match=f"{MANIFEST} is not as it was written"):
+    with refused(CheckpointError, finished / "checkpoints" / MANIFEST):
         train(finished, resume=True, steps=5)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge import Layout
+from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.models.families import families, family_by_name
 from tests.autoregressive.cases import CASES
 from tests.families.case import all_cases

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dlm_bridge.attention import flash_attention
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from tests.attention import flash_standin as standin
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -89,20 +90,20 @@ def test_packed_documents_are_each_for_itself(there: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "ranks", "fields", "said"),
+    ("mask", "ranks", "fields", "named"),
     [
-        ("block_causal", 1, {}, "block-causal attention is FlexAttention's"),
-        ("causal", 2, {}, "not used under context parallelism"),
-        ("causal", 1, {"window_size": (3, 0)}, "not used with a sliding window"),
-        ("causal", 1, {"deterministic_mode": True}, "gradients are not deterministic"),
+        ("block_causal", 1, {}, "block-causal"),
+        ("causal", 2, {}, "`cp`"),
+        ("causal", 1, {"window_size": (3, 0)}, "sliding window"),
+        ("causal", 1, {"deterministic_mode": True}, "deterministic"),
     ],
 )
 def test_what_it_would_ignore_goes_elsewhere_or_is_refused(
-    mask: str, ranks: int, fields: dict[str, Any], said: str, there: None
+    mask: str, ranks: int, fields: dict[str, Any], named: str, there: None
 ) -> None:
     assert not _layer("auto", mask, ranks, **fields).flash
     assert not _layer("unfused", mask, ranks, **fields).flash
-    with pytest.raises(DlmBridgeError, match=f"--attention-backend flash: .*{said}"):
+    with refused(SettingError, "attention_backend", "flash", named):
         _layer("flash", mask, ranks, **fields)
 
 
@@ -111,23 +112,23 @@ def test_a_setting_of_transformer_engine_alone(there: None) -> None:
     from dlm_bridge.parallel.core_attention import unsupported, uses_flash
 
     config = _config("flash", attention_dropout=0.1)
-    with pytest.raises(DlmBridgeError, match="would ignore attention_dropout"):
+    with refused(SettingError, "attention_backend", "attention_dropout"):
         uses_flash(config, AttnMaskType.causal, None, unsupported(config), 1)
 
 
 def test_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = "dlm_bridge.parallel.core_attention.platform.current"
     monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cpu"))
-    with pytest.raises(DlmBridgeError, match="FlashAttention 4 needs the CUDA platform, this one is cpu"):
+    with refused(SettingError, "attention_backend", "cpu"):
         _layer("flash", "causal")
     monkeypatch.setattr(platform, lambda: SimpleNamespace(name="cuda"))
     monkeypatch.setattr(
         flash_attention, "missing", lambda: "flash-attn-4 is not installed: pip install 'dlm-bridge[flash]'"
     )
     assert not _layer("auto", "causal").flash
-    with pytest.raises(DlmBridgeError, match="--attention-backend flash: flash-attn-4 is not installed"):
+    with refused(SettingError, "attention_backend", "flash-attn-4"):
         _layer("flash", "causal")
     monkeypatch.setattr(flash_attention, "missing", lambda: None)
     assert not _layer("auto", "causal").flash  # in fp32
-    with pytest.raises(DlmBridgeError, match="computes in bf16 or fp16, not in float32"):
+    with refused(SettingError, "attention_backend", "float32"):
         _layer("flash", "causal")

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.parallel.mcore_patches import modules
 from dlm_bridge.parallel.train import fp8_state
 from tests.convert.test_bad_megatron_input import Exploit
 from tests.parallel import delayed_scaling
 from tests.parallel.delayed_scaling import Scaled, TEDelayedScaling
+from tests.refusals import refused
 from tests.train.conftest import Run
 
 KEY = "decoder.layers.0.mlp.linear_fc2._extra_state"
@@ -128,21 +129,20 @@ def test_nothing_of_a_pickle_runs(delayed: None, tmp_path: Path) -> None:
             return torch.storage._load_from_bytes, (pickle.dumps(Exploit(marker)),)
 
     hostile = [
-        (_state(recipe=Exploit(marker)), r"asks for posix\.system, which no checkpoint needs: refused"),
-        (_state(scale_fwd=Nested()), r"asks for posix\.system, which no checkpoint needs: refused"),
-        (in_bytes(Exploit(marker)), r"asks for posix\.system"),
-        (_state(scale_fwd=storage), r"asks for torch\.storage\.UntypedStorage"),
-        (_state(scale_fwd=torch.ones(3, dtype=torch.float64)), r"asks for torch\.DoubleStorage"),
-        (_state(scale_fwd=torch.ones(2)), r"its scales are \[2\], their history \[4, 3\]"),
-        (_state(scale_fwd=torch.ones(1).expand(3)), r"a tensor of shape \[3\] in 1 values"),
-        (_state(extra_fp8_variables={"num_gemms": 10**9}), "num_gemms is 1000000000"),
-        (scaled().get_extra_state()[:-40], "is no FP8 scaling state"),
-        (torch.ones(4), "is a Tensor, not Transformer Engine 2's bytes"),
+        (_state(recipe=Exploit(marker)), "posix.system"),
+        (_state(scale_fwd=Nested()), "posix.system"),
+        (in_bytes(Exploit(marker)), "posix.system"),
+        (_state(scale_fwd=storage), "torch.storage.UntypedStorage"),
+        (_state(scale_fwd=torch.ones(3, dtype=torch.float64)), "torch.DoubleStorage"),
+        (_state(scale_fwd=torch.ones(2)), "[4, 3]"),
+        (_state(scale_fwd=torch.ones(1).expand(3)), "[3]"),
+        (_state(extra_fp8_variables={"num_gemms": 10**9}), "num_gemms"),
+        (scaled().get_extra_state()[:-40], ""),
+        (torch.ones(4), "Tensor"),
     ]
-    for state, message in hostile:
-        with pytest.raises(DlmBridgeError, match=message) as error:
+    for state, named in hostile:
+        with refused(CheckpointError, KEY, named) as error:
             fp8_state.rewrite_extra_states({KEY: state}, None)
-        assert str(error.value).startswith(KEY)
         assert "\n" not in str(error.value)
     assert not marker.exists()
 
@@ -169,10 +169,10 @@ def test_a_resumed_run_scales_as_the_uninterrupted_one(
     marker = tmp_path / "marker"
     monkeypatch.setattr(Scaled, "get_extra_state", lambda _: in_bytes({"recipe": Exploit(marker)}))
     bf16_run(tmp_path / "hostile", resume=True, steps=3)
-    with pytest.raises(DlmBridgeError, match=r"linear_\w+\._extra_state: .*its pickle asks for posix\.system"):
+    with refused(CheckpointError, tmp_path / "hostile/checkpoints/iter_0000003", "_extra_state", "posix.system"):
         bf16_run(tmp_path / "hostile", resume=True, steps=4)
     monkeypatch.setattr(Scaled, "get_extra_state", lambda _: Exploit(marker))
     bf16_run(tmp_path / "objects", steps=2)
-    with pytest.raises(DlmBridgeError, match="cannot be resumed from"):
+    with refused(CheckpointError, tmp_path / "objects/checkpoints/iter_0000002"):
         bf16_run(tmp_path / "objects", resume=True, steps=4)
     assert not marker.exists()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import WorkerError
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {"steps": 4, "save_interval": 2, "eval_interval": 0}
@@ -39,7 +40,8 @@ def test_one_line_names_the_signal(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
-        with pytest.raises(DlmBridgeError, match=r"iter_0000004: .*rank 0 .*SIGKILL.*iter_0000002 stays") as raised:
+        iteration = output / "checkpoints/iter_0000004"
+        with refused(WorkerError, iteration, "rank 0", "SIGKILL", "iter_0000002") as raised:
             on_megatron(output, async_save=background, **OPTIONS)
     assert "MB" not in str(raised.value)  # no disk was full
     found = [path.name for path in (output / "checkpoints").iterdir() if "iter_0" in path.name]

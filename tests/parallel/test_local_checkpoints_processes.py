@@ -25,7 +25,7 @@ FLAGS = (
     "--save-interval 4 --steps 8 --precision bf16"
 )
 LAYOUTS = {"data parallel": "", "pipeline": "--pp 2", "instances": "--optimizer-instances 2"}
-FALLEN_BACK = "going on from the checkpoint of step 4: there is no newer local checkpoint"
+FALLEN_BACK = "resuming from the checkpoint of step 4: there is no newer local checkpoint"
 Launch = Callable[..., tuple[bool, str]]
 
 
@@ -94,7 +94,7 @@ def test_a_killed_run(case: str, launch: Launch, layout: str, killed: Path, whol
     ended, said = launch(root, layout, resume=True)
     assert ended, said
     assert {
-        "whole": "going on from the local checkpoint of step 6",
+        "whole": "resuming from the local checkpoint of step 6",
         "damaged": "step-0000006.rank-1: is damaged: state.pt is not as it was written",
         "missing": "the local checkpoint of step 6 is incomplete: rank 0 has none",
     }[case] in said
@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_while_it_writes(launch: Launch, layout: str, whol
     assert "rank-1/step-0000006.rank-1" not in names(tmp_path)
     ended, said = launch(tmp_path, layout, resume=True)
     assert ended, said
-    assert "going on from the local checkpoint of step 5, which is newer than the checkpoint of step 4" in said
+    assert "resuming from the local checkpoint of step 5, which is newer than the checkpoint of step 4" in said
     is_equal(tmp_path / "run", whole)
 
 
@@ -124,7 +124,7 @@ def test_another_node_has_a_copy(launch: Launch, layout: str, whole: Path, tmp_p
     shutil.rmtree(start / "rank-1")
     ended, _ = launch(tmp_path, flags, resume=True, KILLED_AT="8")
     said = " ".join((tmp_path / "log_0.txt").read_text().split())
-    assert "going on from the local checkpoint of step 5" in said
+    assert "resuming from the local checkpoint of step 5" in said
     assert "backprop through" not in said  # the weights that are sent to the other node
     assert names(tmp_path) == [f"rank-{node}/step-0000007.rank-{rank}" for node in (0, 1) for rank in (0, 1)]
 
@@ -133,5 +133,5 @@ def test_another_node_has_a_copy(launch: Launch, layout: str, whole: Path, tmp_p
     ended, said = launch(tmp_path, flags, resume=True)
     assert ended, said
     assert "rank-0/step-0000007.rank-0: is damaged" in said
-    assert "going on from the local checkpoint of step 7" in said
+    assert "resuming from the local checkpoint of step 7" in said
     is_equal(tmp_path / "run", whole)

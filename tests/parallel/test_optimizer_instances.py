@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
-from dlm_bridge.errors import SettingError
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from tests.parallel.megatron_cases import Files
 from tests.parallel.megatron_instances_worker import AVERAGED, QUICK, SLOW
 from tests.parallel.megatron_worker import LayoutChanges, Results
 from tests.processes import assert_ok
+from tests.refusals import refused
 from tests.train.conftest import read_metrics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 WORKER = "tests.parallel.megatron_instances_worker"
-FLAG = "--optimizer-instances"
+FIELD = "optimizer_instances"
 
 
 def launched(changes: LayoutChanges, folder: Path) -> tuple[Files, Results]:
@@ -97,34 +98,30 @@ def config(**changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flag"),
+    ("changes", "field"),
     [
-        ({"distributed_optimizer": False}, FLAG),
-        ({"optimizer": "sgd"}, FLAG),
-        ({"engine": "accelerate"}, FLAG),
-        ({"fsdp": "optim"}, FLAG),
-        ({"optimizer_instances": 0}, FLAG),
-        ({"megatron": ["ddp.num_distributed_optimizer_instances=2"]}, "--megatron ddp.num_distributed"),
-        ({"megatron": ["ddp.outer_dp_sharding_strategy=optim"]}, "--megatron ddp.outer_dp"),
+        ({"distributed_optimizer": False}, FIELD),
+        ({"optimizer": "sgd"}, FIELD),
+        ({"engine": "accelerate"}, FIELD),
+        ({"fsdp": "optim"}, FIELD),
+        ({"optimizer_instances": 0}, FIELD),
+        ({"megatron": ["ddp.num_distributed_optimizer_instances=2"]}, "megatron"),
+        ({"megatron": ["ddp.outer_dp_sharding_strategy=optim"]}, "megatron"),
     ],
 )
-def test_options_that_exclude_it(changes: dict[str, Any], flag: str) -> None:
+def test_options_that_exclude_it(changes: dict[str, Any], field: str) -> None:
     from dlm_bridge.parallel.train.settings import check_settings
 
-    with pytest.raises(SettingError) as raised:
+    with refused(SettingError, field):
         check_settings(config(**changes))
-    assert raised.value.flag.startswith(flag)
 
 
-def test_what_megatron_core_asserts_against() -> None:
+def test_experts_exclude_it_with_fsdp() -> None:
     from dlm_bridge.parallel.train.mcore_config import check_experts, data_parallel_config
 
     assert data_parallel_config(config()).num_distributed_optimizer_instances == 2
-    with pytest.raises(DlmBridgeError, match=f"{FLAG} with --megatron ddp.reduce_scatter_with_fp32_accumulation"):
-        data_parallel_config(config(megatron=["ddp.reduce_scatter_with_fp32_accumulation=true"]))
-    with pytest.raises(SettingError) as raised:
+    with refused(SettingError, FIELD):
         check_experts(config(fsdp="optim_grads"))
-    assert raised.value.flag == FLAG
 
 
 @pytest.mark.parametrize(
@@ -136,11 +133,11 @@ def test_what_megatron_core_asserts_against() -> None:
 )
 def test_ranks_that_it_does_not_divide(layout: Layout, ranks: int, what: str) -> None:
     layout.check_optimizer_instances(2, ranks)
-    with pytest.raises(DlmBridgeError, match=f"{FLAG} 4 does not divide {what}"):
+    with pytest.raises(DlmBridgeError, match=f"4.*{what}"):
         layout.check_optimizer_instances(4, ranks)
 
 
 def test_fsdp_that_would_shard_nothing() -> None:
     Layout(tp=2).check_optimizer_instances(2, 8, fsdp=True)
-    with pytest.raises(DlmBridgeError, match=f"{FLAG} 4: of the 4 data and context"):
+    with pytest.raises(DlmBridgeError, match=r"optimizer.instances.*4"):
         Layout(tp=2).check_optimizer_instances(4, 8, fsdp=True)

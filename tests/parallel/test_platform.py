@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, MissingExtraError, SettingError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
 from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.parallel.platform import CPU, CUDA
 from dlm_bridge.registration import load_entry_points
+from tests.refusals import refused
 
 MIB = 2**20
 AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]
@@ -100,7 +101,7 @@ def test_the_variable_chooses_and_a_wrong_one_is_named(monkeypatch: pytest.Monke
     chosen = platform.current()
     assert (chosen.name, chosen.backend, chosen.device()) == ("cpu", "gloo", torch.device("cpu"))
     monkeypatch.setenv(platform.VARIABLE, "tpu")
-    with pytest.raises(DlmBridgeError, match=r"DLM_BRIDGE_PLATFORM=tpu: .*cuda, cpu"):
+    with refused(SettingError, platform.VARIABLE, "tpu", "cuda, cpu"):
         platform.current()
 
 
@@ -109,7 +110,7 @@ def test_cuda_is_the_default_only_where_there_is_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert platform.current().name == "cpu"
     monkeypatch.setenv(platform.VARIABLE, "cuda")
-    with pytest.raises(DlmBridgeError, match="torch sees no cuda device"):
+    with refused(MissingExtraError, platform.VARIABLE, "cuda"):
         platform.current()
     monkeypatch.delenv(platform.VARIABLE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -120,7 +121,7 @@ def test_cuda_is_the_default_only_where_there_is_one(monkeypatch: pytest.MonkeyP
 def test_a_process_without_a_device_is_told(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with pytest.raises(DlmBridgeError, match=f"^LOCAL_RANK={rank}"):
+    with pytest.raises(DlmBridgeError, match=f"^LOCAL_RANK.*{rank}"):
         CUDA().set_device()
 
 
@@ -128,7 +129,7 @@ def test_without_megatron_core_one_line_says_what_to_install(monkeypatch: pytest
     for name in [name for name in sys.modules if name.startswith("dlm_bridge.parallel.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(DlmBridgeError, match=r"^this needs megatron-core.*pip install 'dlm-bridge\[megatron\]'$"):
+    with refused(MissingExtraError, "megatron-core", "pip install 'dlm-bridge[megatron]'"):
         importlib.import_module("dlm_bridge.parallel.parallelize")
 
 
@@ -180,21 +181,15 @@ def test_a_packages_platform_counts_only_where_its_device_is(vendor: Vendor, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert platform.current().name == "cpu"
     monkeypatch.setenv(platform.VARIABLE, "chip")
-    with pytest.raises(DlmBridgeError, match="DLM_BRIDGE_PLATFORM=chip, but torch sees no chip device"):
+    with refused(MissingExtraError, platform.VARIABLE, "chip"):
         platform.current()
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("chip = MODULE:Other", "the entry point chip of dlm_bridge.platforms is .*Other.*: no Platform of that name"),
-        ("slip = MODULE:Chip", "the entry point slip of dlm_bridge.platforms is .*Chip.*: no Platform of that name"),
-        ("cpu = MODULE:Cpu", "two platforms are named cpu: uninstall the package of vendor_"),
-    ],
-)
-def test_a_packages_wrong_platform_is_named(entry: str, message: str, vendor: Vendor) -> None:
+@pytest.mark.parametrize("entry", ["chip = MODULE:Other", "slip = MODULE:Chip", "cpu = MODULE:Cpu"])
+def test_a_packages_wrong_platform_is_named(entry: str, vendor: Vendor) -> None:
     vendor.install(entry)
-    with pytest.raises(DlmBridgeError, match=message):
+    name, _, kind = entry.replace("MODULE:", "").split()
+    with refused(SettingError, platform.GROUP, name, kind, "vendor_"):
         platform.current()
 
 
@@ -246,16 +241,16 @@ def _breaks(original: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "make", "reason"),
     [
-        (f"{HERE}.absent", _louder, r"a test overrides .*Child\.absent, which does not exist"),
-        (f"{HERE}.absent.own", _louder, r"a test overrides .*Child\.absent\.own, which does not exist"),
-        ("absent_module.name", _louder, r"a test overrides absent_module\.name, which does not exist"),
-        (f"{HERE}.own", _breaks, r"a test cannot override .*Child\.own: 'a size\\nthat is gone'$"),
+        (f"{HERE}.absent", _louder, ""),
+        (f"{HERE}.absent.own", _louder, ""),
+        ("absent_module.name", _louder, ""),
+        (f"{HERE}.own", _breaks, r"'a size\nthat is gone'"),
     ],
 )
-def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(name: str, make: Any, message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message) as raised:
+def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(name: str, make: Any, reason: str) -> None:
+    with refused(MissingExtraError, name, "a test", reason) as raised:
         overrides.install({f"{HERE}.inherited": _louder, name: make}, "a test")
     assert "\n" not in str(raised.value)
     assert Child().inherited() == "original"
@@ -265,7 +260,7 @@ def test_an_override_that_does_not_fit_is_named_and_nothing_is_changed(name: str
 def test_two_platforms_do_not_override_in_one_process() -> None:
     overrides.install({f"{HERE}.own": _louder}, "a test")
     try:
-        with pytest.raises(DlmBridgeError, match="another cannot override megatron-core while a test does"):
+        with refused(SettingError, "another", "a test"):
             overrides.install({f"{HERE}.inherited": _louder}, "another")
         assert Child().inherited() == "original"
     finally:

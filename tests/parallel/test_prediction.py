@@ -13,13 +13,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.attention.masks import MaskDescriptor
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import NextTokenPrediction
 from dlm_bridge.parallel.batch import Prediction, micro_batch
 from tests.checkpoints import write_hub_folder
 from tests.interop.autoregressive import CONFIGS, tensors_of
+from tests.refusals import refused
 
 pytest.importorskip("megatron.core")
 ROWS, LENGTH, FACTOR = 2, 12, 0.3
@@ -202,5 +203,5 @@ def test_packed_rows_stand_one_after_the_other() -> None:
 def test_a_number_of_layers_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
     config = config_of("glm4_moe", 1)
     write_hub_folder(tmp_path / "hub", config, tensors_of(config, 1))
-    with pytest.raises(DlmBridgeError, match="mtp_num_layers 2: the model has 1"):
+    with refused(SettingError, "mtp_num_layers", "2", "1"):
         Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout(), mtp_num_layers=2)

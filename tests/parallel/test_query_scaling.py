@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
+from dlm_bridge.errors import SettingError
 from dlm_bridge.models.nemotron_labs_diffusion import MAPPING
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
 from tests.families.nemotron_labs_diffusion import CASES, CONFIG, SHORT
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -81,5 +83,5 @@ def test_the_factor_is_transformers_own() -> None:
 def test_a_kernel_that_knows_no_factor_is_refused() -> None:
     from dlm_bridge.parallel.config import model_config
 
-    with pytest.raises(DlmBridgeError, match="fused_single_qkv_rope"):
+    with refused(SettingError, "fused_single_qkv_rope"):
         model_config(MAPPING, SHORT, MAPPING.dims(SHORT), Layout(), torch.float32, fused_single_qkv_rope=True)

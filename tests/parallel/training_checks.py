@@ -134,8 +134,8 @@ def _shards_are_megatron_cores(trainer: Trainer) -> None:
     assert sum(len(group) for part in parts for group in part.shard_fp32_from_float16_groups) > 0
     for part in parts:
         shards = DistributedShards(part)
-        assert shards.hold()
-        assert shards.give_gradients() == (part.grad_scaler is None)
+        assert shards.valid()
+        assert shards.set_gradients() == (part.grad_scaler is None)
         given = {main: main.grad for group in part.optimizer.param_groups for main in group["params"]}
         for main in given:
             main.grad = None
@@ -153,7 +153,7 @@ def _shards_are_megatron_cores(trainer: Trainer) -> None:
         )
         assert all(torch.equal(param, main.to(param.dtype)) for main, param in shards.model_params.items())
         part.buffers[0].buckets[0].grad_data = part.buffers[0].buckets[0].grad_data.clone()
-        assert not shards.hold()
+        assert not shards.valid()
 
 
 def an_overflow_is_skipped(files: Files) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from dlm_bridge import DlmBridgeError, Layout
+from dlm_bridge import Layout
+from dlm_bridge.errors import SettingError
 from dlm_bridge.plan.cost import StepTime, elementwise_bytes, step_time
 from dlm_bridge.plan.model import PlannedModel, model_of
 from dlm_bridge.plan.run import Hardware, PlannedRun
 from tests.plan import configs
 from tests.plan.published_runs import AIM, H100, PUBLISHED, table
+from tests.refusals import refused
 
 PAGE = Path(__file__).parents[2] / "docs/planning.md"
 NVLINK, NETWORK = 450e9 * 0.75, 50e9 * 0.75  # bytes/s
@@ -102,18 +104,18 @@ def test_overlap_hides_half_where_there_is_as_much_to_hide_it_behind() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "named"),
     [
-        (configs.DEEPSEEK_V3, {"tp_overlap": True}, "--tp-overlap"),
-        (configs.LLADA_MOE, {"moe_dispatcher": "allgather"}, "--moe-dispatcher"),
-        (configs.LLADA_MOE, {"fsdp": "optim"}, "--fsdp"),
+        (configs.DEEPSEEK_V3, {"tp_overlap": True}, "tp_overlap"),
+        (configs.LLADA_MOE, {"moe_dispatcher": "allgather"}, "moe_dispatcher"),
+        (configs.LLADA_MOE, {"fsdp": "optim"}, "fsdp"),
         (configs.LLADA_MOE, {"recompute": "full"}, "recompute"),
-        (configs.LLADA_MOE, {"layout": Layout(pp=2, ep=2)}, "--vp"),
+        (configs.LLADA_MOE, {"layout": Layout(pp=2, ep=2)}, "vp"),
     ],
 )
 def test_overlap_that_megatron_core_does_not_have(
     config: dict[str, object], changes: dict[str, object], named: str
 ) -> None:
     run = replace(RUN, **{"layout": Layout(ep=2), "ep_overlap": "tp_overlap" not in changes, **changes})  # type: ignore[arg-type]
-    with pytest.raises(DlmBridgeError, match=named):
+    with refused(SettingError, None, named):
         run.check(model_of(config, "model"))
 
 

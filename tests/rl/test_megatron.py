@@ -85,7 +85,7 @@ def test_every_layout(part: str, processes: int, name: str, reports: Callable[[s
 @pytest.mark.parametrize(
     ("changes", "field", "named"),
     [
-        ({"megatron": ["transformer.hidden_dropout=0.1"]}, "engine", "transformer.hidden_dropout"),
+        ({"megatron": ["transformer.hidden_dropout=0.1"]}, "megatron", "transformer.hidden_dropout"),
         ({"fsdp": "optim"}, "fsdp", "rl"),
         ({"async_save": True}, "async_save", "rl"),
         ({"sharding": "fsdp"}, "sharding", "accelerate"),

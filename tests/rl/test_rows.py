@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError
+from dlm_bridge.errors import DlmBridgeError, InputFileError, LayoutError, SettingError
 from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.train.config import RLConfig
@@ -54,27 +54,27 @@ def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
 )
 def test_bad_prompts_are_named_by_line(tmp_path: Path, row: Any) -> None:
     file = write(tmp_path / "rows.jsonl", {"prompt": "a"}, row)
-    with refused(InputFileError, f"{file}, line 2"):
+    with refused(InputFileError, f"{file}:2"):
         load_problems([str(file)], letters(), 8, 1)
 
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "a"}]})
-    with pytest.raises(DlmBridgeError, match="line 1"):
+    with pytest.raises(DlmBridgeError, match=r"rows\.jsonl:1"):
         load_problems([str(file)], letters(), 8, 1)
 
 
 @pytest.mark.parametrize(
     ("row", "place"),
     [
-        ({"prompt": "a", "chosen": "b"}, "line 1"),
-        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "line 1, 'rejected'"),
-        ({"prompt": "abcd", "chosen": "b", "rejected": "cdef"}, "line 1"),  # one token too many
+        ({"prompt": "a", "chosen": "b"}, "1"),
+        ({"prompt": "a", "chosen": "b", "rejected": ["c"]}, "1, 'rejected'"),
+        ({"prompt": "abcd", "chosen": "b", "rejected": "cdef"}, "1"),  # one token too many
     ],
 )
 def test_bad_pairs_are_named_by_line(tmp_path: Path, row: Any, place: str) -> None:
     file = write(tmp_path / "rows.jsonl", row)
-    with refused(InputFileError, f"{file}, {place}"):
+    with refused(InputFileError, f"{file}:{place}"):
         load_pairs([str(file)], letters(), 8, 1)
 
 
@@ -106,7 +106,6 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
         ({"method": ""}, "method"),
         ({"method": "ppo"}, "method"),
         ({"reward": []}, "reward"),
-        ({"method": "vrpo"}, "reward"),
         ({"group_size": 1}, "group_size"),
         ({"global_batch_size": 12}, "global_batch_size"),
         ({"gen_length": 1024}, "gen_length"),
@@ -114,7 +113,7 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
         ({"generation": ["steps"]}, "generation"),
         ({"generation": ["temperature=1"]}, "generation"),
         ({"generation": ["infill=true"]}, "generation"),
-        ({"engine": "megatron", "megatron": ["transformer.attention_dropout=0.1"]}, "engine"),
+        ({"engine": "megatron", "megatron": ["transformer.attention_dropout=0.1"]}, "megatron"),
         ({"rollout_tp": 2}, "rollout_tp"),
         ({"objective": "masked"}, "objective"),
         ({"packing": True}, "packing"),
@@ -124,8 +123,9 @@ GIVEN: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "method": "
     ],
 )
 def test_bad_options_are_named(changes: dict[str, Any], field: str) -> None:
-    with refused(SettingError, field):
+    with pytest.raises((SettingError, LayoutError)) as raised:
         load_rl_config({**GIVEN, **changes})
+    assert raised.value.field == field
 
 
 def test_a_file_of_options(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_file_of_options(tmp_path: Path) -> None:
 def test_runs_that_cannot_begin(run: Run, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     """They leave nothing behind that would stop a second try."""
     for _ in range(2):
-        with refused(SettingError, None, named):
+        with pytest.raises(DlmBridgeError, match=named):
             run(tmp_path / "run", **changes)
 
 

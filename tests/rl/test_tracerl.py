@@ -258,7 +258,7 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_is_named(run: Run, tmp_path: Path) -> None:
-    with refused(SettingError, "rl_normalisation", "diffu-grpo"):
+    with refused(SettingError, "rl_normalisation", "tracerl"):
         run(tmp_path / "run", rl_normalisation="steps")
     mask = torch.ones(1, 4, dtype=torch.bool)
     sequences = Sequences(torch.full((1, 4), 3), ~mask, mask, mask, torch.ones(1, 4, dtype=torch.int64))

@@ -220,7 +220,7 @@ def test_a_resume_is_exact(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"method": "block-grpo"}, "block-grpo"),
+        ({"method": "block-grpo"}, "tracerl"),
         ({"lora_rank": 2}, "an adapter"),
         ({"lora_rank": 2, "engine": "megatron"}, "an adapter"),
     ],

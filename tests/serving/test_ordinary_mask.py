@@ -46,12 +46,13 @@ def test_a_mask_token_of_its_own_is_refused(llada: Path) -> None:
         answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]
-        assert "prompt[1] holds the mask token 259" in message
+        assert "prompt[1]" in message
+        assert "259" in message
         assert "fill" not in message  # the server does not
     page = PageModel(loaded.model, loaded.tokenizer, "tiny", diffusion=True)
     try:
         *_, last = page.sample("Continue", "a<mask>", "llada", {"gen_length": "4"})
-        assert "the prompt holds the mask token 259" in last
+        assert "259" in last
         assert "Fill in" in last
     finally:
         page.close()

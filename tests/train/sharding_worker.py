@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_bridge.convert import streaming
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, LayoutError
 from dlm_bridge.loading.lazy import NotInRangesError
 from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.train.accelerate import fsdp, trainer
@@ -37,6 +37,7 @@ from dlm_bridge.train.accelerate.optimizers import MuonAndAdamW
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.setup import model_source, starting_model
 from tests.processes import fork
+from tests.refusals import refused
 from tests.train.conftest import undrawn
 
 SUBJECTS = ("masked", "block", "causal", "tied", "experts")
@@ -209,7 +210,7 @@ def replicas_averaged(root: Path) -> None:
 
 
 def refuses_replicas(root: Path) -> None:
-    with pytest.raises(DlmBridgeError, match="--fsdp-replicas 3 does not divide 4 processes"):
+    with refused(LayoutError, "fsdp_replicas", "4 processes"):
         train(root, "three", "masked", sharding="fsdp", fsdp_replicas=3)
 
 

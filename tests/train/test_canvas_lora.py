@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlm_bridge import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import load_model
 from tests.canvas_models import has_class, write_canvas_model
 from tests.convert.helpers import hub_tensors, run_cli
 from tests.data.chats import conversation, write_rows
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 from tests.train.test_canvas import options
 
@@ -100,7 +101,7 @@ def test_the_experts_are_a_target(run: Run, base: Path, chats: Path, tmp_path: P
     going_on, folder = tune(run, tmp_path / "more", base, chats, steps=1, lora_rank=0, adapter=str(folder))
     assert going_on[0]["loss"] < rows[0]["loss"]
     shared(folder)
-    with pytest.raises(DlmBridgeError, match="--lora-dropout"):
+    with refused(SettingError, "lora_dropout", "experts"):
         tune(run, tmp_path / "dropout", base, chats, lora_targets="experts", lora_dropout=0.1)
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives import linear_cross_entropy as output_layer
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import Certainty
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import build_objective
+from tests.refusals import refused
 from tests.train.conftest import Run
 
 MASK, VOCAB = 11, 12
@@ -126,7 +127,7 @@ def test_ranks_that_share_the_vocabulary_have_the_same_loss_and_gradients(monkey
 
 @pytest.mark.parametrize("name", ["uniform", "nemotron", "wedlm", "block_editing"])
 def test_objectives_with_other_losses_are_refused(name: str) -> None:
-    with pytest.raises(DlmBridgeError, match="--certainty-weight"):
+    with refused(SettingError, "certainty_weight"):
         build_objective(name, MASK, config=CONFIG, certainty=Certainty(1.0))
 
 
@@ -138,5 +139,5 @@ def test_a_run_with_it_does_not_depend_on_how_the_batch_is_cut(tmp_path: Path, r
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-4)
     assert whole[-1]["loss"] != pytest.approx(plain[-1]["loss"], rel=1e-3)
-    with pytest.raises(DlmBridgeError, match="--certainty-temperature"):
+    with refused(SettingError, "certainty_temperature", "`certainty_weight`"):
         run(tmp_path / "without", certainty_temperature=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import InputFileError, LayoutError, SettingError
 from dlm_bridge.settings import GUESSES, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, read_yaml
@@ -54,9 +53,8 @@ def test_resume_takes_the_runs_own_options_and_keeps_its_data_order(tmp_path: Pa
     assert (config.model.model, config.optimizer.lr, config.data.seed, config.schedule.steps) == ("m", 0.5, 3, 5)
     of_data = ({"seed": 4}, {"seq_length": 8}, {"global_batch_size": 8}, {"split": "9,1,0"})
     for change in (*of_data, {"optimizer": "sgd"}, {"distributed_optimizer": False}):
-        with pytest.raises(SettingError) as raised:
+        with refused(SettingError, next(iter(change))):
             load_config({**output, **change}, resume=True)
-        assert raised.value.flag == "--" + next(iter(change)).replace("_", "-")
 
 
 def test_resume_reads_the_flat_file_of_an_earlier_version(tmp_path: Path) -> None:
@@ -65,7 +63,7 @@ def test_resume_reads_the_flat_file_of_an_earlier_version(tmp_path: Path) -> Non
     )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(began.as_flags()))
     assert load_config({"output": str(tmp_path)}, resume=True) == began
-    with pytest.raises(SettingError):
+    with refused(SettingError, "objective", "masked"):
         load_config({"output": str(tmp_path), "objective": "shifted"}, resume=True)
 
 
@@ -90,7 +88,7 @@ def test_keys_of_earlier_versions_are_read_with_one_warning(tmp_path: Path, capl
     (warning,) = caplog.messages
     for section, keys in yaml.safe_load(OLD_KEYS).items():
         assert all(f"{section}.{key} is now {section}." in warning for key in keys)
-    with refused(SettingError, None, "optimizer.name", "optimizer.optimizer"):
+    with refused(InputFileError, file, "optimizer.name", "optimizer.optimizer"):
         read_yaml(_yaml(tmp_path, "optimizer: {name: muon, optimizer: adamw}\n"))
 
 
@@ -102,7 +100,7 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
     assert load_config(output, resume=True).data.data == ["0.3", "a", "7e-1", "b"]
     assert load_config({**output, "data": ["0.3", "c", "0.7", "d"]}, resume=True).data.data[1] == "c"  # moved
     for other in (["0.4", "a", "0.6", "b"], ["a", "b"]):
-        with pytest.raises(SettingError, match="--data"):
+        with refused(SettingError, "data"):
             load_config({**output, "data": other}, resume=True)
 
 
@@ -122,68 +120,82 @@ def test_a_blend_in_yaml_keeps_its_weights_on_a_resume(tmp_path: Path) -> None:
         ("data: {data: [1]}\n", "data.data"),
         ("optimizer: {lr: fast}\n", "optimizer.lr"),
         ("parallel: {cp: auto}\n", "docs/megatron.md"),
-        ("- 1\n", "run.yaml"),
-        ("a: [\n", "not YAML"),
+        ("- 1\n", "mapping"),
+        ("a: [\n", "YAML"),
+        (None, "No such file"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(SettingError, match=re.escape(named)) as raised:
-        read_yaml(_yaml(tmp_path, text))
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, named: str) -> None:
+    path = tmp_path / "run.yaml" if text is None else _yaml(tmp_path, text)
+    with refused(InputFileError, path, named) as raised:
+        read_yaml(path)
     assert "\n" not in str(raised.value)
-    assert raised.value.flag == f"--config {tmp_path / 'run.yaml'}"
 
 
 def test_a_file_that_gives_an_error_when_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").symlink_to("/proc/self/mem")
-    with pytest.raises(SettingError, match="cannot be read"):
+    with refused(InputFileError, tmp_path / "run.yaml"):
         read_yaml(tmp_path / "run.yaml")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"nowhere\.yaml"):
-        read_yaml(tmp_path / "nowhere.yaml")
+@pytest.mark.parametrize(
+    ("values", "steps", "epochs"),
+    [
+        ("schedule: {steps: 7}", 7, None),
+        ("schedule: {epochs: 2}", 1000, 2),
+        ("schedule: {num_train_epochs: 2, epochs: 2}", 1000, 2),
+    ],
+)
+def test_epochs_replace_steps(tmp_path: Path, values: str, steps: int, epochs: int | None) -> None:
+    """In one source they exclude each other; the command line overrides either one in the file."""
+    file = _yaml(tmp_path, values)
+    schedule = load_config(GIVEN, file).schedule
+    assert (schedule.steps, schedule.epochs) == (steps, epochs)
+    assert load_config({**GIVEN, "steps": 9}, file).schedule == dataclasses.replace(schedule, steps=9, epochs=None)
+    assert load_config({**GIVEN, "epochs": 3}, file).schedule.epochs == 3
+    both = {"steps": 9, "epochs": 3}
+    for flags, path in ((both, file), ({}, _yaml(tmp_path, yaml.safe_dump({"schedule": both})))):
+        with refused(SettingError, "epochs", "`steps`"):
+            load_config({**GIVEN, **flags}, path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "flag"),
+    ("changes", "field"),
     [
-        ({"model": ""}, "--model"),
-        ({"data": []}, "--data"),
-        ({"steps": 0}, "--steps"),
-        ({"micro_batch_size": 0}, "--micro-batch-size"),
-        ({"warmup_steps": -1}, "--warmup-steps"),
-        ({"lr": -1.0}, "--lr"),
-        ({"lr": float("nan")}, "--lr"),
-        ({"min_lr": 1.0}, "--min-lr"),
-        ({"beta2": 1.0}, "--beta2"),
-        ({"length_variation": 2.0}, "--length-variation"),
-        ({"lr_schedule": "polynomial"}, "--lr-schedule"),
-        ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "--lora-quantize"),
-        ({"lora_alpha": 8.0}, "--lora-alpha"),
-        ({"cpu_offload": True}, "--cpu-offload"),
-        ({"compile": True, "engine": "megatron"}, "--compile"),
-        ({"gradient_checkpointing": True, "engine": "megatron"}, "--gradient-checkpointing"),
-        ({"tp": 2}, "--tp"),
-        ({"recompute_layers": 2, "engine": "megatron"}, "--recompute-layers"),
-        ({"fp8_params": True, "engine": "megatron"}, "--fp8-params"),
-        ({"fsdp": "optim", "pp": 2, "engine": "megatron"}, "--fsdp"),
-        ({"packing": True}, "--packing"),  # of sft
-        ({"engine": "deepspeed"}, "--engine"),
-        ({"trackers": "paper"}, "--trackers"),
-        ({"profile_steps": "4"}, "--profile-steps"),
-        ({"profile_steps": "4:3"}, "--profile-steps"),
-        ({"profile_steps": "0:3"}, "--profile-steps"),
-        ({"split": "90,10"}, "--split"),
-        ({"split": "0,1,0"}, "--split"),
-        ({"micro_batch_size": 5}, "--global-batch-size"),
-        ({"auto_balance": True, "z_loss_coeff": 0.1}, "--auto-balance"),
+        ({"model": ""}, "model"),
+        ({"data": []}, "data"),
+        ({"steps": 0}, "steps"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"lr": -1.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"min_lr": 1.0}, "min_lr"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"length_variation": 2.0}, "length_variation"),
+        ({"lr_schedule": "polynomial"}, "lr_schedule"),
+        ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "lora_quantize"),
+        ({"lora_alpha": 8.0}, "lora_alpha"),
+        ({"cpu_offload": True}, "cpu_offload"),
+        ({"compile": True, "engine": "megatron"}, "compile"),
+        ({"gradient_checkpointing": True, "engine": "megatron"}, "gradient_checkpointing"),
+        ({"tp": 2}, "tp"),
+        ({"recompute_layers": 2, "engine": "megatron"}, "recompute_layers"),
+        ({"fp8_params": True, "engine": "megatron"}, "fp8_params"),
+        ({"fsdp": "optim", "pp": 2, "engine": "megatron"}, "fsdp"),
+        ({"packing": True}, "packing"),  # of sft
+        ({"engine": "deepspeed"}, "engine"),
+        ({"trackers": "paper"}, "trackers"),
+        ({"profile_steps": "4"}, "profile_steps"),
+        ({"profile_steps": "4:3"}, "profile_steps"),
+        ({"profile_steps": "0:3"}, "profile_steps"),
+        ({"split": "90,10"}, "split"),
+        ({"split": "0,1,0"}, "split"),
+        ({"auto_balance": True, "z_loss_coeff": 0.1}, "auto_balance"),
     ],
 )
-def test_bad_values_name_the_flag(changes: dict[str, Any], flag: str) -> None:
-    with pytest.raises(SettingError) as raised:
+def test_bad_values_name_the_field(changes: dict[str, Any], field: str) -> None:
+    with refused(SettingError, field):
         TrainConfig.from_flags(**{**GIVEN, **changes})
-    assert raised.value.flag == flag
-    assert str(raised.value).startswith(flag)
 
 
 def test_each_option_is_declared_once() -> None:
@@ -193,11 +205,14 @@ def test_each_option_is_declared_once() -> None:
         assert {option.section for option in options.values()} == sections
         assert ("method" in options) == of_rl
         assert all(option.help.endswith(".") for option in options.values())
-        assert len({(option.section, option.name) for option in options.values()}) == len(options)
         flags = [flag for option in options.values() for flag in (*option.flags, option.negative)]
         assert len(set(flags)) == len(flags)
         assert {f"--{guess.replace('_', '-')}" for guess in GUESSES}.isdisjoint(flags)
-        names = [(option.section, key) for option in options.values() for key in (option.name, *option.aliases)]
+        names = [
+            (option.section, key)
+            for option in options.values()
+            for key in {option.name, *option.aliases, option.formerly or option.name}
+        ]
         assert len(set(names)) == len(names)
         of_bools = [option for option in options.values() if bool in (option.type, *typing.get_args(option.type))]
         assert not any(option.aliases for option in of_bools)  # which have a second flag
@@ -209,7 +224,6 @@ def test_the_global_batch_is_micro_batches_times_processes_times_accumulation() 
     config = TrainConfig.from_flags(**GIVEN, global_batch_size=24, micro_batch_size=4)
     assert config.data.accumulation(processes=3) == (4, 2)
     assert TrainConfig.from_flags(**GIVEN, global_batch_size=24).data.accumulation(processes=3) == (8, 1)
-    with pytest.raises(SettingError, match="16"):
-        config.data.accumulation(processes=4)
-    with pytest.raises(SettingError, match="5"):
-        config.data.accumulation(processes=5)
+    for given, processes in (({"micro_batch_size": 4}, 4), ({"micro_batch_size": 4}, 5), ({}, 5)):
+        with refused(LayoutError, "global_batch_size", f"{processes} processes"):
+            TrainConfig.from_flags(**GIVEN, global_batch_size=24, **given).data.accumulation(processes)

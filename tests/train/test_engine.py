@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.models.families import FamilySpec, families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.single_stream import MaskedDiffusion
@@ -29,6 +28,7 @@ from dlm_bridge.train.schedule import learning_rate
 from dlm_bridge.train.setup import model_source, with_objective
 from tests import launcher
 from tests.processes import environments
+from tests.refusals import refused
 from tests.train.conftest import Run, read_metrics, without_speed
 
 
@@ -204,10 +204,10 @@ def test_starts_from_a_megatron_checkpoint(tmp_path: Path, run: Run, seed_folder
     ("family", "message"),
     [
         (family_by_name("llada"), None),
-        (dataclasses.replace(family_by_name("llada"), objective="other"), "unknown objective 'other'"),
-        (dataclasses.replace(family_by_name("llada"), shift=True), "is bidirectional and shifted"),
-        (dataclasses.replace(family_by_name("llada"), attention_pattern="block_causal"), "is block-causal"),
-        (None, "SimpleNamespace is of no known family: see dlm-bridge families"),
+        (dataclasses.replace(family_by_name("llada"), objective="other"), "'other'"),
+        (dataclasses.replace(family_by_name("llada"), shift=True), "shifted"),
+        (dataclasses.replace(family_by_name("llada"), attention_pattern="block_causal"), "block-causal"),
+        (None, "^model: .*SimpleNamespace"),
     ],
 )
 def test_objective_must_be_the_one_that_the_model_is_read_with(
@@ -233,26 +233,26 @@ def test_mock_data_needs_no_tokenizer(tmp_path: Path, run: Run, seed_folder: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp16"}, "--precision fp16 needs a GPU"),
-        ({"model": "/nowhere"}, "/nowhere is not a checkpoint: it has no config.json"),
-        ({"model": "/nowhere", "from_scratch": False}, "--model /nowhere: no such folder"),
-        ({"from_scratch": False}, "no weights there (*.safetensors): add --from-scratch"),
-        ({"data": ["/nowhere.txt"]}, "/nowhere.txt: no such file or folder"),
-        ({"tokenizer": "/nowhere"}, "--tokenizer /nowhere: no such folder"),
-        ({"seq_length": 65}, "--seq-length 65 is more than the model's 64 positions"),
-        ({"objective": "next"}, "unknown objective 'next'"),
-        ({"lr": 1e30, "clip_grad": 0.0, "warmup_steps": 0}, "lower --lr"),
+        ({"precision": "fp16"}, "^precision: fp16"),
+        ({"model": "/nowhere"}, "/nowhere.*config.json"),
+        ({"model": "/nowhere", "from_scratch": False}, "/nowhere"),
+        ({"from_scratch": False}, "no weights.*from.scratch"),
+        ({"data": ["/nowhere.txt"]}, "/nowhere.txt"),
+        ({"tokenizer": "/nowhere"}, "^/nowhere: "),
+        ({"seq_length": 65}, "^seq_length: 65 .* 64"),
+        ({"objective": "next"}, "objective.*'next'"),
+        ({"lr": 1e30, "clip_grad": 0.0, "warmup_steps": 0}, "^step .*`lr`"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, run: Run, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=re.escape(message)) as raised:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
         run(tmp_path / "run", **changes)
     assert "\n" not in str(raised.value)
 
 
 def test_an_output_folder_with_a_run_is_refused(tmp_path: Path, run: Run) -> None:
     rows = run(tmp_path / "run", steps=1)
-    with pytest.raises(DlmBridgeError, match="already holds a run"):
+    with refused(SettingError, "output", str(tmp_path / "run")):
         run(tmp_path / "run", steps=2)
     assert read_metrics(tmp_path / "run") == rows
 
@@ -263,10 +263,10 @@ def test_config_without_usable_ids_is_refused(tmp_path: Path, run: Run, seed_fol
     config = json.loads((seed_folder / "config.json").read_text())
     for token in (999, True):
         (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
-        with pytest.raises(DlmBridgeError, match=f"mask_token_id {token} is outside the vocabulary of 288"):
+        with refused(SettingError, "mask_token_id", str(token), "288"):
             run(tmp_path / "run", model=str(folder), data=["mock"])
     (folder / "config.json").write_text(json.dumps({**config, "init_fn": "kaiming_normal"}))
-    with pytest.raises(DlmBridgeError, match="init_fn 'kaiming_normal' is not supported"):
+    with pytest.raises(DlmBridgeError, match="'kaiming_normal'"):
         run(tmp_path / "run", model=str(folder), data=["mock"])
 
 
@@ -295,6 +295,6 @@ def test_without_a_network_a_hub_id_is_one_line_at_once(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://nowhere.invalid")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     scratch = {"from_scratch": named != "model"}
-    with pytest.raises(DlmBridgeError, match=rf"--{named} me/it: .*nowhere\.invalid cannot be found"):
+    with pytest.raises(DlmBridgeError, match=r"me/it: .*nowhere\.invalid"):
         run(tmp_path / "run", steps=1, **{named: "me/it"}, **scratch)
     assert not [record for record in caplog.records if "Retrying" in record.getMessage()]

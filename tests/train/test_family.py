@@ -11,12 +11,13 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.models.modeling_difflm import DiffLM
 from dlm_bridge.models.modeling_diffullama import LlamaForCausalLM
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.setup import model_source
 from tests.families import a2d, difflm, diffullama, dream
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 SHORT: dict[str, Any] = {"data": ["mock"], "warmup_steps": 0, "eval_interval": 0, "lr_schedule": "constant"}
@@ -38,7 +39,7 @@ def test_a_run_of_a_named_family(case: Any, model_class: type, objective: str, t
     whole = run(tmp_path / "whole", steps=2, **options)
     written = (tmp_path / "whole/config.yaml").read_text()
     assert f"family: {case.name}\n" in written
-    assert f"objective:\n  name: {objective}\n" in written
+    assert f"objective:\n  objective: {objective}\n" in written
     run(tmp_path / "resumed", steps=1, **options)
     assert without_speed(run(tmp_path / "resumed", resume=True, steps=2, **options)) == without_speed(whole)
     # What was saved is what the family's own class reads, and a second run starts from.
@@ -65,10 +66,10 @@ def test_bad_families_are_refused_in_one_line(tmp_path: Path, run: Run) -> None:
     (unnamed / "config.json").write_text(json.dumps({"hidden_size": 8}))
     save_file({"weight": torch.zeros(1)}, unnamed / "model.safetensors")
     for changes, message in (
-        ({"model": model, "family": "nope"}, "unknown family 'nope': known are llada"),
-        ({"model": model, "family": "llada"}, "--family llada: the config of .* names another family, DreamModel"),
-        ({"model": windows}, "config.json: use_sliding_window = True is not supported for this family, only False"),
-        ({"model": str(unnamed), "from_scratch": False}, "does not say which family it is: name it with --family"),
+        ({"model": model, "family": "nope"}, "'nope'.* llada"),
+        ({"model": model, "family": "llada"}, "DreamModel"),
+        ({"model": windows}, "use_sliding_window = True"),
+        ({"model": str(unnamed), "from_scratch": False}, "family"),
     ):
         with pytest.raises(DlmBridgeError, match=message) as raised:
             run(tmp_path / "run", steps=1, **{**SHORT, **changes})
@@ -82,10 +83,10 @@ def test_a_mask_token_that_no_config_names_is_asked_for(tmp_path: Path, run: Run
     case = next(case for case in a2d.CASES if case.name == "a2d_llama")
     config = {key: value for key, value in case.config.items() if key != "mask_token_id"}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DlmBridgeError, match="no mask_token_id: give it with --mask-token-id") as error:
+    with pytest.raises(DlmBridgeError, match=r"mask.token.id") as error:
         run(tmp_path / "refused", steps=1, model=str(model), **SHORT)
     assert "\n" not in str(error.value)
-    with pytest.raises(DlmBridgeError, match="mask_token_id 100000 is outside the vocabulary"):
+    with refused(SettingError, "mask_token_id", "100000"):
         run(tmp_path / "outside", steps=1, model=str(model), mask_token_id=100000, **SHORT)
     assert len(run(tmp_path / "run", steps=1, model=str(model), mask_token_id=7, **SHORT)) == 1
     saved = json.loads((tmp_path / "run/checkpoints/step-0000001/config.json").read_text())

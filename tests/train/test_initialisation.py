@@ -73,7 +73,7 @@ def test_normal_scales_only_what_the_public_code_marks_as_residual() -> None:
 
 
 def test_other_rules_are_refused_by_name() -> None:
-    with pytest.raises(DlmBridgeError, match="init_fn 'full_megatron' is not supported"):
+    with pytest.raises(DlmBridgeError, match="'full_megatron'"):
         _weights(init_fn="full_megatron")
 
 
@@ -113,11 +113,11 @@ def test_a_bridge_from_scratch_has_no_layers_that_transformers_leaves_out(tmp_pa
 
 
 def test_a_bridge_from_scratch_needs_a_config(tmp_path: Path) -> None:
-    with pytest.raises(DlmBridgeError, match=r"--from-scratch needs a folder with a config\.json"):
+    with pytest.raises(DlmBridgeError, match=r"config\.json"):
         Bridge.from_scratch(tmp_path, seed=0)
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(DlmBridgeError, match="BertModel"):
         Bridge.from_scratch(tmp_path, seed=0)
     (tmp_path / "config.json").write_text(json.dumps(llada_config(init_fn="full_megatron")))
-    with pytest.raises(DlmBridgeError, match="init_fn 'full_megatron' is not supported"):
+    with pytest.raises(DlmBridgeError, match="'full_megatron'"):
         Bridge.from_scratch(tmp_path, seed=0)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.monitoring import Trackers
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {"eval_interval": 0, "save_interval": 0, "warmup_steps": 0, "norm_interval": 2}
@@ -65,7 +66,7 @@ def test_trackers_have_a_figure_per_layer(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_what_is_refused() -> None:
     options: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o"}
-    with pytest.raises(DlmBridgeError, match="--fsdp optim with --norm-interval"):
+    with refused(SettingError, "fsdp", "`norm_interval`"):
         TrainConfig.from_flags(**options, engine="megatron", fsdp="optim", norm_interval=1)
-    with pytest.raises(DlmBridgeError, match="--norm-interval must be at least 0"):
+    with refused(SettingError, "norm_interval", "at least 0"):
         TrainConfig.from_flags(**options, norm_interval=-1)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, InputFileError, SettingError
 from dlm_bridge.train.accelerate import trainer
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.files import load_config
 from tests import launcher
+from tests.refusals import refused
 from tests.train.conftest import Run, read_metrics, without_speed
 
 STEPS = 14
@@ -135,7 +136,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path, run: Run, corpus: Pat
     run(tmp_path / "run", steps=2)
     longer = tmp_path / "longer.txt"
     longer.write_text(corpus.read_text() * 2)
-    with pytest.raises(DlmBridgeError, match="resume with the same data"):
+    with refused(InputFileError, "data"):
         run(tmp_path / "run", resume=True, steps=4, data=[str(longer)])
 
 
@@ -144,9 +145,9 @@ def test_resume_of_another_model_is_refused(tmp_path: Path, run: Run, seed_folde
     other = shutil.copytree(seed_folder, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"n_layers": 3}))
-    with pytest.raises(DlmBridgeError, match="other is another model than that of the run in"):
+    with refused(SettingError, "model", str(other)):
         run(tmp_path / "run", resume=True, steps=2, model=str(other))
-    with pytest.raises(DlmBridgeError, match="--engine megatron differs from the accelerate that the run"):
+    with refused(SettingError, "engine", "megatron", "accelerate"):
         load_config({"output": str(tmp_path / "run"), "engine": "megatron"}, resume=True)
 
 
@@ -154,5 +155,5 @@ def test_a_damaged_state_is_named(tmp_path: Path, run: Run) -> None:
     run(tmp_path / "run", steps=1)
     state = tmp_path / "run/checkpoints/step-0000001/trainer_state.pt"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(DlmBridgeError, match=r"no whole checkpoint .*trainer_state\.pt is not as it was written"):
+    with refused(CheckpointError, tmp_path / "run/checkpoints", "trainer_state.pt"):
         run(tmp_path / "run", resume=True, steps=2)

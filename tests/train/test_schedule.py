@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,13 @@ from rich.console import Console
 
 from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.sources import ReaderSettings, find_run_data
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import LayoutError, SettingError
+from dlm_bridge.train.checkpoints import load_state
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
+from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump, with_steps
 from tests.data.chats import chatty, conversation, write_rows
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 STEPS, WARMUP, DECAY = 40, 5, 12
@@ -131,23 +135,21 @@ def config(**flags: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"batch_ramp_up": "2,2"}, "--batch-ramp-up"),
-        ({"batch_ramp_up": "2,4,12", "global_batch_size": 8}, "--batch-ramp-up"),
-        ({"batch_ramp_up": "8,2,12", "global_batch_size": 8}, "--batch-ramp-up"),
-        ({"batch_ramp_up": "3,5,12", "global_batch_size": 8, "micro_batch_size": 2}, "--batch-ramp-up"),
-        ({**RAMP, "engine": "megatron", "moe_aux_loss_coeff": 0.1}, "--batch-ramp-up"),
-        ({"wsd_decay_steps": 5}, "--wsd-decay-steps"),
-        ({"wsd_decay_style": "linear"}, "--wsd-decay-style"),
-        ({"lr_schedule": "wsd", "wsd_decay_steps": 50, "steps": 40}, "--wsd-decay-steps"),
-        ({"lr_decay_steps": 5, "warmup_steps": 5}, "--lr-decay-steps"),
-        ({"lr_schedule": "wsd", "wsd_decay_steps": 30, "lr_decay_steps": 20}, "--wsd-decay-steps"),
-        ({"valid_data": ["v"], "split": "90,10,0"}, "--split"),
+        ({"batch_ramp_up": "2,2"}, "batch_ramp_up"),
+        ({"batch_ramp_up": "2,4,12", "global_batch_size": 8}, "batch_ramp_up"),
+        ({"batch_ramp_up": "8,2,12", "global_batch_size": 8}, "batch_ramp_up"),
+        ({**RAMP, "engine": "megatron", "moe_aux_loss_coeff": 0.1}, "batch_ramp_up"),
+        ({"wsd_decay_steps": 5}, "wsd_decay_steps"),
+        ({"wsd_decay_style": "linear"}, "wsd_decay_style"),
+        ({"lr_schedule": "wsd", "wsd_decay_steps": 50, "steps": 40}, "wsd_decay_steps"),
+        ({"lr_decay_steps": 5, "warmup_steps": 5}, "lr_decay_steps"),
+        ({"lr_schedule": "wsd", "wsd_decay_steps": 30, "lr_decay_steps": 20}, "wsd_decay_steps"),
+        ({"valid_data": ["v"], "split": "90,10,0"}, "split"),
     ],
 )
-def test_bad_values_name_the_flag(flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(SettingError) as raised:
+def test_bad_values_name_the_field(flags: dict[str, Any], named: str) -> None:
+    with refused(SettingError, named):
         config(**flags)
-    assert raised.value.flag == named
 
 
 def test_a_longer_run_says_that_its_learning_rate_jumps(tmp_path: Path, run: Run) -> None:
@@ -165,8 +167,8 @@ def check_jump(train: Run, tmp_path: Path) -> None:
         longer = train(tmp_path / "run", resume=True, steps=8, **options)
         jumps = [line for line in said if "learning rate of step 5" in line]
         assert len(jumps) == 1
-        assert "--steps 8 (was 4)" in jumps[0]
-        assert "--lr-decay-steps 4" in jumps[0]
+        assert "`steps=8` (was 4)" in jumps[0]
+        assert "`lr_decay_steps=4`" in jumps[0]
         said.clear()
         kept = train(tmp_path / "kept", resume=True, steps=8, lr_decay_steps=4, **options)
         assert not [line for line in said if "learning rate" in line]
@@ -174,10 +176,28 @@ def check_jump(train: Run, tmp_path: Path) -> None:
     assert [row["lr"] for row in kept[4:]] == pytest.approx([1e-4] * 4)
 
 
+def test_epochs_are_the_steps_that_read_the_data_as_often(tmp_path: Path, run: Run) -> None:
+    """Also with a growing batch and after a resume, which keeps the number of steps."""
+    options: dict[str, Any] = {"eval_interval": 0, "save_interval": 0}
+    found = run(tmp_path / "epochs", epochs=2, **options)
+    state = load_state(tmp_path / f"epochs/checkpoints/step-{len(found):07d}")
+    assert len(found) == math.ceil(2 * state["train_blocks"] / 8) > 10
+    wanted = without_speed(run(tmp_path / "steps", **options, steps=len(found)))
+    assert without_speed(found) == wanted
+    run(tmp_path / "cut", epochs=2, **options, exit_duration=0.0)
+    assert load_config({"output": str(tmp_path / "cut"), "epochs": 3}, resume=True).schedule.steps == len(found)
+    for _ in range(2):  # the second finds it finished
+        assert without_speed(run(tmp_path / "cut", resume=True, epochs=2, **options)) == wanted
+    grown = with_steps(config(**RAMP, epochs=3), blocks=10)
+    samples = batch_sampler(grown).samples_before
+    assert samples(grown.schedule.steps) < 30 <= samples(grown.schedule.steps + 1)
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(SettingError) as raised:
+    with refused(LayoutError, "batch_ramp_up", "4 processes"):
         config(**RAMP).check_batch(4)
-    assert raised.value.flag == "--batch-ramp-up"
+    with refused(LayoutError, "batch_ramp_up", "`micro_batch_size=2`"):
+        config(batch_ramp_up="3,5,12", global_batch_size=8, micro_batch_size=2)
 
 
 def test_a_run_resumes_while_the_batch_grows(tmp_path: Path, run: Run) -> None:

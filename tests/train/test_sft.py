@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.cli.app import main
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, InputFileError
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
@@ -23,6 +24,7 @@ from dlm_bridge.train.config.files import load_config, read_yaml
 from tests.autoregressive.cases import CASES as AUTOREGRESSIVE
 from tests.data.chats import chatty, conversation, write_rows
 from tests.families import dream, fast_dllm_v2, nemotron_labs_diffusion, sdar, wedlm
+from tests.refusals import refused
 from tests.train.conftest import VOCAB, Run, without_speed
 
 ROWS = 24
@@ -174,21 +176,18 @@ def test_answers_are_learnt(tmp_path: Path, run: Run, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eos_padding": "block"}, "--eos-padding block: objective 'masked' has no blocks: choose none or row"),
-        (
-            {"eos_padding": "row", "packing": True},
-            "--eos-padding row fills a row with one answer: leave --packing out",
-        ),
-        ({"eos_padding": "some"}, "--eos-padding 'some' is unknown: known are none, block, row"),
-        ({"loss_normalisation": "mean"}, "--loss-normalisation 'mean' is unknown: known are tokens, sequences"),
-        ({"loss_weighting": "cart"}, "--loss-weighting cart: MaskedDiffusion takes level, fraction, uniform"),
-        ({"noise_range": "0.8,0.3"}, "--noise-range"),
-        ({"noise_range": "0.3"}, "--noise-range"),
-        ({"document_attention": True}, "--document-attention"),
-        ({"task": "pretrain", "packing": True}, "--packing"),
-        ({"data": ["mock"]}, "--data mock: conversations are rows of JSONL, parquet, CSV or a dataset"),
-        ({"seq_length": 8}, "chats.jsonl, line 1: "),
-        ({"tokenizer": None}, "has no chat template, which"),
+        ({"eos_padding": "block"}, "^eos_padding: block: .*'masked'"),
+        ({"eos_padding": "row", "packing": True}, "^eos_padding: row .*`packing`"),
+        ({"eos_padding": "some"}, "^eos_padding: 'some' .*none, block, row"),
+        ({"loss_normalisation": "mean"}, "^loss_normalisation: 'mean'"),
+        ({"loss_weighting": "cart"}, "loss.weighting.*cart.* level, fraction, uniform"),
+        ({"noise_range": "0.8,0.3"}, "^noise_range: "),
+        ({"noise_range": "0.3"}, "^noise_range: "),
+        ({"document_attention": True}, "^document_attention: "),
+        ({"task": "pretrain", "packing": True}, "^packing: "),
+        ({"data": ["mock"]}, "mock"),
+        ({"seq_length": 8}, "chats.jsonl.*1: "),
+        ({"tokenizer": None}, "chat template"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -196,9 +195,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     if "tokenizer" in changes:
         changes = {"tokenizer": str(seed_folder)}
-    with pytest.raises(DlmBridgeError) as raised:
+    with pytest.raises(DlmBridgeError, match=message) as raised:
         run(tmp_path / "run", steps=1, **{**options, **changes})
-    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -224,15 +222,15 @@ def test_the_command(
 
     code, error = said("sft", *words, "--data", str(bad))
     assert code == 2
-    assert f"{bad}, line 2: no 'messages', 'prompt' and 'completion', " in error
-    assert "(it has 'text')" in error
+    assert re.search(rf"{bad}.*2: .*'messages'.*'text'", error)
     assert said("sft", *words, "--data", options["data"][0], "--resume")[0] == 0
     resolved = _resolved(tmp_path / "run")
     assert (resolved["task"], resolved["lr"], resolved["length_variation"]) == ("sft", 2.5e-5, 0.0)
     code, error = said("pretrain", *words[:-1], "--data", options["data"][0], "--resume")
     assert code == 2
-    assert "the run there is of dlm-bridge sft" in error
-    with pytest.raises(DlmBridgeError, match="it is for dlm-bridge sft, this is dlm-bridge pretrain"):
+    assert "--output: " in error
+    assert "dlm-bridge sft" in error
+    with refused(InputFileError, tmp_path / "run/config.yaml", "dlm-bridge sft", "dlm-bridge pretrain"):
         load_config({"output": str(tmp_path / "other")}, tmp_path / "run/config.yaml")
 
 

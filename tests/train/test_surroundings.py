@@ -21,6 +21,7 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
+from tests.refusals import refused
 from tests.train.conftest import Run
 
 
@@ -43,19 +44,18 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "flag"),
+    ("options", "field"),
     [
-        ({"save_steps": "0,3"}, "--save-steps"),
-        ({"save_steps": "3;4"}, "--save-steps"),
-        ({"trackers": "tensorboard,mlflow"}, "--trackers"),
-        ({"straggler_interval": 5}, "--straggler-interval"),  # of the Megatron engine
-        ({"straggler_interval": -1, "engine": "megatron"}, "--straggler-interval"),
+        ({"save_steps": "0,3"}, "save_steps"),
+        ({"save_steps": "3;4"}, "save_steps"),
+        ({"trackers": "tensorboard,mlflow"}, "trackers"),
+        ({"straggler_interval": 5}, "straggler_interval"),  # of the Megatron engine
+        ({"straggler_interval": -1, "engine": "megatron"}, "straggler_interval"),
     ],
 )
-def test_refuses(options: dict[str, Any], flag: str) -> None:
-    with pytest.raises(SettingError) as raised:
+def test_refuses(options: dict[str, Any], field: str) -> None:
+    with refused(SettingError, field):
         TrainConfig.from_flags(model="m", data=["mock"], output="o", **options)
-    assert raised.value.flag == flag
 
 
 def test_a_tracker_that_is_not_installed(
@@ -69,7 +69,7 @@ def test_a_tracker_that_is_not_installed(
         main()
     assert stopped.value.code == 2
     said = capsys.readouterr().err.strip()
-    assert said.splitlines()[-1] == "dlm-bridge: --trackers wandb: the package is not installed: pip install wandb"
+    assert said.splitlines()[-1] == "dlm-bridge: --trackers: wandb is not installed: pip install wandb"
     assert not (tmp_path / "run/checkpoints").exists()
 
 
@@ -93,7 +93,7 @@ def test_a_first_rank_that_is_silent_from_its_start_ends_the_run(
     Watchdog(2.0)
     assert ended.acquire(timeout=20)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "rank 0 (which has not started) has given" in line
+    assert "rank 0 (which has not started)" in line
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
@@ -114,7 +114,7 @@ def test_a_silent_rank_ends_the_run_by_its_name(
         assert ended.acquire(timeout=20)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all(f"rank {stopped} ({socket.gethostname()}, process {os.getpid()}) has given" in line for line in lines)
+    assert all(f"rank {stopped} ({socket.gethostname()}, process {os.getpid()})" in line for line in lines)
 
 
 def test_ranks_compare_their_times(tmp_path: Path) -> None:

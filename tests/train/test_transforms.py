@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import MissingExtraError, NonFiniteError
 from dlm_bridge.models.modeling_a2d import A2DQwen3Config, A2DQwen3LMHeadModel
 from dlm_bridge.objectives.base import divisors
 from dlm_bridge.objectives.batches import NoisyBatch
@@ -34,6 +34,7 @@ from dlm_bridge.train.accelerate.transforms import (
 )
 from dlm_bridge.train.metrics import StepMetrics
 from tests.families.case import all_cases
+from tests.refusals import refused
 from tests.train.conftest import Run, read_metrics
 
 CPU = torch.device("cpu")
@@ -266,7 +267,7 @@ def test_a_nan_loss_stops_the_run_and_names_its_step(
         return (loss * torch.nan, sums * torch.nan) if len(calls) == 3 else (loss, sums)
 
     monkeypatch.setattr(LossHead, "loss", broken)
-    with pytest.raises(DlmBridgeError, match="step 3: the loss is nan"):
+    with refused(NonFiniteError, "step 3", "loss is nan"):
         run(tmp_path / "run", steps=8, eval_interval=0, save_interval=4)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
@@ -276,10 +277,10 @@ def test_a_nan_loss_stops_the_run_and_names_its_step(
 
 def test_fp8_is_refused_by_name_where_it_cannot_run(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(DlmBridgeError, match="--precision fp8 needs an NVIDIA GPU"):
+        with refused(MissingExtraError, "precision", "fp8"):
             run(tmp_path / "run", precision="fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(__import__("sys").modules, "torchao.float8", None)
-    with pytest.raises(DlmBridgeError, match="needs torchao: pip install 'dlm-bridge\\[fp8\\]'"):
+    with refused(MissingExtraError, "precision", "torchao", "dlm-bridge[fp8]"):
         check_float8()

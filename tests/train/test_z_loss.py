@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives import linear_cross_entropy as output_layer
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.objectives.losses import Certainty, NoisePositions, position_losses
 from dlm_bridge.train.accelerate import transforms
 from dlm_bridge.train.config import TrainConfig
+from tests.refusals import refused
 from tests.train.conftest import Run
 
 MASK, VOCAB = 11, 12
@@ -114,5 +115,5 @@ def test_a_run_adds_the_mean_over_the_loss_positions_of_the_batch(
 
 
 def test_a_weight_below_zero_is_refused() -> None:
-    with pytest.raises(DlmBridgeError, match="--z-loss-coeff must be at least 0"):
+    with refused(SettingError, "z_loss_coeff", "at least 0"):
         TrainConfig.from_flags(model="m", data=["d"], output="o", z_loss_coeff=-1e-4)

@@ -27,7 +27,7 @@ _OF_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Location:
     """Location of a Hub tensor: stored key, index on its first axis, first row within that index."""
 
     key: str
@@ -67,7 +67,7 @@ class DcpCheckpoint(ByNameCheckpoint):
         return hub_of_config(self._config_folder / CONFIG_FILE, self._family, self.where)
 
     @cached_property
-    def _places(self) -> dict[str, _Place]:
+    def _places(self) -> dict[str, _Location]:
         """Location of every stored tensor that the Hub model has, by Hub name."""
         names = {name for param in self.mapping.params(self.config_dims) for name in param.hub_names}
         found = _by_name(self._contents, {name: name for name in names})
@@ -103,7 +103,7 @@ class DcpCheckpoint(ByNameCheckpoint):
         rows = self._reader.read(place.key, (place.expert,), (place.row + shape[0], *shape[1:]))
         return rows[place.row :]
 
-    def _spec(self, name: str, place: _Place) -> TensorSpec:
+    def _spec(self, name: str, place: _Location) -> TensorSpec:
         dtype, shape = self._reader.dtype(place.key), self._reader.tensor(place.key).shape
         if place.expert is None:
             return dtype, shape
@@ -123,7 +123,7 @@ def _dcp_folder(path: Path) -> Path | None:
     return next((folder for folder in (path, path / _FSDP_FOLDER) if (folder / DCP_METADATA).is_file()), None)
 
 
-def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:
+def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Location]:
     """Locations by Hub name, under the prefix that most keys have. `wanted` maps model names to Hub names."""
     prefixes: Counter[str] = Counter()
     for key in contents.tensors:
@@ -138,20 +138,20 @@ def _by_name(contents: Contents, wanted: dict[str, str]) -> dict[str, _Place]:
     if not prefixes:
         return {}
     prefix = prefixes.most_common(1)[0][0]
-    found: dict[str, _Place] = {}
+    found: dict[str, _Location] = {}
     for key, tensor in contents.tensors.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix):
             continue
         if name in wanted:
-            found[wanted[name]] = _Place(key)
+            found[wanted[name]] = _Location(key)
         elif (match := _STACKED.fullmatch(name)) and len(tensor.shape) == 3:
             kinds = _OF_EXPERT[match[2]]
             for expert in range(tensor.shape[0]):
                 for number, kind in enumerate(kinds):
                     hub = f"{match[1]}.{expert}.{kind}.weight"
                     if hub in wanted:
-                        found[wanted[hub]] = _Place(key, expert, number * (tensor.shape[1] // len(kinds)))
+                        found[wanted[hub]] = _Location(key, expert, number * (tensor.shape[1] // len(kinds)))
     return found
 
 

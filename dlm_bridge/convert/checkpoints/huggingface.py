@@ -90,8 +90,8 @@ class HubCheckpoint(ByNameCheckpoint):
             self.reader = reader = FP8Reader(folder, self._config()) if dequantize_fp8 else MXFP4Reader(folder)
             self.notes.append(f"{len(reader.quantised)} {reader.kind} tensors are dequantised to bfloat16")
         names = self.reader.names
-        self._dtypes = Computed(names, lambda name: self.reader.entry(name).dtype)
-        self._stored = Computed(names, lambda name: (self._dtypes[name], self.shape(name)))
+        self._dtypes = ComputedMapping(names, lambda name: self.reader.entry(name).dtype)
+        self._stored = ComputedMapping(names, lambda name: (self._dtypes[name], self.shape(name)))
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -159,7 +159,7 @@ class HubCheckpoint(ByNameCheckpoint):
         return sorted(wrong | {name for name, recorded in manifest.files.items() if headers.get(name) != recorded})
 
 
-class Computed(Mapping[str, Any]):
+class ComputedMapping(Mapping[str, Any]):
     """Mapping of fixed names whose values are computed at each access."""
 
     def __init__(self, names: Collection[str], value: Callable[[str], Any]) -> None:
@@ -180,7 +180,7 @@ class Computed(Mapping[str, Any]):
         return name in self._names
 
 
-class MadeOfHub(ByNameCheckpoint):
+class ConvertedCheckpoint(ByNameCheckpoint):
     """New model whose tensors are computed from a Hub folder's as they are read. A subclass lists them in `_stored`.
 
     Source tensors are compared with the source's manifest: `_note` stores the digest record of one under the first

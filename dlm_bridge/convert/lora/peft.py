@@ -67,7 +67,6 @@ class AdapterInfo:
     config: dict[str, Any]  # adapter_config.json
     folder: Path | None = None  # of the side files
     files: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)  # Hub weight by further PEFT module with the same factors
     magnitude_dtype: torch.dtype | None = None  # for DoRA
 

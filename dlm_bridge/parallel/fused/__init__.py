@@ -1,4 +1,4 @@
-"""Kernels of several steps in one pass over memory, in Triton, for layers of Transformer Engine's modules.
+"""Fused Triton kernels for layers with Transformer Engine's modules, for training on NVIDIA GPUs.
 
-For training on NVIDIA GPUs; their share of a step is in docs/training_speed.md (November 2026).
+docs/training_speed.md has measurements.
 """

@@ -1,9 +1,9 @@
-"""Fused optimizer step, one launch and one pass over memory: gradients are clipped as they are read, and the bf16 or
-fp16 params are written with the fp32 main params.
+"""Fused optimizer step with one launch and one pass over memory: gradients are clipped as they are read, and the bf16
+or fp16 params are written with the fp32 main params.
 
-Transformer Engine's kernels do the update alone; clipping is then a pass over all gradients before it, and rounding
-one over all main params after it. A model with experts has hundreds of small matrices, and a launch takes as long as a
-few million elements: a program finds its parameter by a table of addresses. AdamW is Loshchilov & Hutter's (2019).
+Transformer Engine's kernels only update; clipping is another pass over all gradients, and rounding another one over
+all main params. A model with experts has hundreds of small matrices, and a launch costs as much as a few million
+elements: each program looks up its parameter in a table of addresses. AdamW: Loshchilov & Hutter (2019).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096  # elements of a program
-ALIGNED = 16  # addresses in bytes and sizes in elements that are multiples of it allow vectorised loads
+BLOCK = 4096  # elements per program
+ALIGNED = 16  # addresses in bytes and sizes in elements that are multiples of this allow vectorised loads
 
 
 class StepTensors(NamedTuple):
-    """Tensors of one parameter that a step reads and writes: contiguous, of one size, on one device."""
+    """Tensors of one parameter that a step reads and writes: contiguous, of the same size, on one device."""
 
     main_param: torch.Tensor  # fp32
-    gradient: torch.Tensor  # before clipping, in any dtype; left as it is
-    model_param: torch.Tensor | None = None  # becomes the main param's rounding; None where nothing reads it
+    gradient: torch.Tensor  # before clipping, in any dtype; not modified
+    model_param: torch.Tensor | None = None  # set to the rounded main param; None if there is none
     exp_avg: torch.Tensor | None = None  # fp32, of gradients
     exp_avg_sq: torch.Tensor | None = None  # fp32, of their squares
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Settings that a parameter group has in common."""
+    """Settings of a parameter group."""
 
     lr: float
     beta1: float
@@ -43,15 +43,14 @@ class AdamSettings:
 
 
 class FusedParamGroup:
-    """Parameters with the same settings. Their addresses are copied to the device once, as long as they do not
-    change."""
+    """Parameters with the same settings. Their addresses are copied to the device when they change."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[torch.dtype, torch.dtype | None], PointerTable] = {}
 
     def adam_step(self, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, adam: AdamSettings) -> None:
-        """One step of AdamW, in place. `clip_coef`: fp32 scalar on the device by which gradients are multiplied.
-        Raises ValueError where tensors of a parameter differ in size or are not contiguous."""
+        """One step of AdamW, in place. `clip_coef` is an fp32 scalar on the device by which gradients are multiplied.
+        Raises ValueError if tensors of a parameter differ in size or are not contiguous."""
         self._launch(
             parameters,
             clip_coef,
@@ -69,7 +68,7 @@ class FusedParamGroup:
     def sgd_step(
         self, parameters: Sequence[StepTensors], clip_coef: torch.Tensor, lr: float, weight_decay: float
     ) -> None:
-        """One step of plain gradient descent, in place; as `adam_step`, but the weight decay is a part of the
+        """One step of plain gradient descent, in place. Same as `adam_step`, but weight decay is added to the
         gradient."""
         self._launch(parameters, clip_coef, lr, weight_decay)
 
@@ -114,10 +113,12 @@ class FusedParamGroup:
 class PointerTable:
     """Addresses and sizes of parameters, on the device."""
 
-    addresses: torch.Tensor  # [5, n] int64, by the fields of StepTensors; the main param's for one that is None
-    counts: torch.Tensor  # [n] int64, elements of each
+    addresses: (
+        torch.Tensor
+    )  # [5, n] int64, one row per field of StepTensors; the main param's for fields that are None
+    counts: torch.Tensor  # [n] int64, number of elements
     owners: torch.Tensor  # [programs] int32, the parameter of each program
-    blocks: torch.Tensor  # [programs] int32, its block in the parameter
+    blocks: torch.Tensor  # [programs] int32, the program's block in the parameter
     aligned: bool
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class PointerTable:
         self._counts: list[int] = []
 
     def find(self, parameters: Sequence[StepTensors]) -> None:
-        """Make this the table of `parameters`."""
+        """Update the table for `parameters`."""
         counts = [parameter.main_param.numel() for parameter in parameters]
         places = []
         for field in range(len(StepTensors._fields)):
@@ -154,7 +155,7 @@ class PointerTable:
 
 @triton.jit
 def _block(counts, owners, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's parameter, the offsets of its elements, and which of them exist."""
+    """This program's parameter, the offsets of its elements, and their mask."""
     owner = tl.load(owners + tl.program_id(0))
     size = tl.multiple_of(tl.load(counts + owner), ALIGNED)
     offsets = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +164,7 @@ def _block(counts, owners, blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr): 
 
 @triton.jit
 def _tensor(addresses, owner, field, count, like, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointer to a field of a parameter, of the dtype of `like`."""
+    """Pointer to a field of a parameter, with the dtype of `like`."""
     return tl.multiple_of(tl.load(addresses + field * count + owner).to(like.dtype), ALIGNED)
 
 

@@ -1,7 +1,7 @@
-"""Fused split of the QKV projection, QK-norm and RoPE: one kernel for each pass.
+"""Fused split of the QKV projection, QK-norm and RoPE: one kernel for the forward and one for the backward pass.
 
-What else would be copies of each part, two kernels of norms and two of rotations, and as many and a concatenation in
-the backward pass, each of them a pass over memory. Norms are RMSNorm (Zhang & Sennrich 2019) of each head, rotations
+Unfused, each pass copies the three parts and runs two kernels for norms and two for rotations, the backward pass also
+a concatenation, each of them a pass over memory. Norms are RMSNorm (Zhang & Sennrich 2019) of each head, rotations
 RoPE (Su et al. 2021); both are computed in fp32 and rounded once.
 """
 
@@ -14,18 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 16  # query groups of tokens in a program's tile
-PROGRAMS = 1056  # at most, of a backward pass that sums the norms' gradients: 8 on each of 132 multiprocessors
+ROWS = 16  # query groups of tokens per tile
+PROGRAMS = 1056  # maximum for a backward pass that sums the norms' gradients: 8 on each of 132 multiprocessors
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Layout of a token's heads in the QKV projection, group after group: the queries, then a key, then a value."""
+    """Layout of a token's heads in the QKV projection: for each query group the queries, then a key, then a value."""
 
-    queries: int  # of one group
+    queries: int  # per group
     size: int  # D, of one head
     eps: float  # of the norms
-    interleaved: bool  # RoPE rotates neighbours into each other, else the two halves
+    interleaved: bool  # RoPE rotates pairs of neighbours instead of the two halves
 
 
 def split_qkv(
@@ -35,13 +35,14 @@ def split_qkv(
     key_weight_D: torch.Tensor | None,
     heads: HeadLayout,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query [S, B, G * queries, D], key and value [S, B, G, D], each of them contiguous.
+    """Split, normalise and rotate. Returns query [S, B, G * queries, D], key and value [S, B, G, D], contiguous.
 
     Args:
         mixed_SBGC: contiguous, C = (queries + 2) * D.
-        table: [S, B or 1, 2, A / 2] fp32, the cosines and the sines of a position's angles; the first A of a head's
-            D numbers are rotated.
-        query_weight_D: of the queries' RMSNorm; None for none. So `key_weight_D`, both or neither.
+        table: [S, B or 1, 2, A / 2] fp32, cosines and sines of a position's angles; the first A of a head's D elements
+            are rotated.
+        query_weight_D: weight of the queries' RMSNorm; None for none. Both weights are given, or neither.
+        key_weight_D: weight of the keys' RMSNorm.
     """
     return _Split.apply(mixed_SBGC, table, query_weight_D, key_weight_D, heads)
 
@@ -113,7 +114,7 @@ class _Split(torch.autograd.Function):
 
 
 def _sizes(shape: torch.Size, table: torch.Tensor, heads: HeadLayout, normed: bool) -> dict[str, Any]:
-    """Arguments that both kernels have in common."""
+    """Common arguments of the two kernels."""
     half = table.shape[-1]
     rest = heads.size - 2 * half
     return {
@@ -134,7 +135,7 @@ def _sizes(shape: torch.Size, table: torch.Tensor, heads: HeadLayout, normed: bo
 
 @triton.jit
 def _columns(HALF: tl.constexpr, HALF_TILE: tl.constexpr, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of a head that are rotated into each other, and the mask of the tile."""
+    """The two columns of each rotated pair, and the mask of the tile."""
     column = tl.arange(0, HALF_TILE)
     there = column < HALF
     if INTERLEAVED:
@@ -145,7 +146,7 @@ def _columns(HALF: tl.constexpr, HALF_TILE: tl.constexpr, INTERLEAVED: tl.conste
 
 @triton.jit
 def _angles(table, row, per_angle, exists, HALF: tl.constexpr, HALF_TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[ROWS, HALF] cosines and sines."""
+    """Cosines and sines [ROWS, HALF]."""
     column = tl.arange(0, HALF_TILE)
     where = table + (row // per_angle)[:, None] * (2 * HALF) + column[None, :]
     return tl.load(where, mask=exists, other=0.0), tl.load(where + HALF, mask=exists, other=0.0)
@@ -174,7 +175,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A row is a query group of a token: `QUERIES` queries, a key and a value."""
+    """Forward pass. A row is a query group of a token: `QUERIES` queries, a key and a value."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     first, second, inside = _columns(HALF, HALF_TILE, INTERLEAVED)
@@ -240,8 +241,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The gradients of a program's rows; of norms, whose scale is computed again, also of their weights, which the
-    programs sum over their own rows in a fixed order."""
+    """Gradients of a program's rows. With norms, whose scale is recomputed, also partial sums of the weights'
+    gradients over the program's rows, in a fixed order."""
     first, second, inside = _columns(HALF, HALF_TILE, INTERLEAVED)
     rest = 2 * HALF + tl.arange(0, REST_TILE)
     column = tl.arange(0, SIZE_TILE)

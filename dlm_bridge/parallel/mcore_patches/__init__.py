@@ -1,9 +1,9 @@
-"""Every patch of megatron-core, class swap and use of its private attributes, as one table: `PATCHES`.
+"""Table of every patch of megatron-core, class swap and use of its private attributes: `PATCHES`.
 
-All are written against megatron-core 0.16.1 (`overrides.SUPPORTED`), whose source lines the table cites. Process-wide
-replacements (`replaces`) are installed by `install`, where a run joins its process groups; the others are applied to
-the module or optimizer that `code` is given, or while a context lasts. `dlm-bridge env` prints the table. The code is
-in `process_wide` (the CPU platform, torch's Adam), `modules`, `optimizers`, `fused_step` and `fsdp`.
+All are written for megatron-core 0.16.1 (`overrides.SUPPORTED`), whose source lines the table cites. `install`
+installs the process-wide replacements (`replaces`) before a run joins its process groups; the others are applied by
+`code` to a module or optimizer, or within a context. `dlm-bridge env` prints the table. The code is in `process_wide`
+(the CPU platform, torch's Adam), `modules`, `optimizers`, `fused_step` and `fsdp`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlm_bridge.parallel.platform import CPU, Platform
 
 @dataclass(frozen=True)
 class Condition:
-    """When a patch applies: in words, and whether a platform meets it."""
+    """Condition under which a patch applies: a description, and a predicate of the platform."""
 
     words: str
     met: Callable[[Platform], bool]
@@ -30,32 +30,32 @@ class Condition:
 class Patch:
     """One row of the table."""
 
-    target: str  # name in megatron-core; of several, what they have in common
-    what: str  # it becomes, or is used for
+    target: str  # name or names in megatron-core
+    what: str  # the replacement, or the use of a private name
     why: str
     source: str  # path:line in megatron-core 0.16.1
     when: Condition
-    code: str = ""  # in this folder, where not in `replaces`
-    replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # full dotted name: make a replacement
+    code: str = ""  # where the patch is, unless in `replaces`; relative to this folder
+    replaces: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)  # dotted name -> replacement's maker
 
 
 def anywhere(words: str) -> Condition:
-    """On every platform, where the run is as the words say."""
+    """Condition that every platform meets."""
     return Condition(words, lambda platform: True)
 
 
 def on_accelerators(words: str) -> Condition:
-    """On every platform but the CPU's."""
+    """Condition that every platform except the CPU meets."""
     return Condition(words, lambda platform: not ON_CPU.met(platform))
 
 
 def with_te(words: str) -> Condition:
-    """Where a platform's layers are Transformer Engine's."""
+    """Condition that platforms with Transformer Engine's layers meet."""
     return Condition(words, lambda platform: platform.uses_transformer_engine())
 
 
 def without_te(words: str) -> Condition:
-    """Where they are not."""
+    """Condition that platforms without Transformer Engine's layers meet."""
     return Condition(words, lambda platform: not platform.uses_transformer_engine())
 
 
@@ -67,7 +67,7 @@ TORCH_ADAM = Condition(
 _TORCH_ON_CPU = process.TorchOnCPU("torch")
 _FP32 = "megatron.core.optimizer.optimizer.FP32Optimizer"
 _FLOAT16 = "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params"
-_MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"  # the base of the distributed one
+_MIXED = "megatron.core.optimizer.optimizer.MixedPrecisionOptimizer"  # base class of the distributed optimizer
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync"
@@ -75,16 +75,16 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSyst
 CPU_PATCHES = (
     Patch(
         target="torch, in 18 modules",
-        what='the device "cuda" is the CPU, memory is never pinned, streams do nothing',
-        why='they make tensors with device="cuda" and use streams',
+        what='the device "cuda" is the CPU, memory is never pinned, streams are no-ops',
+        why='they create tensors with device="cuda" and use streams',
         source="pipeline_parallel/schedules.py:596",
         when=ON_CPU,
         replaces={f"{module}.torch": process.replace_with(_TORCH_ON_CPU) for module in process.CUDA_ONLY_MODULES},
     ),
     Patch(
         target="torch.cuda",
-        what="current_device is the CPU, synchronize does nothing",
-        why="parameters, rotary frequencies, buffers and the checkpoint's status go to the current CUDA device",
+        what="current_device is the CPU, synchronize is a no-op",
+        why="parameters, rotary frequencies, buffers and the checkpoint's status are on the current CUDA device",
         source="tensor_parallel/layers.py:261",
         when=ON_CPU,
         replaces={
@@ -94,9 +94,9 @@ CPU_PATCHES = (
     ),
     Patch(
         target="torch.Tensor",
-        what="cuda() is the tensor itself, type() names CUDA, record_stream() does nothing",
-        why="a tied output layer fetches the embedding by .cuda(); optimizers look for torch.cuda.FloatTensor by "
-        "name; schedule plans run on two streams",
+        what="cuda() returns the tensor itself, type() names CUDA, record_stream() is a no-op",
+        why="a tied output layer copies the embedding with .cuda(); optimizers compare type() with "
+        "torch.cuda.FloatTensor; schedule plans run on two streams",
         source="models/common/language_module/language_module.py:244",
         when=ON_CPU,
         replaces={
@@ -107,7 +107,7 @@ CPU_PATCHES = (
     ),
     Patch(
         target="the CUDA generator",
-        what="the CPU's default generator; no warning that it moved",
+        what="the CPU's default generator, without a warning",
         why="the random number tracker forks it in attention, in recomputation and under sequence parallelism",
         source="tensor_parallel/random.py:72",
         when=ON_CPU,
@@ -121,8 +121,8 @@ CPU_PATCHES = (
     ),
     Patch(
         target="maybe_move_tensor_to_cpu",
-        what="split sizes become numbers on the CPU, too",
-        why="it makes numbers only of tensors on a GPU",
+        what="split sizes become numbers on the CPU too",
+        why="it converts only tensors on a GPU",
         source="transformer/moe/moe_utils.py:1078",
         when=ON_CPU,
         replaces={
@@ -134,7 +134,7 @@ CPU_PATCHES = (
     Patch(
         target="ShardedTensor.init_data",
         what='the device "cuda" is the CPU',
-        why="ranks that share the reading of a checkpoint allocate each other's tensors on the GPU",
+        why="ranks that read a checkpoint together allocate each other's tensors on the GPU",
         source="dist_checkpointing/mapping.py:247",
         when=ON_CPU,
         replaces={"megatron.core.dist_checkpointing.mapping.ShardedTensor.init_data": process.init_data_on_cpu},
@@ -142,7 +142,7 @@ CPU_PATCHES = (
     Patch(
         target="transformer_engine, apex",
         what="cannot be imported",
-        why="their optimizers, norms and products are taken wherever they are installed, and need a GPU",
+        why="their optimizers, norms and products are used if they are installed, but need a GPU",
         source="optimizer/__init__.py:13",
         when=ON_CPU,
         code="dlm_bridge.parallel.core:hide_gpu_packages",
@@ -152,8 +152,8 @@ CPU_PATCHES = (
 TORCH_ADAM_PATCHES = (
     Patch(
         target="DistributedOptimizer, with torch's Adam",
-        what="saved before the first step, every parameter has its own step count, no look for one among the tensors",
-        why="it asserts on exactly one step count, and shares one tensor between all parameters",
+        what="can be saved before the first step; every parameter has its own step count, which is not a tensor",
+        why="it asserts that there is exactly one step count, and shares one tensor between all parameters",
         source="optimizer/distrib_optimizer.py:642",
         when=TORCH_ADAM,
         replaces={
@@ -164,8 +164,8 @@ TORCH_ADAM_PATCHES = (
     ),
     Patch(
         target="FP32Optimizer, Float16OptimizerWithFloat16Params, with torch's Adam",
-        what="saved before the first step; a step count on ranks without parameters and of zero",
-        why="Adam makes its state at its first step and counts by parameter, but all ranks load what one saves",
+        what="can be saved before the first step; a step count of zero, and on ranks without parameters",
+        why="Adam creates its state in its first step and counts per parameter, but all ranks load what one saves",
         source="optimizer/optimizer.py:1012",
         when=TORCH_ADAM,
         replaces={
@@ -180,24 +180,24 @@ TORCH_ADAM_PATCHES = (
 MODULE_PATCHES = (
     Patch(
         target="GPTModel._preprocess, GPTModel._postprocess",
-        what="rotary embeddings of explicit positions; the output layer is called by `forward`",
-        why="its rotary embeddings are those of 0, 1, 2, ..., and its loss is one of every position",
+        what="rotary embeddings at explicit positions; `forward` calls the output layer",
+        why="its rotary embeddings are at positions 0, 1, 2, ..., and its loss is over every position",
         source="models/gpt/gpt_model.py:284",
         when=anywhere("always"),
         code="dlm_bridge.parallel.gpt:BridgeGPTModel",
     ),
     Patch(
         target="GPTModel.build_schedule_plan",
-        what="loss positions in place of labels",
-        why="its loss is one of every position",
+        what="loss positions instead of labels",
+        why="its loss is over every position",
         source="models/gpt/gpt_model.py:739",
-        when=anywhere("--ep-overlap"),
+        when=anywhere("ep_overlap"),
         code="dlm_bridge.parallel.gpt:DeferredLoss",
     ),
     Patch(
         target="ColumnParallelLinear._forward_impl",
         what="logits are minus infinity in padded columns; the loss of the loss positions without logits",
-        why="padding enters its softmax, and logits of every position take the most memory of a step",
+        why="padding enters its softmax, and logits at every position need most of a step's memory",
         source="tensor_parallel/layers.py:948",
         when=anywhere("always: the output layer"),
         code="modules:OutputLayer",
@@ -207,34 +207,34 @@ MODULE_PATCHES = (
         what="the last layer's feed-forward at the loss positions only",
         why="no later layer reads the other positions",
         source="transformer/transformer_layer.py:683",
-        when=anywhere("the last layer, where it is dense, without sequence parallelism and full recomputation"),
+        when=anywhere("the last layer if it is dense, without sequence parallelism and full recomputation"),
         code="modules:LossPositionsLayer",
     ),
     Patch(
         target="TensorReusePool.insert",
-        what="nothing: a buffer that CUDA graphs read or write belongs to one of them",
-        why="an input is given back when its forward pass has been recorded, and becomes another layer's gradient "
-        "before its own backward pass reads it",
+        what="no-op: every buffer of a CUDA graph belongs to that graph",
+        why="an input is returned to the pool when its forward pass has been recorded, and becomes another layer's "
+        "gradient before its own backward pass reads it",
         source="transformer/cuda_graphs.py:995",
-        when=anywhere("--cuda-graphs"),
+        when=anywhere("cuda_graphs"),
         replaces={
             "megatron.core.transformer.cuda_graphs.TensorReusePool.insert": process.replace_with(process.do_nothing)
         },
     ),
     Patch(
         target="_CudagraphGlobalRecord",
-        what="the buffers that CUDA graphs share are let go when a run ends",
-        why="it keeps them, and `delete_cuda_graphs` leaves them",
+        what="the buffers that CUDA graphs share are released when a run ends",
+        why="`delete_cuda_graphs` does not release them",
         source="transformer/cuda_graphs.py:319",
-        when=anywhere("--cuda-graphs"),
+        when=anywhere("cuda_graphs"),
         code="process_wide:release_cuda_graphs",
     ),
     Patch(
         target="MoEAllGatherTokenDispatcher",
-        what="token counts go to the CPU while tokens are gathered; one sum in the hidden states' dtype",
-        why="it waits for the device twice a layer, and adds up in the router's dtype",
+        what="token counts are copied to the CPU while tokens are gathered; one sum in the hidden states' dtype",
+        why="it waits for the device twice per layer, and sums in the router's dtype",
         source="transformer/moe/token_dispatcher.py:208",
-        when=anywhere("--moe-dispatcher allgather"),
+        when=anywhere("moe_dispatcher=allgather"),
         code="modules:AllGatherDispatcher",
     ),
     Patch(
@@ -247,31 +247,31 @@ MODULE_PATCHES = (
     ),
     Patch(
         target="TopKRouter.routing",
-        what="a block's experts first, then a token's among them; a hook shows a layer's mask to its router",
-        why="megatron-core routes each token alone",
+        what="chooses a block's experts, then a token's among them; a hook passes a layer's mask to its router",
+        why="megatron-core routes each token independently",
         source="transformer/moe/router.py:546",
         when=anywhere("LLaDA2.2 (expert_capacity)"),
         code="modules:BlockRouter",
     ),
     Patch(
         target="RowParallelLinear.explicit_expert_comm",
-        what="no reduction over the one rank of an expert with a bias; attributes of that bias",
-        why="MLP adds the bias in place to what the reduction returns, which autograd refuses",
+        what="skips the reduction over the single rank of an expert with a bias; sets attributes of the bias",
+        why="MLP adds the bias in place to the result of the reduction, which autograd refuses",
         source="transformer/mlp.py:247",
         when=anywhere("experts with biases (gpt-oss)"),
         code="modules:patch_expert_biases",
     ),
     Patch(
         target="MultiTokenPredictionLayer._get_embeddings",
-        what="the embeddings of given tokens",
-        why="it would move each rank's part of a row, and across documents",
+        what="embeddings of given tokens",
+        why="it shifts each rank's part of a row, across document boundaries",
         source="transformer/multi_token_prediction.py:681",
         when=anywhere("multi-token prediction layers"),
         code="modules:PredictionLayer",
     ),
     Patch(
         target="multi_latent_attention.TELinear",
-        what="a replicated linear layer in plain torch",
+        what="replicated linear layer in plain torch",
         why="without Transformer Engine the name is None",
         source="transformer/multi_latent_attention.py:64",
         when=without_te("latent attention, without Transformer Engine"),
@@ -280,15 +280,15 @@ MODULE_PATCHES = (
     Patch(
         target="tensor_parallel.layers._grad_accum_fusion_available",
         what="true",
-        why="its own linear layers need apex for gradient_accumulation_fusion; `OutputLayer` does without",
+        why="its own linear layers need apex for gradient_accumulation_fusion, but `OutputLayer` does not use it",
         source="tensor_parallel/layers.py:924",
         when=with_te("Transformer Engine, without apex"),
         code="modules:patched_gradient_accumulation",
     ),
     Patch(
         target="extensions.transformer_engine.TEActivationOp",
-        what="no state in checkpoints",
-        why="a feed-forward asks its modules for sharded_state_dict, which Transformer Engine's operations lack",
+        what="has no state in checkpoints",
+        why="a feed-forward calls its modules' sharded_state_dict, which Transformer Engine's operations lack",
         source="extensions/transformer_engine.py:397",
         when=with_te("Transformer Engine, dense models"),
         code="modules:TransformerEngineActivation",
@@ -296,9 +296,9 @@ MODULE_PATCHES = (
     Patch(
         target="TEGroupedLinear._split_extra_state",
         what="an empty FP8 state stays empty",
-        why="it splits a state that Transformer Engine 2.20 leaves empty for recipes without history",
+        why="it splits the state, which in Transformer Engine 2.20 is empty for recipes without history",
         source="extensions/transformer_engine.py:1697",
-        when=with_te("--precision fp8, grouped experts"),
+        when=with_te("precision=fp8, grouped experts"),
         code="modules:patch_grouped_linear_state",
     ),
     Patch(
@@ -314,55 +314,55 @@ MODULE_PATCHES = (
 OPTIMIZER_PATCHES = (
     Patch(
         target="DistributedOptimizer.model_param_group_index_map",
-        what="fp32 params first in each group",
-        why="it notes main params in the order of the buffers, and then puts fp32 params first: state is swapped",
+        what="fp32 params come first in each group",
+        why="it records main params in the order of the buffers, then moves fp32 params first: state is swapped",
         source="optimizer/distrib_optimizer.py:307",
         when=anywhere("the distributed optimizer"),
         code="optimizers:patch_param_order",
     ),
     Patch(
         target="MegatronOptimizer.init_state_fn",
-        what="momentum buffers before they are loaded",
-        why="it is None for SGD, and a resume calls it",
+        what="creates momentum buffers before they are loaded",
+        why="it is None for SGD, but a resume calls it",
         source="optimizer/__init__.py:408",
-        when=anywhere("--optimizer sgd"),
+        when=anywhere("optimizer=sgd"),
         code="optimizers:patch_sgd_resume",
     ),
     Patch(
         target="HybridDeviceOptimizer._update_fp32_params_by_new_state",
-        what="main params of every parameter come from a checkpoint",
-        why="a resume ends at the first parameter that is fp32 in the model, of which it has no second copy",
+        what="sets the main params of every parameter from a checkpoint",
+        why="a resume fails at the first parameter that is fp32 in the model, which has no second copy",
         source="optimizer/cpu_offloading/hybrid_optimizer.py:369",
-        when=with_te("--optimizer-cpu-offload"),
+        when=with_te("optimizer_cpu_offload"),
         code="optimizers:patch_offloading_resume",
     ),
     Patch(
         target="param_index_map of the optimizer's buffers",
-        what="places without the padding between buckets",
-        why="state is gathered without padding, and cut at the places with it: parameters get a neighbour's state",
+        what="offsets without the padding between buckets",
+        why="state is gathered without padding, but split at offsets with it: parameters get a neighbour's state",
         source="optimizer/distrib_optimizer.py:1404",
         when=anywhere("the distributed optimizer"),
         code="optimizers:unpadded_param_index_map",
     ),
     Patch(
         target="Float16OptimizerWithFloat16Params.float16_groups",
-        what="fp32 params are saved beside the main params of the others",
-        why="it counts on there being none",
+        what="includes fp32 params, which are saved with the main params of the others",
+        why="it assumes that there are none",
         source="optimizer/optimizer.py:797",
-        when=anywhere("--no-distributed-optimizer"),
+        when=anywhere("distributed_optimizer=False"),
         code="optimizers:fp32_params_included",
     ),
     Patch(
         target="DistributedOptimizer._get_main_param_and_optimizer_states, ._set_main_param_and_optimizer_states",
         what="main params inside Adam are saved and loaded in fp32",
-        why="it would save the 16 bits that Adam keeps instead, and assert on loading them",
+        why="it saves the 16 bits that Adam stores instead, and an assertion fails when they are loaded",
         source="optimizer/distrib_optimizer.py:883",
         when=with_te("optimizer.use_precision_aware_optimizer"),
         code="optimizers:whole_main_params",
     ),
     Patch(
         target="DistributedOptimizer._get_model_param_range_map",
-        what="which elements of a parameter a rank's main param shard has",
+        what="the range of a parameter's elements in a rank's main param shard",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:610",
         when=anywhere("the distributed optimizer"),
@@ -370,8 +370,8 @@ OPTIMIZER_PATCHES = (
     ),
     Patch(
         target="MixedPrecisionOptimizer._copy_main_params_to_model_params",
-        what="nothing: the step's kernels clip gradients, update main params and round them in one pass",
-        why="a pass each over all gradients and over all main params",
+        what="no-op: the step's kernels clip gradients, update main params and round them in one pass",
+        why="it needs one more pass over all gradients and one over all main params",
         source="optimizer/optimizer.py:585",
         when=with_te("Transformer Engine's AdamW and Triton"),
         code="fused_step:FusedOptimizerStep",
@@ -381,26 +381,26 @@ OPTIMIZER_PATCHES = (
 FSDP_PATCHES = (
     Patch(
         target="GradReducePipeline._bucket_group_gradient_reduce",
-        what="gradients that one data parallel rank alone has are left as they are",
-        why="they would be added to themselves, doubling what earlier micro-batches left",
+        what="skips gradients that only one data parallel rank has",
+        why="they would be added to themselves, doubling the sum over earlier micro-batches",
         source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:3182",
-        when=on_accelerators("--fsdp"),
+        when=on_accelerators("fsdp"),
         code="fsdp:patch_unshared_gradients",
     ),
     Patch(
         target="TransformerLayer.__init__; DataParallelBuffer.set_item",
-        what="layers are built without memory, which each gets with its weights just before it is cut",
-        why="megatron-core builds the whole model first; its meta device is for drawn values",
+        what="layers are built without memory; each is allocated and loaded just before it is sharded",
+        why="megatron-core builds the whole model first; its meta device is for random initialisation",
         source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1116",
-        when=on_accelerators("--fsdp optim_grads_params"),
-        code="fsdp:filled_when_cut",
+        when=on_accelerators("fsdp=optim_grads_params"),
+        code="fsdp:filled_when_sharded",
     ),
     Patch(
         target="ParamAndGradBuffer._init_distributed_params",
-        what="ranks tell each other once where the shards of all parameters lie",
-        why="it has five collectives for each: minutes with hundreds of experts in a layer",
+        what="ranks exchange the locations of all parameters' shards at once",
+        why="it runs five collectives for each parameter: minutes with hundreds of experts in a layer",
         source="distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2488",
-        when=on_accelerators("--fsdp"),
+        when=on_accelerators("fsdp"),
         code="fsdp:located_at_once",
     ),
     Patch(
@@ -408,7 +408,7 @@ FSDP_PATCHES = (
         what="the axis along which tensor parallel ranks shard a parameter",
         why="it has no public name",
         source="distributed/fsdp/mcore_fsdp_adapter.py:176",
-        when=on_accelerators("--fsdp"),
+        when=on_accelerators("fsdp"),
         code="fsdp:fsdp_shards",
     ),
     Patch(
@@ -416,7 +416,7 @@ FSDP_PATCHES = (
         what="allocates the optimizer's state before a checkpoint is loaded",
         why="it has no public name",
         source="optimizer/distrib_optimizer.py:1137",
-        when=on_accelerators("--fsdp --resume"),
+        when=on_accelerators("fsdp, resuming"),
         code="fsdp:init_optimizer_state",
     ),
 )
@@ -424,24 +424,24 @@ FSDP_PATCHES = (
 PROCESS_PATCHES = (
     Patch(
         target="parallel_state._global_process_group_list, ._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
-        what="process groups are destroyed where the layout changes",
-        why="it only forgets them: their threads and sockets would pile up",
+        what="process groups are destroyed when the layout changes",
+        why="it only drops references to them: their threads and sockets would accumulate",
         source="parallel_state.py:147",
         when=anywhere("tests, and live models of several layouts"),
         code="process_wide:destroy_process_groups",
     ),
     Patch(
         target="filesystem_async._get_write_results_queue",
-        what="the process of the writers' results ends with the rank, and not by SIGINT and SIGTERM",
-        why="it would outlive a rank that is killed, and a job's SIGTERM would end it before the last checkpoint",
+        what="the process of the writers' results ends with the rank, and ignores SIGINT and SIGTERM",
+        why="it would outlive a killed rank, and a job's SIGTERM would end it before the last checkpoint",
         source="dist_checkpointing/strategies/filesystem_async.py:51",
         when=anywhere("every training checkpoint"),
         code="process_wide:start_results_queue",
     ),
     Patch(
         target="FileSystemWriterAsync.write_preloaded_data_multiproc",
-        what="a writer that is killed ends the save",
-        why="it waits for the reports of all writers, for ever",
+        what="a killed writer ends the save",
+        why="it waits for the results of all writers indefinitely",
         source="dist_checkpointing/strategies/filesystem_async.py:308",
         when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data_multiproc": process.collect_from_writers},
@@ -449,7 +449,7 @@ PROCESS_PATCHES = (
     Patch(
         target="FileSystemWriterAsync.write_preloaded_data",
         what="a writer's process ends with the rank",
-        why="it would go on writing after the rank is killed, and wait for the rank's queue",
+        why="it would continue writing after the rank is killed, and wait for the rank's queue",
         source="dist_checkpointing/strategies/filesystem_async.py:342",
         when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data": process.end_writers_with_parent},
@@ -459,7 +459,7 @@ PROCESS_PATCHES = (
         what="the device that a local checkpoint's tensors return to",
         why="it has no public name",
         source="dist_checkpointing/tensor_aware_state_dict.py:208",
-        when=anywhere("--local-folder"),
+        when=anywhere("local_folder"),
         code="process_wide:original_device",
     ),
     Patch(
@@ -473,7 +473,7 @@ PROCESS_PATCHES = (
     Patch(
         target="_get_filesystem_reader, while a checkpoint is loaded",
         what="`convert.formats.dcp_reader.RestrictedReader`",
-        why="torch's reader unpickles `.metadata`, which may run anything",
+        why="torch's reader unpickles `.metadata`, which can run arbitrary code",
         source="dist_checkpointing/strategies/torch.py:750",
         when=anywhere("every resume"),
         code="process_wide:distributed_reader",
@@ -491,14 +491,13 @@ PATCHES = (
 
 
 def overrides_of(platform: Platform) -> Table:
-    """The process-wide replacements on a platform: those of the table, and what the platform itself adds."""
+    """Process-wide replacements on a platform: those of the table, and the platform's own."""
     met = (patch for patch in PATCHES if patch.when.met(platform))
     return {name: make for patch in met for name, make in patch.replaces.items()} | dict(platform.overrides())
 
 
 def install(platform: Platform) -> None:
-    """Make this process ready for megatron-core on a platform; calling it again changes nothing.
-
-    Replacements are process-wide, until `overrides.uninstall`. Raises DlmBridgeError."""
+    """Prepare this process for megatron-core on a platform: select the device and install the replacements, until
+    `overrides.uninstall`. Calling it again is a no-op. Raises as `Platform.set_device` and `overrides.install`."""
     platform.set_device()
     overrides.install(overrides_of(platform), f"the {platform.name} platform")

@@ -1,6 +1,6 @@
-"""Megatron FSDP: the models inside its wrappers, each rank's rows of every parameter, layers that get memory only when
-they are sharded, one exchange of the locations of all shards, and a patch of its gradient reduction. For models
-whose weights and optimizer do not fit without `--fsdp`.
+"""Megatron FSDP: the models inside its wrappers, each rank's rows of every parameter, layers that are allocated only
+when they are sharded, one exchange of the locations of all shards, and a patch of its gradient reduction. For models
+whose weights and optimizer do not fit without FSDP.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor, Shard
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import TransformerLayer, parallel_state, unwrap_model
 
-SHARDED = "dp_cp"  # megatron-core's name of the mesh's dimension over which FSDP shards
+SHARDED = "dp_cp"  # megatron-core's name of the mesh dimension over which FSDP shards
 
 
 def unwrapped(chunks: Sequence[Any]) -> list[Any]:
-    """The GPTModels inside any wrappers. megatron-core's own function leaves the inner one of FSDP."""
+    """The GPTModels inside any wrappers. megatron-core's own function does not remove FSDP's inner wrapper."""
     return [_inner(chunk) for chunk in unwrap_model(list(chunks))]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether FSDP shards a parameter by rows over data parallel ranks."""
+    """True if FSDP shards a parameter by rows over data parallel ranks."""
     return isinstance(tensor, DTensor)
 
 
@@ -60,20 +60,20 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FSDPShard:
-    """The rows of a parameter that this rank holds, as a box of the unsharded tensor."""
+    """Rows of a parameter on this rank, as a box of the unsharded tensor."""
 
     name: str  # in the GPTModel of this rank
-    parameter: Any  # what the optimizer updates
+    parameter: Any  # the tensor that the optimizer updates
     start: int  # its first row in the tensor parallel shard
     rows: int
-    part: tuple[int, ...]  # the shape of the tensor parallel shard
-    axis: int | None  # along which the tensor is tensor parallel
-    rank: int
+    part: tuple[int, ...]  # shape of the tensor parallel shard
+    axis: int | None  # tensor parallel axis
+    rank: int  # in the tensor parallel group
     ranks: int
 
 
 def fsdp_shards(chunk: Any) -> Iterator[FSDPShard]:
-    """This rank's shard of every parameter of a model in FullyShardedDataParallel; it may have no rows."""
+    """Iterate over this rank's shard of every parameter of a model in FullyShardedDataParallel; some have no rows."""
     for name, parameter in chunk.param_and_grad_buffer.optimizer_named_parameters:
         part = tuple(original(parameter).shape)
         row = prod(part[1:])
@@ -84,7 +84,7 @@ def fsdp_shards(chunk: Any) -> Iterator[FSDPShard]:
 
 
 def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers of a model in FullyShardedDataParallel, such as an expert bias: whole on each rank."""
+    """Buffers of a model in FullyShardedDataParallel, such as an expert bias: replicated on each rank."""
     for path, module in chunk.module.module.named_modules():
         for name, buffer in module.named_buffers(prefix=path, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -93,8 +93,8 @@ def buffers(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def unallocated_layers() -> Iterator[dict[torch.Tensor, int]]:
-    """Free the memory of each transformer layer's parameters as soon as the layer is built. Yields the bytes that each
-    parameter's storage had, for `allocate`."""
+    """Context manager that frees the memory of each transformer layer's parameters when the layer is built. Yields the
+    size in bytes of each parameter's storage, for `allocate`."""
     build, device = TransformerLayer.__init__, platform.current().device()
     found: dict[torch.Tensor, int] = {}
 
@@ -113,34 +113,34 @@ def unallocated_layers() -> Iterator[dict[torch.Tensor, int]]:
 
 
 def allocate(parameter: torch.Tensor, nbytes: int) -> None:
-    """Allocate the `nbytes` of a parameter's storage that `unallocated_layers` has freed. One that several parameters
-    share is allocated once."""
+    """Allocate the `nbytes` of a parameter's storage that `unallocated_layers` freed; no-op if it is allocated, as a
+    storage shared by several parameters may be."""
     storage = parameter.untyped_storage()
     if not storage.nbytes():
         storage.resize_(nbytes)
 
 
 @contextmanager
-def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], None]) -> Iterator[None]:
-    """Call `fill` with the parameters of a unit just before Megatron FSDP copies them to its buffers, each with the
-    range (start, stop) of this rank's elements. Megatron FSDP frees the parameters that it has copied.
+def filled_when_sharded(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], None]) -> Iterator[None]:
+    """Context manager that calls `fill` with the parameters of a unit just before Megatron FSDP copies them to its
+    buffers, each with the range (start, stop) of this rank's elements. Megatron FSDP frees parameters after the copy.
 
-    A unit's weights and main params are two buffers that are sharded alike: the first one's ranges hold for both.
+    A unit's weights and main params are two buffers with the same sharding: the first buffer's ranges apply to both.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import DataParallelBuffer
 
     set_item = DataParallelBuffer.set_item
-    begun: set[Any] = set()  # buffers
+    seen: set[Any] = set()  # buffers
     filled: dict[torch.Tensor, tuple[int, int]] = {}
 
     def set_filled(self: Any, item_id: int, item_data: torch.Tensor) -> None:
-        if self not in begun:
-            begun.add(self)
+        if self not in seen:
+            seen.add(self)
             ranges = {each: self.locate_item_in_global_item(number) for number, each in enumerate(self.params)}
             fill(ranges)
             for each, (start, stop) in ranges.items():
                 low, high = filled.setdefault(each, (start, stop))
-                assert start == stop or low <= start <= stop <= high, "a second buffer that is sharded otherwise"
+                assert start == stop or low <= start <= stop <= high, "two buffers of a unit are sharded differently"
         set_item(self, item_id, item_data)
 
     DataParallelBuffer.set_item = set_filled
@@ -152,9 +152,9 @@ def filled_when_cut(fill: Callable[[Mapping[torch.Tensor, tuple[int, int]]], Non
 
 @contextmanager
 def located_at_once() -> Iterator[None]:
-    """Exchange the locations of all parameters' shards at once (`locate_shards`) when Megatron FSDP makes DTensors of
-    them. megatron-core itself needs five collectives for each parameter, and a model with experts has ten thousand
-    parameters."""
+    """Context manager in which Megatron FSDP exchanges the locations of all parameters' shards at once
+    (`locate_shards`) when it creates DTensors. megatron-core itself runs five collectives for each parameter, and a
+    model with experts has ten thousand parameters."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer, uneven_dtensor
 
     buffer, make = param_and_grad_buffer.ParamAndGradBuffer, param_and_grad_buffer.make_fsdp_dtensor
@@ -191,10 +191,10 @@ def located_at_once() -> Iterator[None]:
 
 
 def locate_shards(tensors: Sequence[DTensor]) -> list[ChunkStorageMetadata]:
-    """Offsets and sizes of this rank's shard in each whole tensor. Shards may be of different sizes.
+    """Offsets and sizes of this rank's shard in each whole tensor. Shards may differ in size.
 
     Collective over the ranks that share a tensor, which must pass the same list: one exchange for each process group
-    and each mesh dimension that is sharded. Raises AssertionError where the shards do not add up to their tensor.
+    and each sharded mesh dimension. Raises AssertionError if the shards do not add up to their tensor.
     """
     local = [tensor.to_local().shape for tensor in tensors]
     sizes, offsets = [list(shape) for shape in local], [[0] * len(shape) for shape in local]
@@ -222,8 +222,8 @@ def locate_shards(tensors: Sequence[DTensor]) -> list[ChunkStorageMetadata]:
 
 
 def _sharded_mesh_dims(tensor: DTensor) -> list[int]:
-    """Dimensions of the mesh over which the tensor is sharded, the innermost first."""
-    order = getattr(tensor.device_mesh, "_shard_order", None)  # where one tensor dimension is sharded twice
+    """Mesh dimensions over which the tensor is sharded, innermost first."""
+    order = getattr(tensor.device_mesh, "_shard_order", None)  # set if a tensor dimension is sharded twice
     dims = range(len(tensor.placements)) if order is None else reversed(order)
     return [dim for dim in dims if isinstance(tensor.placements[dim], Shard)]
 
@@ -231,9 +231,9 @@ def _sharded_mesh_dims(tensor: DTensor) -> list[int]:
 def patch_unshared_gradients(wrapped: Any) -> None:
     """Skip a MegatronFSDP's reduction of gradients that only one data parallel rank has.
 
-    These are the gradients of experts where expert parallelism takes all data parallel ranks, and all gradients where
-    there is one rank. They accumulate in place, and each reduction would add them to themselves, doubling those of
-    earlier micro-batches.
+    These are the experts' gradients if expert parallelism uses all data parallel ranks, and all gradients if there is
+    one rank. They accumulate in place: each reduction would add them to themselves, doubling the sum over earlier
+    micro-batches.
     """
     pipeline = wrapped.grad_reduce_pipeline
     reduce = pipeline._bucket_group_gradient_reduce
@@ -254,7 +254,7 @@ def init_optimizer_state(optimizer: Any) -> None:
 
 
 def _tensor_parallel(name: str, parameter: torch.Tensor) -> tuple[int | None, int, int]:
-    """The axis of tensor parallelism (None: replicated), this rank and the number of ranks."""
+    """Tensor parallel axis (None: replicated), this rank and the number of ranks."""
     if ".experts." in name:
         rank = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()

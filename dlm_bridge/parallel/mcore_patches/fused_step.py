@@ -1,4 +1,4 @@
-"""The step of one of megatron-core's optimizers, taken by kernels that clip and round in the same pass over memory."""
+"""Step of a megatron-core optimizer by kernels that clip and round in the same pass over memory."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from dlm_bridge.parallel.mcore_patches.optimizers import float16_params, fp32_pa
 
 
 class StepInputs(NamedTuple):
-    """What goes with a main param."""
+    """Inputs of the step for one main param."""
 
     gradient: torch.Tensor | None
-    model_param: torch.Tensor | None = None  # bf16 or fp16, written with the main param; None where nothing reads it
+    model_param: torch.Tensor | None = None  # bf16 or fp16, written with the main param; None if there is none
 
 
 class FusedOptimizerStep:
-    """The step of `part`, one of megatron-core's optimizers, which keeps all state: its checkpoints stay as they
-    are."""
+    """Fused step of `part`, one of megatron-core's optimizers. All state stays in `part`, and so do its
+    checkpoints."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
         self.optimizer = part.optimizer
         self.adam = hasattr(self.optimizer, "adam_w_mode")
         self.distributed = is_distributed(part)
-        # In bf16 without a loss scale the model's gradients are read as they are:
-        # megatron-core copies them to fp32 first.
+        # In bf16 without a loss scale the model's gradients are read directly; megatron-core copies them to fp32.
         self.direct = hasattr(part, "float16_groups") and not self.distributed and part.grad_scaler is None
         self.inputs: dict[torch.Tensor, StepInputs] = {}  # by main param, in this step
         self._groups: dict[int, Any] = {}  # FusedParamGroup by number
@@ -38,7 +37,7 @@ class FusedOptimizerStep:
 
     @classmethod
     def of(cls, part: Any) -> FusedOptimizerStep | None:
-        """None where the kernels would compute another step than the part's own optimizer."""
+        """Create the fused step; None if the kernels do not compute the same step as the part's own optimizer."""
         optimizer = getattr(part, "optimizer", None)
         if optimizer is None or getattr(part, "is_stub_optimizer", False):
             return None
@@ -47,18 +46,18 @@ class FusedOptimizerStep:
         return cls(part) if _is_plain_adamw(optimizer) or _is_plain_sgd(optimizer) else None
 
     def prepare_grads(self) -> bool:
-        """Whether gradients overflowed, as the part's own."""
+        """Same as the part's own: returns True if gradients overflowed."""
         if self.distributed:
-            if self._shards is None or not self._shards.hold():
+            if self._shards is None or not self._shards.valid():
                 self._shards = DistributedShards(self.part)
-            overflowed = not self._shards.give_gradients() and self.part.prepare_grads()
+            overflowed = not self._shards.set_gradients() and self.part.prepare_grads()
         else:
             overflowed = not self.direct and self.part.prepare_grads()
         self.inputs = {} if overflowed else self._step_inputs()
         return overflowed
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """The gradients as the part's own, in the model's dtype where they are not copied."""
+        """Same as the part's own; in the model's dtype if gradients are not copied."""
         if not self.direct:
             return self.part.get_main_grads_for_grad_norm()
         group = getattr(self.part, "tp_group", None)
@@ -72,8 +71,8 @@ class FusedOptimizerStep:
 
     @contextmanager
     def clipping(self, clip_coef: torch.Tensor) -> Iterator[None]:
-        """Inside, the part's `step_with_ready_grads()` multiplies gradients by `clip_coef`, a scalar on the device, as
-        it reads them, and writes the model's bf16 or fp16 params with the main params."""
+        """Context manager in which the part's `step_with_ready_grads()` multiplies gradients by `clip_coef`, a scalar
+        on the device, as it reads them, and writes the model's bf16 or fp16 params with the main params."""
         rounds = any(each.model_param is not None for each in self.inputs.values())
         self.optimizer.step = lambda: self._step(clip_coef)
         if rounds:
@@ -128,32 +127,32 @@ class FusedOptimizerStep:
 
 class DistributedShards:
     """Views of this rank's shards of gradients and of bf16 or fp16 params in the distributed optimizer's buffers.
-    megatron-core looks each up anew at every step, which a GPU waits for where there are many experts."""
+    megatron-core looks them up in every step, for which a GPU waits if there are many experts."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
-        self._places = self._now()
+        self._addresses = self._current_addresses()
         float16, fp32 = float16_params(part), fp32_params(part)
-        # Copied where they are not fp32, and looked at first where there is a loss scale: by megatron-core.
+        # Otherwise megatron-core copies gradients to fp32, or checks them for the loss scale.
         as_they_are = all(model.main_grad.dtype == torch.float32 for model, _ in (*float16, *fp32))
         self.gradients: dict[torch.Tensor, torch.Tensor] | None = None
         if part.grad_scaler is None and as_they_are:
             self.gradients = {main: self._gradient(model) for model, main in (*float16, *fp32)}
         self.model_params = {} if _quantised(float16) else {main: self._model_param(model) for model, main in float16}
 
-    def hold(self) -> bool:
-        """Whether the buffers still are where they were."""
-        return self._places == self._now()
+    def valid(self) -> bool:
+        """True if the buffers have not moved."""
+        return self._addresses == self._current_addresses()
 
-    def give_gradients(self) -> bool:
-        """Set the main params' gradients. False where megatron-core has to."""
+    def set_gradients(self) -> bool:
+        """Set the main params' gradients. Returns False if megatron-core has to."""
         if self.gradients is None:
             return False
         for main, gradient in self.gradients.items():
             main.grad = gradient
         return True
 
-    def _now(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return [
             tensor.data_ptr()
             for buffer in self.part.buffers
@@ -166,19 +165,19 @@ class DistributedShards:
         return model.main_grad.view(-1)[param_range(self.part, model)]
 
     def _model_param(self, model: Any) -> torch.Tensor:
-        """The shard in its bucket, from where other ranks gather it."""
+        """The shard in its bucket, from which other ranks gather it."""
         index, _, bucket = self.part.model_param_gbuf_map[model]
         own = param_range(self.part, model, "gbuf_world_in_bucket")
         return self.part.buffers[index].buckets[bucket].param_data.view(-1)[own]
 
 
 def _quantised(pairs: list[tuple[Any, Any]]) -> bool:
-    """Whether megatron-core quantises the main params into the model's."""
+    """True if megatron-core quantises the main params into the model's params."""
     return any(is_float8tensor(model) for model, _ in pairs)
 
 
 def _is_plain_adamw(optimizer: Any) -> bool:
-    """Whether this is Transformer Engine's AdamW over fp32, which has these attributes."""
+    """True for Transformer Engine's AdamW over fp32, detected by its attributes."""
     return (
         getattr(optimizer, "adam_w_mode", False)
         and hasattr(optimizer, "initialize_state")
@@ -189,7 +188,7 @@ def _is_plain_adamw(optimizer: Any) -> bool:
 
 
 def _is_plain_sgd(optimizer: Any) -> bool:
-    """Whether this is gradient descent without momentum. Transformer Engine's keeps velocities all the same."""
+    """True for gradient descent without momentum. Transformer Engine's optimizer allocates velocities nevertheless."""
     return type(optimizer).__name__ == "FusedSGD" and all(
         not (group["momentum"] or group["dampening"] or group["nesterov"]) for group in optimizer.param_groups
     )

@@ -1,4 +1,4 @@
-"""Modules that replace megatron-core's: those of a layer spec first, then class swaps and patches of built modules."""
+"""Replacements of megatron-core's modules: for layer specs first, then class swaps and patches of built modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dlm_bridge.attention.masks import MaskColumn
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, MissingExtraError
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import (
@@ -33,8 +33,8 @@ from dlm_bridge.parallel.core import (
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, which megatron-core wraps too, but also for sequence parallelism: each rank then normalises its
-    own tokens, and `weight.sequence_parallel` tells megatron-core to sum the gradient over tensor parallel ranks."""
+    """torch's RMSNorm, which megatron-core wraps too, with support for sequence parallelism: each rank normalises its
+    own tokens, and `weight.sequence_parallel` makes megatron-core sum the gradient over tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=platform.current().device(), dtype=config.params_dtype)
@@ -42,8 +42,8 @@ class LocalRMSNorm(torch.nn.RMSNorm):
 
 
 class LocalHeadNorm(LocalRMSNorm):
-    """Of each query and key head. A rank has whole sequences of its own heads, so nothing here is sequence parallel;
-    megatron-core sums the gradients over tensor parallel ranks by the modules' names."""
+    """Norm of each query and key head. A rank has whole sequences of its own heads, so the norm is not sequence
+    parallel; megatron-core sums the gradients over tensor parallel ranks by the modules' names."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, eps, **kwargs)
@@ -54,7 +54,7 @@ class LocalRouter(TopKRouter):
     """megatron-core's router in plain torch. Its own matrix product is undefined without Transformer Engine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` where that is set."""
+        """Logits [S, B, E] of hidden states [S, B, H], in `moe_router_dtype` if it is set."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64, None: input.dtype}[self.config.moe_router_dtype]
         bias = None if self.bias is None else self.bias.to(dtype)
         return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
@@ -68,10 +68,10 @@ class LocalRouter(TopKRouter):
 
 
 class BlockRouter(LocalRouter):
-    """LLaDA2.2's router: a block's tokens choose among the experts that score best in the block, an expert's score
-    there being the highest of any token. See `models.modeling_llada2_moe.LLaDA2MoeBlockRouter`.
+    """LLaDA2.2's router: a block's tokens choose among the experts with the highest scores in the block, where an
+    expert's score is its maximum over the block's tokens. See `models.modeling_llada2_moe.LLaDA2MoeBlockRouter`.
 
-    `descriptor`, which a hook of the layer sets, tells blocks apart: a block's tokens attend to the same keys.
+    A hook of the layer sets `descriptor`, which identifies blocks: a block's tokens attend to the same keys.
     """
 
     descriptor: torch.Tensor | None = None  # [B or 1, S, 5], see `attention_mask.MaskDescriptor`
@@ -79,7 +79,8 @@ class BlockRouter(LocalRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [N, E] and bool [N, E], where they are, of this tensor parallel rank's tokens [S / tp, B, E]."""
+        """Expert weights [N, E] of this tensor parallel rank's tokens, and the bool map [N, E] of chosen experts, from
+        logits [S / tp, B, E]."""
         config, rank = self.config, parallel_state.get_tensor_model_parallel_rank()
         assert self.descriptor is not None
         scores_NE = self.apply_z_loss(logits.flatten(0, 1), padding_mask=padding_mask).sigmoid()
@@ -109,7 +110,7 @@ BLOCK_ROUTING_CAPACITY = "block_routing_capacity"  # attribute of a TransformerC
 
 
 def routing_runs(descriptor_BSC: torch.Tensor) -> torch.Tensor:
-    """[B, S], a number for each run of positions with the same document, noisy block and limit among clean keys."""
+    """Run numbers [B, S]: a run is consecutive positions with the same document, noisy block and clean-key limit."""
     columns = [MaskColumn.DOCUMENT, MaskColumn.NOISY_BLOCK, MaskColumn.CLEAN_LIMIT]
     codes = descriptor_BSC[..., columns]
     begins_BS = torch.ones_like(codes[..., 0], dtype=torch.bool)
@@ -118,8 +119,8 @@ def routing_runs(descriptor_BSC: torch.Tensor) -> torch.Tensor:
 
 
 def show_blocks_to_routers(layers: Sequence[nn.Module]) -> None:
-    """Before each of these layers runs, give its `BlockRouter`, if it has one, the mask descriptor of the batch. Under
-    full recomputation the layer runs, and is given it, again."""
+    """Register hooks that pass the batch's mask descriptor to the `BlockRouter` of each layer that has one, before the
+    layer runs; with full recomputation before each run."""
 
     def show(router: BlockRouter, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         router.descriptor = kwargs["attention_mask"] if "attention_mask" in kwargs else args[1]
@@ -131,9 +132,9 @@ def show_blocks_to_routers(layers: Sequence[nn.Module]) -> None:
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer that every tensor parallel rank holds whole, as Transformer Engine's with `parallel_mode`
-    "duplicated". Under sequence parallelism each rank has its own tokens: `weight.sequence_parallel` tells
-    megatron-core to sum the gradient over the ranks."""
+    """Linear layer replicated on every tensor parallel rank, like Transformer Engine's with `parallel_mode`
+    "duplicated". Under sequence parallelism each rank has its own tokens: `weight.sequence_parallel` makes
+    megatron-core sum the gradient over the ranks."""
 
     def __init__(
         self,
@@ -154,20 +155,20 @@ class ReplicatedLinear(torch.nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 (unknown to torch)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The product, and no bias."""
+        """The product, and None for the bias."""
         return torch.nn.functional.linear(input_, self.weight), None
 
     def get_extra_state(self) -> None:
-        """Nothing, under the name that Transformer Engine's layer has in a checkpoint."""
+        """None, so that checkpoints have the same keys as with Transformer Engine's layer."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Of Transformer Engine's layer: nothing here."""
+        """Ignore the state of Transformer Engine's layer."""
 
 
 @contextmanager
 def patched_latent_linear() -> Iterator[None]:
-    """Build a layer with `ReplicatedLinear` where Transformer Engine is not used: megatron-core looks its linear class
-    up by a name that is None without it."""
+    """Context manager that builds layers with `ReplicatedLinear` if Transformer Engine is not used: megatron-core
+    looks up its linear class by a name that is then None."""
     theirs = multi_latent_attention.TELinear
     if not platform.current().uses_transformer_engine():
         multi_latent_attention.TELinear = ReplicatedLinear
@@ -178,9 +179,9 @@ def patched_latent_linear() -> Iterator[None]:
 
 
 class TransformerEngineActivation:
-    """What megatron-core builds for `use_te_activation_func`, without a state in checkpoints.
+    """Transformer Engine's activation for `use_te_activation_func`, without a state in checkpoints.
 
-    A class, because megatron-core takes a function in a layer spec for the activation itself.
+    A class, because megatron-core interprets a function in a layer spec as the activation itself.
     """
 
     def __new__(cls, config: Any) -> Any:
@@ -195,13 +196,12 @@ def _te_activation(config: Any) -> nn.Module:
 
 
 def stateless(module: nn.Module) -> nn.Module:
-    """Swap the class of a module without parameters for one that saves nothing.
+    """Replace the class of a module without parameters by one with an empty state.
 
-    megatron-core asks every module of a feed-forward for its `sharded_state_dict`, which Transformer Engine's
-    operations lack; their extra state is that of a quantisation that is not used, and a checkpoint would need it to be
-    loaded.
+    megatron-core calls `sharded_state_dict` of every module of a feed-forward, which Transformer Engine's operations
+    lack. Their extra state belongs to a quantisation that is not used, and loading a checkpoint would require it.
     """
-    module.__class__ = _stateless(type(module))  # type: ignore[arg-type]  # mypy's own view of types as keys
+    module.__class__ = _stateless(type(module))  # type: ignore[arg-type]  # types as cache keys
     return module
 
 
@@ -212,7 +212,7 @@ def _stateless(kind: type[nn.Module]) -> type[nn.Module]:
 
     body = {
         "sharded_state_dict": sharded_state_dict,
-        # torch compares these with its own to see whether there is a state.
+        # torch compares these with its own to detect an extra state.
         "get_extra_state": nn.Module.get_extra_state,
         "set_extra_state": nn.Module.set_extra_state,
     }
@@ -220,19 +220,17 @@ def _stateless(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Tokens on their way to experts by one all-gather: every rank gets every token and keeps those of its own
-    experts.
+    """Token dispatch by one all-gather: every rank receives every token and selects those of its own experts.
 
-    With k experts a token and n ranks, an all-to-all moves k (n - 1) / n copies of each token, an all-gather n - 1:
-    fewer where n < k. megatron-core's dispatcher waits twice a layer for the number of tokens, after they were
-    gathered, and adds up what comes back in the router's dtype. Here the counts are copied to the CPU while tokens are
-    gathered.
+    With k experts per token and n ranks, an all-to-all moves k (n - 1) / n copies of each token, an all-gather n - 1:
+    fewer if n < k. megatron-core's dispatcher waits twice per layer for the number of tokens, after they were
+    gathered, and sums results in the router's dtype. Here the counts are copied to the CPU while tokens are gathered.
     """
 
-    routing_map: Any  # [T, E] bool of this rank's tokens, then [T * ranks, E] of all
+    routing_map: Any  # [T, E] bool for this rank's tokens, then [T * ranks, E] for all
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T * ranks, H] and expert weights [T * ranks, E] of all ranks' tokens."""
+        """Gather hidden states [T * ranks, H] and expert weights [T * ranks, E] of all ranks' tokens."""
         several = self.tp_size > 1 or self.ep_size > 1
         if several:
             with torch.no_grad():
@@ -248,7 +246,7 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, token counts and weights of this rank's experts, expert after expert."""
+        """Hidden states, token counts and weights of this rank's experts, sorted by expert."""
         self.hidden_shape_before_permute = hidden_states.shape
         counts = self._counts.read()
         permuted, weights, self.reversed_local_input_permutation_mapping = permute(
@@ -262,14 +260,14 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return permuted, counts, weights
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] of this rank's tokens, summed over all ranks' experts."""
+        """Sum the hidden states [T, H] of this rank's tokens over all ranks' experts."""
         if self.tp_size > 1 or self.ep_size > 1:
             hidden_states = reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
         return hidden_states
 
 
 class _AsyncCounts:
-    """Counts on their way to the CPU, which wait for nothing that is launched later."""
+    """Asynchronous copy of counts to the CPU; reading them does not wait for kernels launched later."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         self._event: Any = None
@@ -288,7 +286,7 @@ class _AsyncCounts:
 
 
 def patch_token_dispatchers(model: torch.nn.Module) -> None:
-    """Make every all-gather dispatcher of a model an `AllGatherDispatcher`."""
+    """Replace every all-gather dispatcher of a model by an `AllGatherDispatcher`."""
     for module in model.modules():
         dispatcher = getattr(module, "token_dispatcher", None)
         if type(dispatcher) is MoEAllGatherTokenDispatcher:
@@ -296,11 +294,11 @@ def patch_token_dispatchers(model: torch.nn.Module) -> None:
 
 
 def patch_expert_biases(model: torch.nn.Module) -> None:
-    """Let experts with biases train, which are never split.
+    """Make experts with biases trainable; they are never tensor parallel.
 
-    Each expert layer adds its bias in place to what a reduction over its one rank has returned, which autograd
-    refuses: the reduction is left out. Tensor parallel ranks are data or expert parallel ones of the experts: a bias'
-    gradient is not summed over them once more, and every rank's counts in the gradient norm, as a weight's does.
+    An expert layer adds its bias in place to the result of a reduction over its single rank, which autograd refuses:
+    the reduction is skipped. Tensor parallel ranks are data or expert parallel ranks of the experts: a bias' gradient
+    is not summed over them again, and each rank's gradient counts in the norm, like a weight's.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
@@ -312,8 +310,8 @@ def patch_expert_biases(model: torch.nn.Module) -> None:
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """A multi-token prediction layer at given tokens. megatron-core's moves each rank's part of a row by one token,
-    whatever document the next one is of."""
+    """Multi-token prediction layer for given tokens. megatron-core's layer shifts each rank's part of a row by one
+    token, across document boundaries."""
 
     def _get_embeddings(
         self,
@@ -323,19 +321,19 @@ class PredictionLayer(MultiTokenPredictionLayer):
         hidden_states: torch.Tensor,
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """The `input_ids` [D, B, S] of this and all later depths without this one's, and this one's embeddings."""
+        """Embeddings of the first of the `input_ids` [D, B, S], which is this depth's, and the remaining ids."""
         return input_ids[1:], position_ids, embedding(input_ids[0], position_ids), hidden_states
 
 
 class LossPositionsLayer(TransformerLayer):
-    """The last layer, whose feed-forward computes the rows of `positions` only where those are set. It is in no CUDA
-    graph: their number changes from step to step."""
+    """Last layer, whose feed-forward computes only the rows of `positions` if they are set. It is not recorded in a
+    CUDA graph, because their number changes between steps."""
 
     positions: torch.Tensor | None = None  # [M] int64, b * S + s, during a forward pass
 
     @contextmanager
     def at(self, positions: torch.Tensor) -> Iterator[None]:
-        """Compute the feed-forward at `positions` [M] in forward passes inside."""
+        """Context manager in which forward passes compute the feed-forward at `positions` [M]."""
         self.positions = positions
         try:
             yield
@@ -343,18 +341,18 @@ class LossPositionsLayer(TransformerLayer):
             self.positions = None
 
     def _forward_mlp(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[S, B, H], or with `positions` [M, 1, H]."""
+        """Hidden states [S, B, H], or [M, 1, H] with `positions`."""
         if self.positions is not None:
             hidden_states = rows_at(hidden_states, self.positions)[:, None]
         return super()._forward_mlp(hidden_states, *args, **kwargs)
 
 
 def patch_last_layer(layer: Any, config: TransformerConfig) -> None:
-    """Make a layer that GPTModel has built a `LossPositionsLayer` where that is possible.
+    """Convert a layer built by GPTModel to a `LossPositionsLayer` if possible.
 
-    It is not under sequence parallelism, where ranks would be left with uneven numbers of rows, with experts, where
-    the loss depends on the tokens that each gets, or under full recomputation, which recomputes a layer when another
-    micro-batch's positions are set.
+    It is not possible with sequence parallelism (ranks would have different numbers of rows), with experts (the loss
+    depends on the tokens that each receives), or with full recomputation (a layer is recomputed when another
+    micro-batch's positions are set).
     """
     if (
         type(layer) is TransformerLayer
@@ -368,7 +366,7 @@ def patch_last_layer(layer: Any, config: TransformerConfig) -> None:
 
 
 def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor:
-    """[M, H] at the positions b * S + s."""
+    """Select hidden states [M, H] at the positions b * S + s."""
     length, batch, size = hidden_SBH.shape
     if batch > 1:
         positions_M = positions_M % length * batch + positions_M // length
@@ -376,9 +374,10 @@ def rows_at(hidden_SBH: torch.Tensor, positions_M: torch.Tensor) -> torch.Tensor
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer, which also computes the loss at the loss positions.
+    """megatron-core's output layer, which can also compute the loss at the loss positions.
 
-    The loss is a call of this module, because data parallelism and FSDP wait for a module's weights in its hooks.
+    The loss is computed by a call of this module, because data parallelism and FSDP wait for a module's weights in its
+    hooks.
     """
 
     shard: VocabShard
@@ -392,11 +391,12 @@ class OutputLayer(ColumnParallelLinear):
         loss_positions: LossPositions | None = None,
         selected: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits as megatron-core's, minus infinity in padded columns; with `loss_positions` the loss and its sums, as
+        """Logits, minus infinity in padded columns; with `loss_positions` the loss and its sums, as in
         `linear_cross_entropy`.
 
-        `input_` is [S, B, H], under sequence parallelism of this rank's positions only; where the loss positions are
-        already `selected`, [M, 1, H].
+        Args:
+            input_: [S, B, H], with sequence parallelism this rank's positions; [M, 1, H] if `selected`.
+            selected: `input_` contains only the loss positions.
         """
         if loss_positions is None:
             return super().forward(input_, weight, runtime_gather_output)
@@ -405,16 +405,16 @@ class OutputLayer(ColumnParallelLinear):
         return linear_cross_entropy(hidden_MH, weight, loss_positions, self.shard, self.accumulates)
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """megatron-core's logits of this rank's columns, before they are gathered."""
+        """Logits of this rank's columns, before they are gathered."""
         logits = super()._forward_impl(*args, **kwargs)
         if padding := self.output_size_per_partition - self.shard.tokens:
             logits = torch.nn.functional.pad(logits[..., :-padding], (0, padding), value=-torch.inf)
         return logits
 
     def _rows(self, hidden_SBH: torch.Tensor, positions_M: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states [M, H] at the positions b * S + s (None: all rows); gradients are summed over the tensor
-        parallel ranks."""
-        if self.sequence_parallel:  # the gather's backward sums
+        """Select hidden states [M, H] at the positions b * S + s (None: all rows). Gradients are summed over the
+        tensor parallel ranks."""
+        if self.sequence_parallel:  # the backward pass of the gather sums
             assert positions_M is not None
             return rows_at(gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group), positions_M)
         hidden_MH = hidden_SBH.flatten(0, 1) if positions_M is None else rows_at(hidden_SBH, positions_M)
@@ -422,25 +422,24 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def patch_output_layer(layer: ColumnParallelLinear, vocab: int) -> None:
-    """Make the output layer that GPTModel has built an `OutputLayer`, for a true vocabulary of `vocab` tokens. Raises
-    DlmBridgeError where this rank would hold padding only."""
+    """Convert the output layer built by GPTModel to an `OutputLayer` for an unpadded vocabulary of `vocab` tokens.
+    Raises LayoutError if this rank would hold only padding."""
     rows, group = layer.output_size_per_partition, layer.tp_group
     first = group.rank() * rows
     if first >= vocab:
-        raise DlmBridgeError(
-            f"a vocabulary of {vocab} leaves tensor parallel rank {group.rank()} of {group.size()} without a token: "
-            "choose a smaller --tp"
+        raise LayoutError(
+            "tp", f"{group.size()} leaves rank {group.rank()} without a token of the vocabulary of {vocab}: use less"
         )
     layer.__class__ = OutputLayer
     layer.shard = VocabShard(first, min(rows, vocab - first), group)
     layer.accumulates = layer.gradient_accumulation_fusion
-    layer.gradient_accumulation_fusion = False  # of logits: that kernel is another library's
+    layer.gradient_accumulation_fusion = False  # for logits, where it would need apex
 
 
 @contextmanager
 def patched_gradient_accumulation() -> Iterator[None]:
-    """Build layers with gradient_accumulation_fusion. megatron-core's own linear layers need apex for it; with
-    Transformer Engine only the output layer is one of those, and `OutputLayer` does without."""
+    """Context manager that allows layers with gradient_accumulation_fusion. megatron-core's own linear layers need
+    apex for it; with Transformer Engine the output layer is the only one, and `OutputLayer` does not use it."""
     available = tensor_parallel_layers._grad_accum_fusion_available
     tensor_parallel_layers._grad_accum_fusion_available = available or platform.current().uses_transformer_engine()
     try:
@@ -448,16 +447,16 @@ def patched_gradient_accumulation() -> Iterator[None]:
     except RuntimeError as error:
         if "gradient_accumulation_fusion" not in str(error):
             raise
-        raise DlmBridgeError(
-            "gradient_accumulation_fusion needs Transformer Engine: leave it off, or install it on a GPU"
+        raise MissingExtraError(
+            "gradient_accumulation_fusion", "needs Transformer Engine: unset it, or install it on a GPU"
         ) from error
     finally:
         tensor_parallel_layers._grad_accum_fusion_available = available
 
 
 def patch_grouped_linear_state(chunks: Sequence[Any]) -> None:
-    """Let layers of grouped experts be saved whose FP8 recipe keeps no state: megatron-core would split the empty
-    state that Transformer Engine 2.20 has there."""
+    """Make layers of grouped experts savable if their FP8 recipe has no state: megatron-core would split Transformer
+    Engine 2.20's empty state."""
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "_split_extra_state"):

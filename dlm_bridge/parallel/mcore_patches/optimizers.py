@@ -1,9 +1,8 @@
 """megatron-core's optimizers: access to the fp32 main params inside them, and patches of their checkpoints.
 
-The precision-aware optimizer leaves its fp32 main params to the optimizer inside it: Transformer Engine's Adam, or
-with its state on the CPU megatron-core's own offloading one. Of a bf16 weight Adam may keep but the 16 bits that bf16
-lacks (`store_param_remainders`): the weight is the upper half of its main param, rounded up where the lower half is
-32768 or more.
+The precision-aware optimizer stores its fp32 main params in the optimizer inside it: Transformer Engine's Adam, or
+with CPU offload megatron-core's HybridDeviceOptimizer. For bf16 weights Adam may store only the lower 16 bits of the
+main params (`store_param_remainders`): the weight is the upper half, rounded up if the lower half is 32768 or more.
 """
 
 from __future__ import annotations
@@ -16,37 +15,37 @@ from typing import Any
 
 import torch
 
-MAIN_PARAM = "master_param"  # of Adam's state
+MAIN_PARAM = "master_param"  # key in Adam's state
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers in megatron-core's `optimizer`: itself alone under FSDP, otherwise those of a chain."""
+    """The optimizers in megatron-core's `optimizer`: those of a chain, or with FSDP the optimizer itself."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def keeps_inner_main_params(part: Any) -> bool:
-    """Whether `part`, one of megatron-core's optimizers, leaves its main params to the optimizer inside."""
+    """True if `part`, one of megatron-core's optimizers, stores its main params in the optimizer inside."""
     settings = getattr(part, "config", None)
     inside = getattr(settings, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     return bool(inside) and hasattr(part, "shard_float16_groups")
 
 
 def param_range(part: Any, parameter: torch.Tensor, of: str = "param") -> slice:
-    """The elements that a rank's shard of a parameter has in the distributed optimizer `part`: of the flat parameter,
-    or of its bucket (`of` "gbuf_world_in_bucket")."""
+    """Range of a rank's shard of a parameter in the distributed optimizer `part`: in the flat parameter, or in its
+    bucket (`of` "gbuf_world_in_bucket")."""
     found = part._get_model_param_range_map(parameter)[of]
     return slice(found.start, found.end)
 
 
 def float16_params(part: Any) -> list[tuple[Any, Any]]:
-    """The model's bf16 or fp16 params with this rank's fp32 main params, of the distributed optimizer flat shards."""
+    """The model's bf16 or fp16 params with this rank's fp32 main params, in the distributed optimizer flat shards."""
     if is_distributed(part):
         return _pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups)
     return _pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []))
 
 
 def fp32_params(part: Any) -> list[tuple[Any, Any]]:
-    """The model's fp32 params with what this rank updates of them: themselves, or a flat shard."""
+    """The model's fp32 params with the tensors that this rank updates: the params themselves, or flat shards."""
     if is_distributed(part):
         return _pairs(part.model_fp32_groups, part.shard_fp32_groups)
     groups = getattr(part, "fp32_from_fp32_groups", None)
@@ -55,12 +54,12 @@ def fp32_params(part: Any) -> list[tuple[Any, Any]]:
 
 
 def is_distributed(part: Any) -> bool:
-    """Whether `part` is the distributed optimizer, with its main params in shards of its own."""
+    """True if `part` is the distributed optimizer with shards of main params of its own."""
     return hasattr(part, "shard_fp32_from_float16_groups")
 
 
 def shard_start(part: Any, parameter: torch.Tensor) -> int:
-    """The first element of the flat parameter in this rank's main param."""
+    """Start of this rank's main param in the flat parameter."""
     return int(param_range(part, parameter).start) if is_distributed(part) else 0
 
 
@@ -70,51 +69,52 @@ def _pairs(models: list[list[Any]], mains: list[list[Any]]) -> list[tuple[Any, A
 
 
 def inner_main_params(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The model's bf16 or fp16 params with a rank's shard of each, flat, as the inner optimizer has it."""
+    """Iterate over the model's bf16 or fp16 params with the rank's flat shard of each in the inner optimizer."""
     for parameters, shards in zip(part.model_float16_groups, part.shard_float16_groups, strict=True):
         yield from zip(parameters, shards, strict=True)
 
 
 def read_main_param(inner: Any, shard: torch.Tensor) -> torch.Tensor:
-    """The fp32 values of a shard, or of an fp32 parameter itself."""
+    """fp32 values of a shard, or of an fp32 parameter."""
     if offloads(inner):
         return inner.param_to_inner_param[shard].detach()
-    if shard.dtype == torch.float32:  # what Adam keeps beside it is as old as the run
+    if shard.dtype == torch.float32:  # Adam's copy of it is never updated
         return shard.detach()
-    kept = inner.state[shard][MAIN_PARAM]
-    return joined(shard, kept) if kept.dtype == torch.int16 else inner.get_unscaled_state(shard, MAIN_PARAM)
+    stored = inner.state[shard][MAIN_PARAM]
+    return joined(shard, stored) if stored.dtype == torch.int16 else inner.get_unscaled_state(shard, MAIN_PARAM)
 
 
 @torch.no_grad()
 def write_main_param(inner: Any, shard: torch.Tensor, values: torch.Tensor) -> None:
-    """Set the main param of a shard, which is the rounding of these fp32 `values`, to them."""
+    """Set the main param of a shard to fp32 `values`, which the shard holds rounded."""
     if offloads(inner):
         inner.param_to_inner_param[shard].copy_(values)
         return
     values = values.to(shard.device, torch.float32)
-    lacks = inner.store_param_remainders and shard.dtype == torch.bfloat16
+    remainders = inner.store_param_remainders and shard.dtype == torch.bfloat16
     if not inner.state[shard]:
-        inner.initialize_state(shard, lacks)
-    # A copy: Adam scales what it is given in place.
-    inner.set_scaled_state(shard, MAIN_PARAM, remainder(values, shard) if lacks else values.clone())
+        inner.initialize_state(shard, remainders)
+    # Cloned, because Adam scales its argument in place.
+    inner.set_scaled_state(shard, MAIN_PARAM, remainder(values, shard) if remainders else values.clone())
 
 
 def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """fp32 of bf16 weights and the int16 that they lack."""
+    """Combine bf16 weights and their int16 remainders into fp32 values."""
     return ((upper.detach().view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
 
 
 def remainder(values: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """The int16 that bf16 weights lack of fp32 `values`, whose rounding they are; `joined` gives the values back, but
-    for the last bit of one that is halfway between two bf16 numbers and was rounded down."""
+    """int16 remainders of fp32 `values` after rounding to bf16. `joined` restores the values, except the last bit of
+    one that is halfway between two bf16 numbers and was rounded down."""
     lower = values.contiguous().view(torch.int32) - (rounded.detach().view(torch.int16).int() << 16)
     return lower.clamp(max=32767).to(torch.int16)
 
 
 @contextlib.contextmanager
 def whole_main_params(optimizer: Any) -> Iterator[None]:
-    """Save and load the main params inside Adam as fp32 values in checkpoints inside this context, which any setting
-    of the optimizer resumes from. Unpatched, the bits that Adam keeps instead are saved, and loading them asserts."""
+    """Context manager in which checkpoints contain the main params inside Adam as fp32 values, so that a resume may
+    change the optimizer's settings. Unpatched, the 16 bits that Adam stores are saved, and an assertion fails when
+    they are loaded."""
     parts = [part for part in parts_of(optimizer) if keeps_inner_main_params(part) and not offloads(part.optimizer)]
     try:
         for part in parts:
@@ -144,12 +144,12 @@ def _main_shard(part: Any, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def offloads(inner: Any) -> bool:
-    """Whether this is megatron-core's HybridDeviceOptimizer, which keeps copies of what it updates."""
+    """True for megatron-core's HybridDeviceOptimizer, which has copies of the parameters that it updates."""
     return hasattr(inner, "param_to_inner_param")
 
 
 def patch_offloading_resume(optimizer: Any) -> None:
-    """Let the offloading optimizers in `optimizer` take every main param from a checkpoint. Unpatched, a resume ends
+    """Make the offloading optimizers in `optimizer` load every main param from a checkpoint. Unpatched, a resume fails
     at the first parameter that is fp32 in the model, of which `HybridDeviceOptimizer` has no second copy."""
     for part in parts_of(optimizer):
         inner: Any = getattr(part, "optimizer", None)
@@ -164,7 +164,7 @@ def _take_main_params(inner: Any) -> None:
 
 
 def patch_optimizer(optimizer: Any) -> None:
-    """Apply the patches that last as long as megatron-core's `optimizer`, which has just been built."""
+    """Apply the permanent patches to a new optimizer of megatron-core."""
     patch_offloading_resume(optimizer)
     patch_param_order(optimizer)
     patch_sgd_resume(optimizer)
@@ -172,14 +172,14 @@ def patch_optimizer(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def patched_checkpoints(optimizer: Any) -> Iterator[None]:
-    """Save or load checkpoints of megatron-core's `optimizer` inside, with main params and fp32 params whole."""
+    """Context manager in which checkpoints of megatron-core's `optimizer` contain all main params and fp32 params."""
     with fp32_params_included(optimizer), whole_main_params(optimizer):
         yield
 
 
 def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Remove the settings of offloading from an optimizer's `state` before it is saved: two classes, which a reader
-    would have to import, and switches. They are no state, and a resumed run has its own."""
+    """Remove the offloading settings from an optimizer's `state` before it is saved: two classes, which a reader would
+    have to import, and switches. A resumed run has its own."""
     parts = parts_of(optimizer)
     states = [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]
     for part, saved in zip(parts, states, strict=True):
@@ -192,25 +192,25 @@ def drop_offload_settings(optimizer: Any, state: dict[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def unpadded_param_index_map(optimizer: Any) -> Iterator[None]:
-    """Give each parameter's place in the optimizer's buffers without the padding between buckets, inside this context.
+    """Context manager in which parameters' offsets in the optimizer's buffers exclude the padding between buckets.
 
-    megatron-core gathers the state of a sharded optimizer without the padding that ends each bucket, and cuts
-    parameters out at their places with it: after the first padding each would be saved with a neighbour's weights and
-    moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, where a warning tells of the last one).
+    megatron-core gathers the state of a sharded optimizer without the padding at the end of each bucket, but splits it
+    at offsets with padding: after the first padding each parameter would be saved with a neighbour's weights and
+    moments (`DistributedOptimizer.sharded_param_state_fully_reshardable`, which warns of the last one).
     """
     buffers = [buffer for part in parts_of(optimizer) for buffer in getattr(part, "buffers", [])]
-    places = [buffer.param_index_map for buffer in buffers]
+    padded = [buffer.param_index_map for buffer in buffers]
     try:
         for buffer in buffers:
             buffer.param_index_map = _without_padding(buffer)
         yield
     finally:
-        for buffer, known in zip(buffers, places, strict=True):
+        for buffer, known in zip(buffers, padded, strict=True):
             buffer.param_index_map = known
 
 
 def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """Each parameter's (start, end, bucket) in the buffer, less the padding of the buckets before its own."""
+    """(start, end, bucket) of each parameter in the buffer, without the padding of earlier buckets."""
     padding, seen = [], 0
     for bucket in buffer.buckets:
         padding.append(seen)
@@ -222,10 +222,10 @@ def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 
 def patch_param_order(optimizer: Any) -> None:
-    """Let sharded optimizers find the main params of a model whose parameters differ in dtype, such as one with its
-    routers in fp32.
+    """Correct the order of main params in sharded optimizers for a model whose parameters differ in dtype, such as one
+    with routers in fp32.
 
-    megatron-core notes a main param's place in its group in the order of its buffers, and then puts fp32 params first
+    megatron-core records a main param's index in its group in the order of its buffers, then moves fp32 params first
     (`DistributedOptimizer._build_model_and_main_param_groups`): each would be saved and loaded with another's state.
     """
     for part in parts_of(optimizer):
@@ -237,15 +237,15 @@ def patch_param_order(optimizer: Any) -> None:
 
 
 def patch_sgd_resume(optimizer: Any) -> None:
-    """Let SGD be resumed: megatron-core initialises the optimizer's state before it is loaded, and calls None for
-    SGD."""
+    """Make SGD resumable: megatron-core initialises the optimizer's state before it is loaded by calling
+    `init_state_fn`, which is None for SGD."""
     for part in parts_of(optimizer):
         if getattr(part, "init_state_fn", patch_sgd_resume) is None:
             part.init_state_fn = _init_momentum
 
 
 def _init_momentum(optimizer: torch.optim.Optimizer | None, _: Any = None) -> None:
-    if optimizer is None:  # of a rank without parameters
+    if optimizer is None:  # on a rank without parameters
         return
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -254,8 +254,8 @@ def _init_momentum(optimizer: torch.optim.Optimizer | None, _: Any = None) -> No
 
 @contextlib.contextmanager
 def fp32_params_included(optimizer: Any) -> Iterator[None]:
-    """Save and load fp32 params beside the main params of the others, in checkpoints of optimizers that are not
-    sharded, inside this context. megatron-core counts on there being none (`Float16OptimizerWithFloat16Params`)."""
+    """Context manager in which checkpoints of optimizers that are not sharded contain fp32 params as well as the main
+    params of the others. megatron-core assumes that there are none (`Float16OptimizerWithFloat16Params`)."""
     mixed = [
         part
         for part in parts_of(optimizer)

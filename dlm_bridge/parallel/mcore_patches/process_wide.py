@@ -1,7 +1,7 @@
-"""Process-wide replacements: what of megatron-core takes CUDA for granted, and its optimizers with torch's own Adam.
+"""Process-wide replacements: code of megatron-core that assumes CUDA, and its optimizers with torch's Adam.
 
-The table in `mcore_patches` says which name each function here replaces. megatron-core takes torch's Adam where
-neither Transformer Engine nor apex is installed: its checkpoints do not save and load until a few places are patched.
+The table in `mcore_patches` lists the name that each function replaces. megatron-core uses torch's Adam if neither
+Transformer Engine nor apex is installed, but cannot save and load its checkpoints without these patches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, signals_blocked
 
-# Modules that make tensors with `device="cuda"`, or use streams.
+# Modules that create tensors with `device="cuda"`, or use streams.
 CUDA_ONLY_MODULES = (
     # Causal and sliding-window masks of the local attention; the gradient norm without Transformer Engine and apex.
     "megatron.core.transformer.utils",
@@ -40,7 +40,7 @@ CUDA_ONLY_MODULES = (
     # A communication stream, with several instances of the distributed optimizer.
     "megatron.core.distributed.distributed_data_parallel",
     "megatron.core.distributed.param_and_grad_buffer",
-    # Split sizes of the all-to-all dispatcher go to the CPU on a stream of their own; shared experts run on another.
+    # The all-to-all dispatcher copies split sizes to the CPU on a separate stream; shared experts run on another.
     "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.transformer.moe.shared_experts",
     # The tracker of auxiliary losses.
@@ -52,22 +52,22 @@ CUDA_ONLY_MODULES = (
     "megatron.core.pipeline_parallel.combined_1f1b",
     "megatron.core.models.common.model_chunk_schedule_plan",
     "megatron.core.models.gpt.fine_grained_callables",
-    # Ranks that share the reading of a checkpoint exchange tensors; savers agree on whether a plan can be used again.
+    # Ranks that read a checkpoint together exchange tensors; ranks that save agree on reusing a plan.
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )
 
 
 def uses_torch_adam() -> bool:
-    """Whether megatron-core would take torch's Adam."""
+    """True if megatron-core uses torch's Adam."""
     return all(importlib.util.find_spec(name) is None for name in ("transformer_engine", "apex"))
 
 
 def _for_torch_adam(
     override: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[[Any], Callable[..., Any]]:
-    """Override a method only where the wrapped optimizer is torch's Adam, and not under Megatron FSDP, which saves in
-    its own way."""
+    """Override a method only if the wrapped optimizer is torch's Adam, and not with Megatron FSDP, which has its own
+    checkpoint format."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         replacement = override(original)
@@ -85,8 +85,8 @@ def _for_torch_adam(
 
 @_for_torch_adam
 def adam_step_with_ready_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Adam counts steps parameter by parameter, so not at all on a rank without any, such as the experts' optimizer on
-    a pipeline stage without experts. But what one rank saves of an optimizer, all ranks load."""
+    """Count steps on ranks without parameters, such as a pipeline stage without experts in the experts' optimizer.
+    Adam counts per parameter, but all ranks load the steps that one rank saves."""
 
     def step_with_ready_grads(self: Any) -> bool:
         done = original(self)
@@ -99,13 +99,13 @@ def adam_step_with_ready_grads(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _common_step(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The steps of an optimizer without parameters."""
+    """Step count of an optimizer without parameters."""
     return torch.tensor(float(optimizer.param_groups[0].get("step", 0.0)))
 
 
 @_for_torch_adam
 def adam_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is saved before the first step (fp16 may skip some) has no state of Adam, and cannot be loaded."""
+    """Initialise Adam's state before the first step (fp16 may skip some); a checkpoint without it cannot be loaded."""
 
     def sharded_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
         _init_adam_state(self.optimizer)
@@ -119,7 +119,7 @@ def adam_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_for_torch_adam
 def adam_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A step count of zero is not saved, and Adam wants one all the same."""
+    """Restore a step count of zero, which is not saved but which Adam needs."""
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
         step = state_dict.get("optimizer", state_dict)["state"].setdefault("common_step", torch.tensor(0.0))
@@ -133,7 +133,7 @@ def adam_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_for_torch_adam
 def adam_distributed_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Saving asserts that there is exactly one step count, but before the first step there is none."""
+    """Initialise a step count before the first step: saving asserts that there is exactly one."""
 
     def state_dict(self: Any) -> Any:
         _init_adam_state(self.optimizer)
@@ -152,7 +152,7 @@ def adam_distributed_state_dict(original: Callable[..., Any]) -> Callable[..., A
 
 @_for_torch_adam
 def adam_distributed_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Loading makes one tensor the step count of every parameter, which Adam then advances once for each of them."""
+    """Give every parameter its own step count. Loading shares one tensor, which Adam would advance once for each."""
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
         _init_adam_state(self.optimizer)
@@ -165,8 +165,7 @@ def adam_distributed_load_state_dict(original: Callable[..., Any]) -> Callable[.
 
 @_for_torch_adam
 def adam_set_main_param_and_optimizer_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Loading looks for a step count among the tensors that are stored, where it is not, and copies into parameters
-    while autograd watches."""
+    """Load without a step count among the tensors, where it is not stored, and without autograd."""
 
     @torch.no_grad()
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -181,7 +180,7 @@ def adam_set_main_param_and_optimizer_states(original: Callable[..., Any]) -> Ca
 
 
 def _init_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state that Adam itself makes at its first step, for each parameter that has none."""
+    """Create the state that Adam creates in its first step, for each parameter without state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -193,28 +192,24 @@ def _init_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Stream:
-    """A stream or an event on a device without asynchronous work."""
+    """Stream or event on a device without asynchronous kernels: all methods are no-ops."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """On any device, of any priority."""
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, stream: Any) -> None: ...
 
     wait = wait_stream
 
-    def record(self, stream: Any = None) -> None:
-        """Everything before has happened."""
+    def record(self, stream: Any = None) -> None: ...
 
     def record_event(self) -> _Stream:
         return self
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None: ...
 
 
 class _CudaOnCPU(types.ModuleType):
-    """`torch.cuda` where there is one stream, on which everything happens at once."""
+    """`torch.cuda` with a single stream, on which all kernels run synchronously."""
 
     Stream = Event = _Stream
     nvtx = types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None)
@@ -235,7 +230,7 @@ class _CudaOnCPU(types.ModuleType):
 
 
 def _created_on_cpu(create: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
-    """A function that makes a tensor, where the device "cuda" means the CPU, whose memory is never pinned."""
+    """Wrap a tensor constructor: the device "cuda" is the CPU, and memory is never pinned."""
 
     def on_cpu(*arguments: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return create(*arguments, device="cpu" if device == "cuda" else device, **options)
@@ -244,7 +239,7 @@ def _created_on_cpu(create: Callable[..., torch.Tensor]) -> staticmethod[..., to
 
 
 class TorchOnCPU(types.ModuleType):
-    """`torch` as a module of megatron-core sees it on the CPU platform."""
+    """`torch` for megatron-core's modules on the CPU platform."""
 
     cuda = _CudaOnCPU("cuda")
     empty = _created_on_cpu(torch.empty)
@@ -258,7 +253,7 @@ class TorchOnCPU(types.ModuleType):
 
 
 def replace_with(replacement: Any) -> Callable[[Any], Any]:
-    """An override that ignores the original."""
+    """Override that ignores the original."""
     return lambda original: replacement
 
 
@@ -311,24 +306,24 @@ def init_data_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def release_cuda_graphs() -> None:
-    """Forget the layers that CUDA graphs were made for, with the memory that graphs share, so that those of another
-    model can be made. megatron-core has one list of them for the process, and no layer of another model in it."""
+    """Delete all CUDA graphs and the memory that they share, so that another model can be recorded: megatron-core has
+    one list of graphs per process, for one model."""
     from megatron.core.transformer import cuda_graphs
 
     cuda_graphs.delete_cuda_graphs()
     buffers = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
-    for kept in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
-        kept.clear()
+    for references in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
+        references.clear()
 
 
 def start_results_queue() -> None:
-    """Start the process through which megatron-core's checkpoint writers report, to end with this one and not before:
-    whoever stops a job (Slurm, a shell) signals all its processes, and this one is needed for the last checkpoint."""
+    """Start the process of the queue to which megatron-core's checkpoint writers report. It ends with this process and
+    ignores signals: Slurm or a shell signals all processes of a job, but the last checkpoint needs this queue."""
     from dlm_bridge.parallel.core import filesystem_async
 
     if filesystem_async._results_queue is not None:
         return
-    resource_tracker.ensure_running()  # which would unblock the signals when it is started
+    resource_tracker.ensure_running()  # before signals are blocked: starting it unblocks them
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     with signals_blocked():
         manager.start(end_with_parent, (os.getpid(),))
@@ -336,8 +331,8 @@ def start_results_queue() -> None:
 
 
 def collect_from_writers(original: Any) -> Any:
-    """A rank's share of a checkpoint is written by several forked processes, whose results, or the first exception, go
-    to `results_queue`. Each has a pipe of its own, which ends with it, however it ends."""
+    """Write a rank's part of a checkpoint with several forked processes, and put their results, or the first
+    exception, into `results_queue`. Each process has its own pipe, so that a killed process is detected."""
 
     def write_preloaded_data_multiproc(
         transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results_queue: Any
@@ -358,9 +353,9 @@ def collect_from_writers(original: Any) -> Any:
 
 
 def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[int, Any]:
-    """What a process for each bucket has written, by the bucket's number. Raises a process's exception, and
-    RuntimeError where one has ended without a result; then none is left."""
-    uncounted = types.SimpleNamespace(get=do_nothing, task_done=do_nothing)  # who is done is seen at its pipe
+    """Write each bucket in a process of its own; returns their results by bucket number. Raises a process's exception,
+    or RuntimeError if one ends without a result, after all processes were stopped."""
+    uncounted = types.SimpleNamespace(get=do_nothing, task_done=do_nothing)  # the pipes show which processes are done
     context = multiprocessing.get_context("fork")
     running: dict[connection.Connection, Any] = {}
     results: dict[int, Any] = {}
@@ -374,10 +369,10 @@ def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[
             running[here] = process
             there.close()
         while running:
-            # A process that is forked elsewhere meanwhile may hold an end of a pipe: those of the processes, too.
+            # Sentinels too: a process forked elsewhere in the meantime may hold an end of a pipe.
             connection.wait([*running, *(process.sentinel for process in running.values())])
             for here, process in list(running.items()):
-                alive = process.is_alive()  # before the look at its pipe, where a result is by the time that it ends
+                alive = process.is_alive()  # read before the pipe: a process that ended has sent its result
                 if not (readable := here.poll()) and alive:
                     continue
                 try:
@@ -400,7 +395,7 @@ def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[
 
 
 def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint writer, which is a process forked by a rank or by its background save, ends with that."""
+    """End a checkpoint writer with its parent, the rank or the rank's background save."""
 
     @functools.wraps(original)
     def write_preloaded_data(*arguments: Any, **options: Any) -> None:
@@ -413,13 +408,13 @@ def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def original_device(tensor: Any) -> str:
-    """The kind of device of megatron-core's sharded `tensor`, also while it is on the CPU to be saved."""
+    """Device type of megatron-core's sharded `tensor` before it was copied to the CPU to be saved."""
     return str(getattr(tensor, "orig_device", tensor.data.device.type))
 
 
 @contextlib.contextmanager
 def replicas_on_cpu() -> Iterator[None]:
-    """Receive local checkpoints of other ranks inside where there is no GPU."""
+    """Context manager in which local checkpoints of other ranks are received on the CPU."""
     from nvidia_resiliency_ext.checkpointing.local.replication import group_utils
 
     original = group_utils.torch
@@ -432,7 +427,7 @@ def replicas_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def distributed_reader(reader: Any) -> Iterator[None]:
-    """Read the distributed checkpoint inside by `reader`, a storage reader of torch's."""
+    """Context manager in which megatron-core reads distributed checkpoints with `reader`, a torch storage reader."""
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     original = strategy._get_filesystem_reader
@@ -444,18 +439,18 @@ def distributed_reader(reader: Any) -> Iterator[None]:
 
 
 def destroy_process_groups() -> None:
-    """Destroy megatron-core's process groups, which it only forgets: their threads and sockets would pile up. Every
-    process calls it."""
+    """Destroy megatron-core's process groups. megatron-core only drops references to them, so that their threads and
+    sockets would accumulate. Every process calls it."""
     from dlm_bridge.parallel.core import parallel_state
 
     own = [group for group in parallel_state._global_process_group_list or [] if group is not None]
-    dist.barrier()  # a group must not close while another process still talks in it
+    dist.barrier()  # a group must not be destroyed while another process still communicates in it
     for group in own:
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
-    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # which it leaves set
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None  # destroy_model_parallel leaves it set
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        # Operators cache their results' device mesh, and take another one over the same ranks for the same.
+        # Operators cache their results' device mesh, and confuse it with another one over the same ranks.
         _clear_sharding_prop_cache()

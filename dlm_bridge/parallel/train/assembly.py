@@ -1,12 +1,11 @@
-"""The Megatron engine: a run from its configuration to its last checkpoint.
+"""A run of the Megatron engine, from its configuration to its last checkpoint.
 
-`assemble` reads in the order in which megatron-core wants its parts: process groups, configuration, layer spec, model
+`assemble` creates the parts in the order that megatron-core requires: process groups, configuration, layer spec, model
 and weights (`parallel.parallelize`), wrapping, optimizer, schedule, fp32 main params.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.distributed import first_on_main, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, printable
+from dlm_bridge.errors import MissingExtraError, SettingError, printable
 from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.parallel import groups, platform
 from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
-from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_cut, located_at_once, patch_unshared_gradients
+from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_sharded, located_at_once, patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
 from dlm_bridge.parallel.parallelize import build_megatron_model
 from dlm_bridge.parallel.train import checkpoints, mcore_config
@@ -57,8 +56,8 @@ T = TypeVar("T")
 def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
     """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
 
-    With `resume` the run continues from its newest checkpoint (from the start where it has none), at the layout that
-    `config` asks for now. Every process of the launcher calls it. Raises DlmBridgeError.
+    With `resume` the run continues from its newest checkpoint, or from the start if it has none, at the layout of
+    `config`. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True, markup=False)
     start = begin_run(config, resume, console)
@@ -90,7 +89,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
 
 
 def begin_run(config: TrainConfig, resume: bool, console: Console) -> RunStart:
-    """Check the options, join the other processes, and find out where the run starts. Every process calls it. Raises
+    """Check the options, join the other processes, and determine where the run starts. Every process calls it. Raises
     DlmBridgeError."""
     untested = check_settings(config)
     mcore_config.check_mcore_config(config)
@@ -108,9 +107,16 @@ def assemble(
     step: int = 0,
     local: LocalCheckpoints | None = None,
 ) -> MegatronTrainer:
-    """Model, optimizer, objective and data of a run, as they are after `step`, which `checkpoint` holds (None: as
-    `--model` has them), or the local checkpoint that `local` has found. Nothing is written. Every process calls it.
-    Raises DlmBridgeError."""
+    """Create a run's model, optimizer, objective and data as they are after `step`. Nothing is written. Every process
+    calls it.
+
+    Args:
+        checkpoint: folder to resume from; None to start from the model.
+        step: of the checkpoint.
+        local: local checkpoints; if one was found, it is loaded instead.
+
+    Raises DlmBridgeError.
+    """
     check_data(config)
     mcore_config.check_mcore_config(config)
 
@@ -125,12 +131,12 @@ def assemble(
     mcore_config.check_sizes(config, objective)
     mcore_config.check_cuda_graphs(config, objective, source.bridge.family.attention_pattern)
 
-    # Configuration of megatron-core, and the buffers that layers look for.
+    # Configuration of megatron-core, and the buffers that layers look up.
     overrides = mcore_config.transformer_overrides(config, source.bridge, objective)
     if config.parallel.tp_overlap:
         initialize_userbuffers(config, source.bridge.dims.hidden, objective.tokens_read, overrides)
 
-    # The main process reads and packs the data, the others find them in the cache.
+    # The main process reads and packs the data, the others read its cache.
     data = first_on_main(lambda: load_data(config, source.model, objective.mask_token))
     config = with_steps(config, len(data[0]))
 
@@ -151,15 +157,25 @@ def build_trained_model(
     adapter: LoraRun | None = None,
     value_head: bool = False,
 ) -> tuple[list[Any], Any, list[list[LiveFactor]] | None]:
-    """This rank's chunks of a model, wrapped for data parallelism, their optimizer, and the factors of an adapter by
-    chunk. Weights are those of `source`; those that `checkpoint` sets anyway are not loaded twice. `overrides` are
-    fields of megatron-core's TransformerConfig; `value_head` as of `build_megatron_model`. Raises DlmBridgeError."""
+    """Build and load this rank's part of a model.
+
+    Args:
+        source: the weights.
+        overrides: fields of megatron-core's TransformerConfig.
+        checkpoint: from which the run resumes; weights that it sets are not loaded twice.
+        adapter: to train instead of the weights.
+        value_head: as in `build_megatron_model`.
+
+    Returns this rank's chunks, wrapped for data parallelism, their optimizer, and the adapter's factors by chunk.
+    Raises as `build_megatron_model`, and SettingError or MissingExtraError for a configuration that megatron-core
+    refuses.
+    """
     dtype = mcore_config.DTYPES[config.precision.precision]
-    with named_refusals(AssertionError):  # of settings, and of NVTE_... variables
+    with named_refusals(AssertionError, ImportError):  # also for NVTE_... variables
         # Layer spec, model and weights.
         load_weights = checkpoint is None or adapter is not None or not checkpoint_sets_all_weights(config)
         weights, layout, context = source.bridge.checkpoint, config.parallel.layout, config.parallel.context
-        # Which FSDP cuts layer by layer: no GPU ever holds them all.
+        # Layers that FSDP shards one by one: no GPU ever holds them all.
         unallocated = config.parallel.fsdp == "optim_grads_params" and not config.precision.fp8_params
         chunks = build_megatron_model(
             weights, layout, dtype, context, load_weights, unallocated, value_head, **overrides
@@ -169,14 +185,14 @@ def build_trained_model(
         wrapped = wrap_chunks(chunks, config)
         optimizer = build_optimizer(wrapped, config, source)
         connect_schedule(wrapped, optimizer)
-    # fp32 main params start from the stored weights, not from the params' rounding of them.
+    # fp32 main params start from the stored weights, not from the rounded params.
     if checkpoint is None and dtype != torch.float32:
         load_main_params(wrapped, optimizer, weights)
     return wrapped, optimizer, factors
 
 
 def initialize_parallel(config: TrainConfig) -> None:
-    """Bring this process into the groups of a run's layout. Raises DlmBridgeError where sizes do not fit."""
+    """Join the process groups of a run's layout. Raises LayoutError or SettingError if sizes do not fit."""
     mcore_config.check_sequence(config)
     parallel, graphs = config.parallel, config.engine.cuda_graphs
     instances = parallel.optimizer_instances
@@ -186,8 +202,8 @@ def initialize_parallel(config: TrainConfig) -> None:
 
 
 def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: int, overrides: dict[str, Any]) -> None:
-    """Make Transformer Engine's buffers for a run's micro-batches; `overrides` as of `build_trained_model`. Raises
-    DlmBridgeError."""
+    """Create Transformer Engine's userbuffers for a run's micro-batches; `overrides` as in `build_trained_model`.
+    Raises MissingExtraError."""
     parallel = config.parallel
     micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
     groups.make_userbuffers(
@@ -201,17 +217,17 @@ def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: i
 
 
 def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
-    """The model's chunks in megatron-core's data parallelism, DDP or FSDP, in training mode."""
+    """Wrap the model's chunks in megatron-core's DDP or FSDP, in training mode."""
     wrapper, wrapped = _data_parallel_class(config), []
     for number, chunk in enumerate(chunks):
-        # Only the first chunk's communication is on the critical path of an interleaved pipeline.
+        # Buckets only for the first chunk, whose communication is on the critical path of an interleaved pipeline.
         ddp_config = mcore_config.data_parallel_config(config)
         with (
             nullcontext() if config.parallel.fsdp is None else located_at_once(),
-            nullcontext() if chunk.absent is None else filled_when_cut(chunk.absent.fill),
+            nullcontext() if chunk.absent is None else filled_when_sharded(chunk.absent.fill),
         ):
             wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
-        assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not cut"
+        assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not sharded"
         chunk.absent = None
         if config.parallel.fsdp is not None:
             patch_unshared_gradients(wrapped[-1].module)
@@ -219,16 +235,15 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
 
 
 def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: MegatronSource) -> Any:
-    """megatron-core's optimizer over wrapped chunks. The learning rate is set before every step. Raises
-    DlmBridgeError."""
+    """megatron-core's optimizer for wrapped chunks. The learning rate is set before every step. Raises SettingError if
+    megatron-core cannot offload the weights."""
     if config.optimizer.optimizer_cpu_offload:
         for name, parameter in itertools.chain(*(chunk.named_parameters() for chunk in chunks)):
             if parameter.dtype == torch.float32:  # as routers may be
-                raise DlmBridgeError(
-                    f"--optimizer-cpu-offload: megatron-core offloads no weights in fp32, and {name} is kept so: "
-                    "leave it out"
+                raise SettingError(
+                    "optimizer_cpu_offload", f"megatron-core cannot offload fp32 weights such as {name}: unset it"
                 )
-    # Its rule of weight decay is ours: biases and 1-D parameters do not decay.
+    # Its weight decay rule is ours: biases and 1-D parameters do not decay.
     settings = mcore_config.optimizer_config(config)
     if config.optimizer.optimizer == "muon":
         optimizer = muon_optimizer(settings, chunks, source, config.optimizer.muon_momentum)
@@ -239,14 +254,14 @@ def build_optimizer(chunks: Sequence[Any], config: TrainConfig, source: Megatron
 
 
 def checkpoint_sets_all_weights(config: TrainConfig) -> bool:
-    """Whether a resume sets every weight, and every main param, from the checkpoint alone: where neither FSDP's
-    buffers nor the optimizer inside megatron-core's nor FP8 weights are initialised from the model's own."""
+    """True if a resume sets every weight and main param from the checkpoint. FSDP's buffers, the precision-aware
+    optimizer and FP8 weights are initialised from the model's weights."""
     inside = mcore_config.optimizer_config(config).use_precision_aware_optimizer
     return config.parallel.fsdp is None and not config.precision.fp8_params and not inside
 
 
 def describe_layout(config: TrainConfig) -> str:
-    """The layout of a run in words."""
+    """Format the layout of a run, such as "tp 2 x dp 4"."""
     sizes = {name: getattr(config.parallel, name) for name in ("tp", "pp", "vp", "cp", "ep")}
     sizes["dp"] = parallel_state.get_data_parallel_world_size()
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
@@ -257,9 +272,7 @@ def _data_parallel_class(config: TrainConfig) -> Any:
     if fsdp is None:
         return DistributedDataParallel
     if platform.current().name == "cpu":
-        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs a GPU: leave it out")
-    if importlib.util.find_spec("einops") is None:
-        raise DlmBridgeError(f"--fsdp {fsdp}: megatron-core's FSDP needs einops: pip install einops")
+        raise MissingExtraError("fsdp", f"{fsdp} needs a GPU: unset it")
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     return FullyShardedDataParallel

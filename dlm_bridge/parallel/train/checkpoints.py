@@ -1,10 +1,10 @@
 """Checkpoints of a Megatron run: DIR/checkpoints is a Megatron checkpoint root, which `dlm-bridge export` reads.
 
-Weights and optimizer state are saved by megatron-core as global tensors, so that a run resumes on another layout. Each
-iteration is written under a hidden name and renamed when it is complete; the tracker file names complete ones only.
+megatron-core saves weights and optimizer state as global tensors, so that a run can resume on another layout. Each
+iteration is written under a hidden name and renamed when it is complete; the tracker file names only complete ones.
 
-In order: the iteration that a run resumes from, what all iterations share, `CheckpointManager`, the optimizer's state
-on any layout, multi-token prediction layers, and Megatron FSDP's own format.
+In order: finding the iteration to resume from, files shared by all iterations, `CheckpointManager`, the optimizer's
+state on any layout, multi-token prediction layers, and Megatron FSDP's own format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,15 @@ from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
 from dlm_bridge.distributed import from_all, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, ResourceError, WorkerError, printable
+from dlm_bridge.errors import (
+    CheckpointError,
+    DlmBridgeError,
+    LayoutError,
+    ResourceError,
+    SettingError,
+    WorkerError,
+    printable,
+)
 from dlm_bridge.files.atomic import atomic_file, disk_errors, disk_refusal, publish_folder, sync, temporary_folder
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import read_json
@@ -97,17 +105,17 @@ from dlm_bridge.train.metrics import MAKE_ROOM
 from dlm_bridge.train.setup import check_same_model
 
 NAME = re.compile(r"iter_(\d{7,})")
-NEW_HUB_FILES = ".hub-"  # a folder of them, until they are complete
+NEW_HUB_FILES = ".hub-"  # prefix of their temporary folder
 LOCAL_RECORD = "local_checkpoints.json"  # in a run's folder: see `local_checkpoints.Record`
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-ANY_LAYOUT = "fully_reshardable"  # megatron-core's word for an optimizer state that is loaded on any layout
-STATE = "dlm_bridge_run"  # the key of our own values in `common.pt`
-OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in what is requested of it
+ANY_LAYOUT = "fully_reshardable"  # megatron-core's name for an optimizer state that can be loaded on any layout
+STATE = "dlm_bridge_run"  # key of our own values in `common.pt`
+OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in a request to load it
 _EXPERT_GROUP = "is_expert_parallel"
-_GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # the others that distinguish megatron-core's param groups
+_GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # also distinguish megatron-core's param groups
+EXPORT = "export it and start from that"
 UNTRAINED_MTP = (
-    "its multi-token prediction layers were not trained: resume with --mtp-loss-scaling-factor 0, or export it and "
-    "start from that"
+    f"its multi-token prediction layers were not trained: resume with `mtp_loss_scaling_factor=0`, or {EXPORT}"
 )
 MTPShard = dict[ParamMapping, torch.Tensor]  # unsharded tensors of one layer (and expert), in their stored dtype
 FSDP_MODEL, FSDP_OPTIMIZER = "model.module.", "optimizer.state.module.module."
@@ -118,31 +126,32 @@ _GATED_MLP = re.compile(r"\.mlp\.(experts\.(local_experts\.\d+\.)?|shared_expert
 
 
 def checkpoint_root(output: Path) -> Path:
-    """The Megatron checkpoint root of a run."""
+    """Megatron checkpoint root of a run."""
     return output / "checkpoints"
 
 
 def find_iteration(output: Path) -> ResumePoint:
-    """The iteration that a run goes on from: the one that the tracker names, or where that is not whole the newest
-    whole one before it. Every process calls it. Raises DlmBridgeError."""
+    """Iteration that a run resumes from: the one that the tracker names, or the newest intact one before it. Every
+    process calls it. Raises CheckpointError if there is none but should be."""
     root = checkpoint_root(output)
     found = named_checkpoints(root, NAME)
     named = _tracked_step(root)
     if named in [step for step, _ in found]:
         found = [(step, folder) for step, folder in found if step <= named]
     elif named is not None and not found:
-        raise DlmBridgeError(f"{root / TRACKER} names an iteration that is not there: remove the file to start anew")
+        raise CheckpointError(root / TRACKER, "names an iteration that does not exist: remove the file to start anew")
     point = find_resume_point(found, DCP_METADATA)
     if point.folder is not None and (root / MANIFEST).is_file() and not is_intact(root):
-        raise DlmBridgeError(
-            f"{root / MANIFEST} is not as it was written, and every iteration is read by it: restore it, or start "
-            "anew in another --output"
+        raise CheckpointError(
+            root / MANIFEST,
+            "was changed, but every iteration depends on it: restore it, or start anew in another `output`",
         )
     return point
 
 
 def find_checkpoint(config: TrainConfig) -> ResumePoint:
-    """As `find_iteration`. Raises DlmBridgeError also where these options cannot resume from it."""
+    """Same as `find_iteration`, and check that these options can resume from it. Raises CheckpointError or
+    SettingError."""
     point = find_iteration(Path(config.checkpoint.output))
     if point.folder is not None:
         check_same_model(config, point.folder.parent)
@@ -151,7 +160,8 @@ def find_checkpoint(config: TrainConfig) -> ResumePoint:
 
 
 def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoint:
-    """As `find_checkpoint`; those after it are set aside, and the tracker names it. Every process calls it."""
+    """Same as `find_checkpoint`; also set later iterations aside, and make the tracker name it. Every process calls
+    it."""
     point, root = find_checkpoint(config), checkpoint_root(Path(config.checkpoint.output))
     with raised_everywhere():
         if main and point.folder is not None:
@@ -166,10 +176,10 @@ def resume_point(config: TrainConfig, main: bool, console: Console) -> ResumePoi
 
 
 def _tracked_step(root: Path) -> int | None:
-    """What the tracker names, -1 for anything but an iteration; None where there is no tracker."""
+    """Iteration that the tracker names, -1 if its content is anything else; None without a tracker."""
     tracker = root / TRACKER
     if not tracker.is_file():
-        return -1 if tracker.exists() else None  # a pipe or a device, whose end would be waited for
+        return -1 if tracker.exists() else None  # reading a pipe or a device could block
     try:
         text = tracker.read_bytes().strip()
     except OSError:
@@ -186,29 +196,37 @@ def _write_tracker(root: Path, step: int) -> None:
 
 
 def check_resumable(folder: Path, config: TrainConfig) -> None:
-    """Raise DlmBridgeError for an iteration of a format that these options do not resume from."""
+    """Raise SettingError for an iteration in a format that these options cannot resume, and CheckpointError for one
+    that is damaged."""
     fsdp = config.parallel.fsdp is not None
     if (folder / "metadata.json").is_file() == fsdp:
         how = "without" if fsdp else "with"
-        raise DlmBridgeError(f"{folder}: was saved {how} --fsdp: resume it so, or export it and start from that")
+        raise SettingError("fsdp", f"{folder} was saved {how} it: resume it {how} it, or {EXPORT}")
     if fsdp:
         with named_load_errors(folder):
             check_fsdp_readable(folder)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predicts: bool = False) -> None:
-    """Write what every iteration shares, the Hub side of the model: config, tokenizer, side files, the manifest. One
-    process calls it, when a run starts; `predicts`: with multi-token prediction. Raises DlmBridgeError where a tensor
-    of those layers differs from the one that a run shares with them."""
+    """Write the files that all iterations share, the Hub side of the model: config, tokenizer, side files, manifest.
+    One process calls it at the start of a run.
+
+    Args:
+        predicts: multi-token prediction layers are trained.
+
+    Raises SettingError if they are, and one of their tensors differs from the tensor that megatron-core shares with
+    it.
+    """
     folder = checkpoint_root(output) / HUB_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first checkpoint
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed before its first checkpoint
     checkpoint = source.bridge.checkpoint
     shared = checkpoint.shared if predicts else {}
     for name, other in shared.items():
         if not torch.equal(checkpoint.read(name), checkpoint.read(other)):
-            raise DlmBridgeError(
-                f"{checkpoint.where}: {name} differs from {other}, and megatron-core has one tensor for both: set "
-                "--mtp-loss-scaling-factor 0, which leaves the multi-token prediction layers as they are"
+            raise SettingError(
+                "mtp_loss_scaling_factor",
+                f"must be 0, with which multi-token prediction layers are not trained: in {checkpoint.where} {name} "
+                f"differs from {other}, but megatron-core has one tensor for both",
             )
     with disk_errors(folder, how_to_go_on(None)):
         folder.mkdir(parents=True)
@@ -222,7 +240,7 @@ def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predic
 
 
 def _write_ends(file: Path, generation: Any) -> None:
-    """Edit the bos, eos and pad tokens of a generation_config.json where the run has aligned them."""
+    """Update the bos, eos and pad tokens in a generation_config.json if the run has aligned them."""
     if not file.is_file():
         return
     values = read_json(file)
@@ -233,9 +251,9 @@ def _write_ends(file: Path, generation: Any) -> None:
 
 
 def write_hub_config(output: Path, source: MegatronSource, predicts: bool = False) -> None:
-    """Write the model's config.json as it is now, and the manifest that repeats it; `predicts` as of
-    `write_hub_files`. Each replaces its file as a whole: no iteration could be read without them. Raises
-    DlmBridgeError where the disk refuses."""
+    """Write the model's current config.json and the manifest, which contains it too; `predicts` as in
+    `write_hub_files`. Both replace their files atomically, because iterations cannot be read without them. Raises
+    ResourceError if they cannot be written."""
     root, checkpoint = checkpoint_root(output), source.bridge.checkpoint
     hub = root / HUB_FOLDER
     with (
@@ -263,14 +281,20 @@ def write_hub_config(output: Path, source: MegatronSource, predicts: bool = Fals
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what a killed run left unfinished."""
+    """Remove the unfinished files of a killed run."""
     for pattern in (".iter_*", f"{NEW_HUB_FILES}*"):
         for leftover in checkpoint_root(output).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 class CheckpointManager:
-    """Writes and reads the iterations of one run. Every process makes one and calls it together."""
+    """Writes and reads the iterations of one run. Every process creates one, and all call it together.
+
+    Args:
+        source: the checkpoint that the run started from, whose untrained layers are saved again; None to save none.
+        factors: of an adapter, by chunk; an iteration then contains only the adapter.
+        averages: saved with the weights.
+    """
 
     def __init__(
         self,
@@ -281,27 +305,29 @@ class CheckpointManager:
         factors: Sequence[Sequence[LiveFactor]] | None = None,
         averages: MegatronAverages | None = None,
     ) -> None:
-        """`source` is what the run started from, of which the layers that are not trained are kept; None: none are.
-        With `factors`, by chunk, an iteration holds that adapter alone; with `averages` it holds them beside the
-        weights."""
         self.root = checkpoint_root(Path(config.checkpoint.output))
         self.chunks = chunks
         self.optimizer = optimizer
         self.keep_last = config.checkpoint.keep_last
         self.factors, self.averages = factors, averages
-        own = factors is not None or chunks[0].config.mtp_num_layers  # of an adapter's base, or trained
-        self.mtp = {} if own or source is None else read_mtp_shard(source)
+        omitted = factors is not None or chunks[0].config.mtp_num_layers  # in an adapter's base, or trained
+        self.mtp = {} if omitted or source is None else read_mtp_shard(source)
         self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
-        self.pending: Path | None = None  # what the background writes
-        self.background: Any = None  # the process that writes it
+        self.pending: Path | None = None  # iteration that is written in the background
+        self.background: Any = None  # process that writes it
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         patch_grouped_linear_state(chunks)
-        logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are ours, in one line
+        logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are raised as one line
 
     def save(self, step: int, values: dict[str, Any], save_more: Callable[[Path], None] | None = None) -> Path:
-        """Write the iteration `step` with our own `values` (numbers and strings) and what `save_more` adds to its
-        folder on every rank; with `--async-save` in the background, after the one before is complete. Raises
-        DlmBridgeError where the disk refuses."""
+        """Write an iteration; with `async_save` in the background, after the previous one is complete.
+
+        Args:
+            values: our own values, numbers and strings.
+            save_more: called with the iteration's folder on every rank, to add files.
+
+        Raises ResourceError if it cannot be written, and WorkerError if a process that writes it was killed.
+        """
         self.finish()
         folder = self.root / f"iter_{step:07d}"
         hidden = _hidden(folder)
@@ -319,7 +345,7 @@ class CheckpointManager:
             self._publish(folder, step)
         else:
             assert self.queue is not None
-            if request.async_fn is not None:  # None where a rank has nothing to write
+            if request.async_fn is not None:  # None if a rank has nothing to write
                 write = partial(_write_with_digests, os.getpid(), request.async_fn, hidden, dist.get_rank())
                 request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._publish(folder, step))
@@ -329,7 +355,7 @@ class CheckpointManager:
         return folder
 
     def write(self, folder: Path, step: int, values: dict[str, Any]) -> AsyncRequest | None:
-        """Write an iteration into an empty folder; with `--async-save` what the background has to do."""
+        """Write an iteration into an empty folder; with `async_save` return the request for the background."""
         if self.fsdp:
             save_fsdp(folder, step, values, self.chunks[0], self.optimizer, self.mtp)
             return None
@@ -345,7 +371,7 @@ class CheckpointManager:
         return request
 
     def poll(self) -> None:
-        """Publish a background save that has ended. Called once a step."""
+        """Publish a completed background save. Called once per step."""
         self._finalize(blocking=False)
 
     def finish(self) -> None:
@@ -359,11 +385,11 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def _write_errors(self, folder: Path) -> Iterator[None]:
-        """Turn what the disk refuses while an iteration is written into a DlmBridgeError, and leave nothing of it."""
+        """Context manager that raises failures to write an iteration as DlmBridgeError, and removes its files."""
         try:
             with self._disk_errors(folder):
                 yield
-        except CheckpointException as error:  # of any rank's writers, raised on every rank
+        except CheckpointException as error:  # from any rank's writers, raised on every rank
             failure = self._write_failure(folder, error)
             self._remove_unfinished(folder)
             raise failure from error
@@ -372,19 +398,19 @@ class CheckpointManager:
             raise
 
     def _write_failure(self, folder: Path, error: CheckpointException) -> DlmBridgeError:
-        """The error for an iteration that was not written, the same on every rank; they all call it."""
+        """The error for an iteration that was not written, equal on every rank. Collective."""
         process = self.background
         ended = how_it_ended(process.exitcode) if process is not None and process.exitcode else None
         found = next(((rank, how) for rank, how in enumerate(from_all(ended)) if how is not None), None)
         if found is not None:
             reason = f"the process of rank {found[0]} that writes it {found[1]}"
         else:
-            first = next((failure[0] for failure in error.failures.values()), None)  # the first rank knows
+            first = next((failure[0] for failure in error.failures.values()), None)  # set on the first rank
             refused = None if first is None else disk_refusal(first, folder, self._remedy())
             if (refused := from_all(refused)[0]) is not None:
                 return refused
             reason = from_all(load_failure(error))[0]
-        kind = ResourceError if found is None else WorkerError
+        kind = WorkerError if found is not None or was_killed(reason) else ResourceError
         return kind(folder, f"cannot be written: {reason}: {self._remedy(was_killed(reason))}")
 
     def _disk_errors(self, folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -400,8 +426,8 @@ class CheckpointManager:
 
     @fp8_state.rewritten_extra_states()
     def load(self, folder: Path) -> dict[str, Any]:
-        """Set weights and optimizer to those of an iteration of any layout, and return our own values. Raises
-        DlmBridgeError for a damaged checkpoint and for one of another model."""
+        """Load weights and optimizer from an iteration of any layout, and return our own values. Raises
+        CheckpointError if it is damaged or from another model."""
         with named_load_errors(folder):
             if self.fsdp:
                 return load_fsdp(folder, self.chunks[0], self.optimizer)
@@ -419,14 +445,14 @@ class CheckpointManager:
         return dict(state[STATE])
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Give a complete iteration its name, and let the tracker name it; then remove the oldest ones."""
+        """Rename a complete iteration, update the tracker, and remove the oldest iterations."""
         dist.barrier()  # every rank has written its digests
         with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
             if dist.get_rank() == 0:
                 gather_digests(_hidden(folder))
                 publish_folder(_hidden(folder), folder)
                 _write_tracker(self.root, step)
-                # One after this step is of a tracker that was set back, and no reason to remove this one.
+                # Later ones exist if the tracker was set back; they do not count.
                 found = [path for number, path in named_checkpoints(self.root, NAME) if number <= step]
                 for old in found[: -self.keep_last] if self.keep_last else ():
                     remove_checkpoint(old)
@@ -440,8 +466,8 @@ def sharded_state(
     sharding: str = ANY_LAYOUT,
     factors: Sequence[Sequence[LiveFactor]] | None = None,
 ) -> dict[str, Any]:
-    """Weights and optimizer state of a rank, sharded as megatron-core saves them, or of an adapter its `factors` in
-    place of the weights. `sharding` is its word for that of the distributed optimizer."""
+    """megatron-core's sharded state dict of a rank's weights and optimizer; `factors` of an adapter replace the
+    weights. `sharding` is megatron-core's name for the sharding of the distributed optimizer's state."""
     metadata = {
         **_content_metadata(sharding),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -466,8 +492,8 @@ def restore_state(
     restore_optimizer: Callable[[], None],
     whole: bool = True,
 ) -> None:
-    """Set weights to those of a loaded `state`, which without `whole` has an adapter's alone, and let
-    `restore_optimizer` do so with the optimizer. Raises DlmBridgeError that names the `folder`."""
+    """Set weights from a loaded `state`, and call `restore_optimizer`. Without `whole` the state contains only an
+    adapter's weights. Raises CheckpointError for `folder`."""
     named = list(zip(_chunk_keys(chunks), unwrap_model(list(chunks)), strict=True))
     try:
         weights = {key: fp8_state.rewrite_extra_states(state[key], chunk.config) for key, chunk in named}
@@ -476,42 +502,42 @@ def restore_state(
         with patched_checkpoints(optimizer):
             restore_optimizer()
     except DlmBridgeError as error:
-        raise DlmBridgeError(f"{folder}: cannot be resumed from: {error}") from None
+        raise CheckpointError(folder, f"cannot be resumed from: {error}") from None
     for key, chunk in named:
-        # Again: an offloading optimizer initialises its state by a step with random gradients.
+        # Again, because an offloading optimizer initialises its state by a step with random gradients.
         chunk.load_state_dict(weights[key], strict=whole)
 
 
 @contextlib.contextmanager
 def named_load_errors(folder: Path) -> Iterator[None]:
-    """Turn whatever megatron-core and torch raise as they read an iteration into one line."""
+    """Context manager that raises errors of megatron-core and torch while an iteration is read as CheckpointError."""
     try:
         yield
     except DlmBridgeError:
         raise
     except (Exception, CheckpointException) as error:
         remedy = UNTRAINED_MTP if "optimizer.state.param.mtp." in str(error) else ""
-        raise DlmBridgeError(f"{folder}: cannot be resumed from: {remedy or load_failure(error)}") from error
+        raise CheckpointError(folder, f"cannot be resumed from: {remedy or load_failure(error)}") from error
 
 
 def _write_with_digests(
     parent: int, write: Callable[..., None], folder: Path, rank: int, *arguments: Any, **options: Any
 ) -> None:
-    """The work of a background save, in a process of its own."""
+    """Background save, in a process of its own."""
     leave_inherited()
     end_with_parent(parent)
     write(*arguments, **options)
-    with contextlib.suppress(OSError):  # on a full disk: the first rank digests what has no digest
+    with contextlib.suppress(OSError):  # on a full disk: the first rank computes missing digests
         write_rank_digests(folder, rank)
 
 
 def _hidden(folder: Path) -> Path:
-    """Where an iteration is written, until it is complete."""
+    """Folder in which an iteration is written, until it is complete."""
     return folder.with_name(f".{folder.name}")
 
 
 def _content_metadata(sharding: str = ANY_LAYOUT) -> dict[str, Any]:
-    """megatron-core's words for how a state is saved."""
+    """megatron-core's settings for the format of a state."""
     return {
         "distrib_optim_sharding_type": sharding,
         "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -530,16 +556,15 @@ def _weights_of(state: dict[str, Any], chunks: Sequence[Any]) -> list[dict[str, 
 
 # -- the optimizer's state on any layout
 #
-# megatron-core makes an optimizer of their own for experts that are sharded, and writes what its optimizers count
-# (steps, settings) as many times as there are of them. The tensors are global ones under names that no layout changes.
-# What is counted is the same for all parameters; it lies in param groups, which differ in weight decay and in whether
-# they are of sharded experts.
+# megatron-core creates a separate optimizer for sharded experts, and saves steps and settings once per optimizer.
+# Tensors are global, under names that do not depend on the layout. Steps and settings are equal for all parameters;
+# they are in param groups, which differ in weight decay and in whether they are for sharded experts.
 
 
 @contextlib.contextmanager
 def restricted_reading(folder: Path) -> Iterator[None]:
-    """While this lasts, megatron-core reads the checkpoint in `folder` through the restricted reader. Every process
-    calls it. Raises DlmBridgeError."""
+    """Context manager in which megatron-core reads the checkpoint in `folder` with the restricted reader. Every
+    process calls it. Raises CheckpointError."""
     with raised_everywhere():
         reader = RestrictedReader(folder)
     with restricted_loading(), distributed_reader(reader):
@@ -547,21 +572,21 @@ def restricted_reading(folder: Path) -> Iterator[None]:
 
 
 def optimizer_request(optimizer: Any, state: dict[Any, Any]) -> dict[int, Any]:
-    """What to load for each of a rank's optimizers, from their `sharded_state_dict`."""
+    """Sharded state dict to load for each of a rank's optimizers, by number."""
     parts = parts_of(optimizer)
     return {0: state} if len(parts) == 1 else {number: state[number] for number in range(len(parts))}
 
 
 def copy_tree(state: Any) -> Any:
-    """The same tree with the same leaves: loading replaces those of the request."""
+    """Copy a tree but not its leaves: loading replaces the leaves of the request."""
     if isinstance(state, Mapping):
         return {key: copy_tree(value) for key, value in state.items()}
     return [copy_tree(value) for value in state] if isinstance(state, list) else state
 
 
 def restore_optimizer(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[str, Any]) -> None:
-    """Set every optimizer of a rank to what was `loaded` of an `optimizer_request`, of which `wanted` is a copy.
-    Raises DlmBridgeError where the checkpoint's optimizer has no such param groups."""
+    """Set every optimizer of a rank from the `loaded` state of an `optimizer_request`, of which `wanted` is a copy.
+    Raises CheckpointError if the checkpoint's optimizer lacks a param group."""
     saved = _saved_parts(loaded[OPTIMIZER_KEY])
     found = loaded.get(REQUEST_KEY, {})
     states = {number: _filled(part, found.get(number)) for number, part in wanted.items()}
@@ -577,32 +602,31 @@ def restore_optimizer(optimizer: Any, wanted: dict[int, Any], loaded: Mapping[st
 
 
 def _saved_parts(saved: Any) -> list[Any]:
-    """The states of the optimizers of the rank that wrote steps and settings."""
+    """States of the optimizers of the rank that wrote steps and settings."""
     if "optimizer" in saved or "param_groups" in saved:
         return [saved]
     return [part for key, part in sorted(saved.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
 
 
 def _inner(state: Any) -> Any:
-    """The state of torch's optimizer within that of megatron-core's around it."""
+    """State of torch's optimizer inside the state of megatron-core's optimizer."""
     return state.get("optimizer", state)
 
 
 def _with_saved_settings(group: dict[str, Any], saved: list[Any]) -> dict[str, Any]:
-    """A param group with the settings and the steps of the saved one of its kind, of experts or not."""
+    """Param group with the settings and steps of the corresponding saved group."""
     groups = [known for part in saved for known in _inner(part)["param_groups"]]
     alike = [known for known in groups if all(known[name] == group[name] for name in _GROUP_SETTINGS)]
     alike.sort(key=lambda known: known[_EXPERT_GROUP] != group[_EXPERT_GROUP])
     if not alike:
         kind = ", ".join(f"{name} {group[name]}" for name in _GROUP_SETTINGS)
-        raise DlmBridgeError(f"its optimizer has no parameters with {kind}")
-    kept = {name: group[name] for name in (*_GROUP_SETTINGS, _EXPERT_GROUP, "params") if name in group}
-    return {**group, **{name: value for name, value in alike[0].items() if name != "params"}, **kept}
+        raise CheckpointError("optimizer", f"no parameters with {kind}")
+    own = {name: group[name] for name in (*_GROUP_SETTINGS, _EXPERT_GROUP, "params") if name in group}
+    return {**group, **{name: value for name, value in alike[0].items() if name != "params"}, **own}
 
 
 def _filled(wanted: Any, found: Any) -> Any:
-    """`wanted` with what was loaded where something was requested; lists may come back as mappings from their
-    indices."""
+    """Replace the requested leaves of `wanted` by the loaded ones; lists may be loaded as mappings from indices."""
     if isinstance(wanted, ShardedBase | LocalNonpersistentObject):
         return found
     if isinstance(wanted, Mapping):
@@ -620,19 +644,19 @@ def _at(found: Any, key: Any) -> Any:
 
 # -- multi-token prediction (MTP)
 #
-# Layers that a run does not train are in every checkpoint as they were. Each rank holds a part of them on the CPU,
-# from the start, because the source of the run may be gone when it saves.
+# Untrained layers are saved unchanged in every checkpoint. Each rank holds a part of them on the CPU from the start,
+# because the source of the run may have been removed when it saves.
 
 
 def read_mtp_shard(checkpoint: Checkpoint) -> MTPShard:
-    """This rank's part of a checkpoint's multi-token prediction layers; empty where it has none."""
+    """This rank's part of a checkpoint's multi-token prediction layers; empty if there are none."""
     params = [param for param in checkpoint.params if param.is_mtp]
     mine = params[dist.get_rank() :: dist.get_world_size()]
     return {param: param.to_megatron(checkpoint.read_param(param)) for param in mine}
 
 
 def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
-    """The shard as megatron-core saves it, under the names of its own multi-token prediction layers."""
+    """Sharded state dict of the shard, with megatron-core's names for multi-token prediction layers."""
     return {
         param.megatron_name: ShardedTensor.from_rank_offsets(
             param.megatron_key,
@@ -645,19 +669,17 @@ def sharded_mtp(shard: MTPShard) -> dict[str, ShardedTensor]:
 
 
 def describe_mtp(layers: int, factor: float) -> str:
-    """The line for the console about so many multi-token prediction layers."""
+    """Console line about the multi-token prediction layers."""
     many = "s are" if layers > 1 else " is"
-    what = (
-        f"trained, with {factor:g} of the loss" if factor else "not trained: every checkpoint keeps what it came with"
-    )
+    what = f"trained, with {factor:g} of the loss" if factor else "not trained, and saved unchanged"
     return f"{layers} multi-token prediction layer{many} {what}"
 
 
-# -- Megatron FSDP's own format, `fsdp_dtensor`: each rank writes the rows that it holds, by parameter
+# -- Megatron FSDP's own format, `fsdp_dtensor`: each rank writes its rows of every parameter
 #
 # Names and boxes are Megatron-LM's: `model.module.decoder.layers.0...`, the gate and up matrices of a SwiGLU as
-# `weight_w` and `weight_v`, experts by their global number. Unlike there, no rank communicates which rows it holds,
-# and the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
+# `weight_w` and `weight_v`, experts by their global number. Unlike in Megatron-LM, ranks do not communicate which rows
+# they hold, and the optimizer's step is one number. The saved weights are the optimizer's fp32 main params.
 
 
 def save_fsdp(
@@ -668,26 +690,25 @@ def save_fsdp(
     optimizer: Any,
     mtp: Mapping[ParamMapping, torch.Tensor],
 ) -> None:
-    """Write the iteration `step` into `folder`. Every process calls it, with its part `mtp` of the layers that are not
-    trained."""
+    """Write the iteration `step` into `folder`. Every process calls it; `mtp` is its part of the untrained layers."""
     run = {**values, **_optimizer_counters(optimizer)}
-    kept = {
+    untrained = {
         FSDP_MODEL + param.megatron_name: TensorBox(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
         for param, tensor in mtp.items()
     }
     numbers = {"iteration": step, "checkpoint_version": 3.0, STATE: json.dumps(run)}
-    state = {**_local_boxes(chunk, optimizer), **kept, **_scaling(chunk), **numbers}
+    state = {**_local_boxes(chunk, optimizer), **untrained, **_scaling(chunk), **numbers}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), planner=_SavePlanner(flatten_state_dict=False))
 
 
 def load_fsdp(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Set weights and optimizer state to those of an iteration, on any number of data and tensor parallel ranks, and
-    return our own values. Raises DlmBridgeError for another expert parallel size where there are scales of FP8."""
+    """Load weights and optimizer state from an iteration, on any number of data and tensor parallel ranks, and return
+    our own values. Raises LayoutError if FP8 scales of experts need another expert parallel size."""
     with raised_everywhere():
         reader = RestrictedReader(folder)
     run = _read_run(reader)
-    run.pop("tp", None)  # of versions that resumed at the same size only
-    init_optimizer_state(optimizer)  # what is loaded has to exist
+    run.pop("tp", None)  # written by versions that resumed only at the same size
+    init_optimizer_state(optimizer)  # tensors must exist to be loaded
     state = dict(_padded_as_stored(_local_boxes(chunk, optimizer), reader.read_metadata()))
     dcp.load(state, storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
     _set_optimizer_counters(optimizer, run)
@@ -698,13 +719,13 @@ def load_fsdp(folder: Path, chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def check_fsdp_readable(folder: Path) -> None:
-    """Raise what torch's reader raises for an iteration whose metadata or own values are damaged."""
+    """Raise the errors of torch's reader for an iteration whose metadata or own values are damaged."""
     _read_run(RestrictedReader(folder))
 
 
 def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    """The boxes of a vocabulary, which tensor parallelism pads to a multiple of its size, with as many rows as are
-    stored; what the stored tensor has no rows for is padding here, and zero."""
+    """Narrow the boxes of a vocabulary, which tensor parallelism pads, to the stored rows, and set the remaining
+    padding rows to zero."""
     for key, box in state.items():
         stored = metadata.state_dict_metadata.get(key)
         size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else ()
@@ -719,10 +740,10 @@ def _padded_as_stored(state: dict[str, Any], metadata: Metadata) -> Iterator[tup
 
 
 def _read_run(reader: RestrictedReader) -> dict[str, Any]:
-    """Our own values, and what the optimizer counts; each process reads them for itself."""
+    """Read our own values and the optimizer's counters, in each process separately."""
     state: dict[str, Any] = {STATE: ""}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each process reads for itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
         dcp.load(state, storage_reader=reader, no_dist=True)
     found: dict[str, Any] = json.loads(state[STATE])
     return found
@@ -730,7 +751,7 @@ def _read_run(reader: RestrictedReader) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A box of a global tensor, with the methods that torch's checkpoint writer and reader call."""
+    """Box of a global tensor, with the methods that torch's checkpoint writer and reader call."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
@@ -753,8 +774,8 @@ class TensorBox:
 
 
 def tensor_boxes(part: FSDPShard, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, TensorBox]]:
-    """A rank's rows `tensor` of a parameter as boxes on disk: one, or one each of gate and up, which lie one after the
-    other in a tensor parallel rank's part."""
+    """Boxes on disk for a rank's rows `tensor` of a parameter: one, or one each for gate and up, which are
+    concatenated in a tensor parallel rank's part."""
     assert len(tensor) == part.rows, (name, tensor.shape, part)
     if not part.rows:
         return
@@ -771,7 +792,7 @@ def tensor_boxes(part: FSDPShard, name: str, tensor: torch.Tensor) -> Iterator[t
 
 
 def _box(part: FSDPShard, shape: tuple[int, ...], start: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, global shape) of rows from `start` on of a tensor parallel rank's part of `shape`."""
+    """(offsets, global shape) of the rows from `start` of a tensor parallel rank's part of `shape`."""
     offsets, whole = [start, *(0 for _ in shape[1:])], list(shape)
     if part.axis is not None:
         offsets[part.axis] += part.rank * shape[part.axis]
@@ -780,7 +801,7 @@ def _box(part: FSDPShard, shape: tuple[int, ...], start: int) -> tuple[tuple[int
 
 
 def _local_boxes(chunk: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything that this rank holds, by key; the tensors are the live ones."""
+    """Boxes of all tensors on this rank, by key; they share the memory of the live tensors."""
     first = 0
     if chunk.config.num_moe_experts:
         ranks = parallel_state.get_expert_model_parallel_world_size()
@@ -801,7 +822,7 @@ def _local_boxes(chunk: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _scaling(chunk: Any) -> dict[str, list[torch.Tensor]]:
-    """What Transformer Engine keeps for FP8, by key: objects, which are the same on every rank but for experts'."""
+    """Transformer Engine's FP8 states by key: objects, equal on every rank except the experts'."""
     found = {_scaling_key(name): module.get_extra_state() for name, module in _scaled(chunk).items()}
     return {key: [state] for key, state in found.items() if isinstance(state, torch.Tensor) and state.numel()}
 
@@ -814,10 +835,8 @@ def _set_scaling(chunk: Any, reader: RestrictedReader, folder: Path) -> None:
     state: dict[str, Any] = {key: "" for name in scaled if (key := _scaling_key(name)) in stored}
     experts = [key for key in stored if ".experts." in key and "._extra_state/" in key]
     if experts and not state.keys() & set(experts):
-        raise DlmBridgeError(
-            f"{folder}: FP8's scales of experts are resumed at their own --ep only, which was "
-            f"{experts[0].rpartition('_')[2]}: export it and start from that"
-        )
+        size = experts[0].rpartition("_")[2]
+        raise LayoutError("ep", f"must be {size}, as in {folder}, to resume the experts' FP8 scales: or {EXPORT}")
     dcp.load(state, storage_reader=reader)
     for name, module in scaled.items():
         if (key := _scaling_key(name)) in state:
@@ -829,7 +848,7 @@ def _scaled(chunk: Any) -> dict[str, Any]:
 
 
 def _scaling_key(name: str) -> str:
-    """The key of a module's state; those of experts name the expert parallel rank."""
+    """Key of a module's state; the experts' keys contain the expert parallel rank."""
     if ".experts." not in name:
         return FSDP_MODEL + name
     rank = parallel_state.get_expert_model_parallel_rank()
@@ -837,12 +856,12 @@ def _scaling_key(name: str) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows themselves, in the memory that the optimizer updates."""
+    """Local rows, in the memory that the optimizer updates."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def _optimizer_counters(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer counts: its steps, and the loss scale of fp16."""
+    """Counters of an optimizer: its steps, and the loss scale of fp16."""
     groups = optimizer.optimizer.param_groups
     step = max((float(group.get("step", 0)) for group in groups), default=0.0)
     for state in optimizer.optimizer.state.values():
@@ -885,7 +904,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # torch's own would look into the pieces for tensors without memory, and copy what it does not know.
+        # torch's own would search the boxes for tensors without memory, and copy unknown types.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 

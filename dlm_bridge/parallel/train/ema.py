@@ -1,9 +1,9 @@
-"""The moving average of a Megatron run's weights: of its fp32 main params, sharded as the optimizer has them. For runs
-that release their averaged weights (`--ema-decay`); run on CPU only.
+"""Exponential moving average of a Megatron run's weights (`ema_decay`): of its fp32 main params, sharded as in the
+optimizer. Run on CPU only.
 
-An iteration holds the averages as tensors of their own, `ema.decoder.layers...`, cut as the weights are: they are
-loaded on any layout, and `dlm-bridge export --ema` reads them in the weights' place. What no optimizer updates (an
-expert bias, layers that are not trained) stands there too, as it is.
+An iteration stores the averages as separate tensors, `ema.decoder.layers...`, sharded like the weights: they are
+loaded on any layout, and the export reads them instead of the weights with `ema`. Tensors that no optimizer updates
+(an expert bias, layers that are not trained) are stored there unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dlm_bridge.train.ema import AveragedWeights
 
 @dataclass(frozen=True)
 class UpdatedShard:
-    """The fp32 values, from `start` on of the flat `parameter`, that this rank's optimizer updates."""
+    """fp32 values that this rank's optimizer updates: elements of the flat `parameter` from `start`."""
 
     parameter: torch.Tensor
     start: int
@@ -37,12 +37,12 @@ class UpdatedShard:
 
 
 class MegatronAverages(AveragedWeights):
-    """That of what one of megatron-core's optimizers updates on this rank."""
+    """Averages of the values that megatron-core's optimizer updates on this rank."""
 
     def __init__(self, optimizer: Any, decay: float) -> None:
         super().__init__(decay)
         self.parts = parts_of(optimizer)
-        # Parameters of sharded optimizers: the ranks that have their shards.
+        # Parameters of sharded optimizers -> the ranks that have their shards.
         self.group_of: dict[torch.Tensor, dist.ProcessGroup] = {
             parameter: part.data_parallel_group
             for part in self.parts
@@ -55,8 +55,8 @@ class MegatronAverages(AveragedWeights):
         return [shard.values.detach() for shard in self._shards()]
 
     def saved(self, states: Sequence[Any]) -> dict[str, Any]:
-        """The averages as megatron-core saves them, in the places of the weights in `states`, which it saves too. Each
-        is on the CPU of the rank that writes it; every rank calls this."""
+        """Sharded state dict of the averages, with the sharding of the weights in `states`. Each average is on the CPU
+        of the rank that writes it; every rank calls this."""
         averages = {
             shard.parameter: (shard.start, average)
             for shard, average in zip(self._shards(), self.averages, strict=True)
@@ -73,9 +73,9 @@ class MegatronAverages(AveragedWeights):
         return {AVERAGED: found}
 
     def requested(self, states: Sequence[Any]) -> dict[str, Any]:
-        """What to load of a checkpoint, for `take`."""
+        """Sharded state dict to load from a checkpoint, for `take`."""
         updated = {*self.group_of, *(shard.parameter for shard in self._shards())}
-        self._loaded: dict[str, torch.Tensor] = {}  # the weight of each tensor
+        self._loaded: dict[str, torch.Tensor] = {}  # key -> weight
         request = {}
         for number, place in enumerate(_places(states)):
             if place.data in updated:
@@ -85,7 +85,7 @@ class MegatronAverages(AveragedWeights):
         return {AVERAGED: request}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Continue from what was loaded as `requested`."""
+        """Set the averages to the loaded state of `requested`."""
         wholes = {weight: state[AVERAGED][name] for name, weight in self._loaded.items()}
         shards = list(self._shards())
         self.load(
@@ -94,7 +94,7 @@ class MegatronAverages(AveragedWeights):
         )
 
     def _gathered(self, parameter: torch.Tensor, own: tuple[int, torch.Tensor] | None) -> torch.Tensor:
-        """The average of a parameter from the shards of all ranks that have one."""
+        """Gather the average of a parameter from the shards of all ranks that have one."""
         if parameter not in self.group_of:
             assert own is not None
             return own[1]
@@ -102,19 +102,19 @@ class MegatronAverages(AveragedWeights):
         if own is not None:
             start, values = own
             flat[start : start + values.numel()] = values.reshape(-1)
-        # As integers the sum with the others' zeros is exact.
+        # Integers, whose sum with zeros is exact.
         dist.all_reduce(flat.view(torch.int32), group=self.group_of[parameter])
         return flat.view(parameter.shape)
 
     def _shards(self) -> Iterator[UpdatedShard]:
         for part in self.parts:
-            if getattr(part, "is_stub_optimizer", False):  # of a rank without parameters
+            if getattr(part, "is_stub_optimizer", False):  # on a rank without parameters
                 continue
             for parameter, values in (*float16_params(part), *fp32_params(part)):
                 yield UpdatedShard(parameter, shard_start(part, parameter), values)
 
 
 def _places(states: Sequence[Any]) -> Iterator[Any]:
-    """The tensors in what megatron-core saves, in an order that is the same on all ranks that share a parameter."""
+    """Iterate over the tensors in sharded state dicts, in the same order on all ranks that share a parameter."""
     for state in states:
         yield from (each for each in nested_values(state) if isinstance(each, ShardedTensor | ShardedTensorFactory))

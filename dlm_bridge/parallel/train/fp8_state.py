@@ -1,9 +1,9 @@
-"""The state of FP8's delayed scaling in a checkpoint: what a run in FP8 needs to go on with its own scales.
+"""State of FP8's delayed scaling in a checkpoint, with which a resumed run continues with its own scales.
 
-Transformer Engine saves what it keeps for delayed scaling (scales and histories of maxima) as a pickle in a byte
-tensor, the `_extra_state` of a module, and since 2.20 refuses to load one. Here an unpickler that knows fp32 tensors
-and plain values reads it; what Transformer Engine and megatron-core then load is a pickle made of those, with the
-run's own recipe. Nothing of the checkpoint's own runs.
+Transformer Engine saves the state of delayed scaling (scales and amax histories) as a pickle in a byte tensor, the
+`_extra_state` of a module, and since 2.20 refuses to load it. A restricted unpickler reads fp32 tensors and plain
+values from it; Transformer Engine and megatron-core then load a new pickle of these with the run's own recipe. No code
+from the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.errors import DlmBridgeError, one_line
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.pickles import RestrictedUnpickler
 
-_KEY = re.compile(r"(.*\.)?_extra_state\d*")  # numbered: of each of a layer's experts
+_KEY = re.compile(r"(.*\.)?_extra_state\d*")  # with a number for each expert of a layer
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _VARIABLES = "extra_fp8_variables"
-_GEMMS = "num_gemms"  # of the variables
+_GEMMS = "num_gemms"  # key in the variables
 _RECIPES = re.compile(r"(transformer_engine|megatron)(\.\w+)+|builtins\.getattr|copyreg\._reconstructor")
-_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # of torch.save's format within the pickle of a tensor
+_LEGACY_MAGIC, _LEGACY_VERSION = 0x1950A86A20F9469CFC6C, 1001  # torch.save's legacy format, inside a tensor's pickle
 
 
 @dataclass(frozen=True)
 class DelayedScalingState:
     """A module's delayed scaling: fp32 scales [fp8 tensors] and histories [steps, fp8 tensors], forward and backward,
-    and what Transformer Engine counts beside them."""
+    and Transformer Engine's variables."""
 
     tensors: dict[str, torch.Tensor]
     variables: dict[str, Any]
@@ -42,7 +42,7 @@ class DelayedScalingState:
 
 @contextlib.contextmanager
 def rewritten_extra_states() -> Iterator[None]:
-    """While this lasts, Transformer Engine loads extra states: the pickles that `rewrite_extra_states` made."""
+    """Context manager in which Transformer Engine loads extra states, namely those of `rewrite_extra_states`."""
     allow = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
     before = os.environ.get(allow)
     os.environ[allow] = "1"
@@ -53,7 +53,7 @@ def rewritten_extra_states() -> Iterator[None]:
 
 
 def scaled_modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
-    """The modules of a model with delayed scaling that may have a state of it, by the names of their states."""
+    """Modules of a model with delayed scaling that may have a state, by the names of their states."""
     if _recipe(config) is None:
         return {}
     return {
@@ -64,8 +64,8 @@ def scaled_modules(model: nn.Module, config: Any) -> dict[str, nn.Module]:
 
 
 def rewrite_extra_states(state: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """A chunk's loaded `state` with extra states that were made here, for a model of megatron-core's `config`: empty
-    ones where it has no delayed scaling. Raises DlmBridgeError for one that is anything but a scaling state."""
+    """Replace the extra states in a chunk's loaded `state` by rewritten ones, or by empty ones if megatron-core's
+    `config` has no delayed scaling. Raises CheckpointError for an extra state that is not a scaling state."""
     recipe = _recipe(config)
     return {
         key: _rewrite_extra_state(key, value, recipe) if _KEY.fullmatch(key) else value for key, value in state.items()
@@ -73,56 +73,56 @@ def rewrite_extra_states(state: Mapping[str, Any], config: Any) -> dict[str, Any
 
 
 def read_delayed_scaling(data: bytes) -> DelayedScalingState | None:
-    """The scaling state in a module's extra state; None where its recipe keeps none.
+    """Read the scaling state in a module's extra state; None if its recipe has no state.
 
-    Raises DlmBridgeError where the pickle asks for anything else, or is damaged.
+    Raises ValueError or pickle.UnpicklingError, or any other exception, if the pickle is damaged or contains other
+    types.
     """
-    try:
-        state, _ = _load(data)
-        if not isinstance(state, dict) or not state.keys() & {*_TENSORS, "forward", "backward"}:
-            return None
-        tensors = {name: state[name] for name in _TENSORS}
-        variables = {
-            name: value
-            for name, value in state[_VARIABLES].items()
-            if isinstance(name, str) and isinstance(value, bool | int | float | str)
-        }
-        for way in ("fwd", "bwd"):
-            scale, history = tensors[f"scale_{way}"], tensors[f"amax_history_{way}"]
-            if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != len(scale):
-                raise ValueError(f"its scales are {list(scale.shape)}, their history {list(history.shape)}")
-        gemms = variables.get(_GEMMS, 1)
-        if not isinstance(gemms, int) or not 1 <= gemms <= len(tensors["scale_fwd"]):
-            raise ValueError(f"{_GEMMS} is {gemms}")
-    except DlmBridgeError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise DlmBridgeError(f"is no FP8 scaling state: {type(error).__name__}: {one_line(error)[:200]}") from None
+    state, _ = _load(data)
+    if not isinstance(state, dict) or not state.keys() & {*_TENSORS, "forward", "backward"}:
+        return None
+    tensors = {name: state[name] for name in _TENSORS}
+    variables = {
+        name: value
+        for name, value in state[_VARIABLES].items()
+        if isinstance(name, str) and isinstance(value, bool | int | float | str)
+    }
+    for way in ("fwd", "bwd"):
+        scale, history = tensors[f"scale_{way}"], tensors[f"amax_history_{way}"]
+        if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != len(scale):
+            raise ValueError(f"its scales are {list(scale.shape)}, their history {list(history.shape)}")
+    gemms = variables.get(_GEMMS, 1)
+    if not isinstance(gemms, int) or not 1 <= gemms <= len(tensors["scale_fwd"]):
+        raise ValueError(f"{_GEMMS} is {gemms}")
     return DelayedScalingState(tensors, variables)
 
 
 def _recipe(config: Any) -> Any:
-    """The run's delayed scaling, None where it has another recipe or no FP8."""
+    """Recipe of the run's delayed scaling; None for another recipe or without FP8."""
     if not config.fp8:
         return None
-    from megatron.core.fp8_utils import get_fp8_recipe  # there only where Transformer Engine is
+    from megatron.core.fp8_utils import get_fp8_recipe  # exists only with Transformer Engine
 
     recipe = get_fp8_recipe(config)
     return recipe if recipe.delayed() else None
 
 
 def _rewrite_extra_state(key: str, value: Any, recipe: Any) -> Any:
-    if value is None:  # of a converted checkpoint
+    if value is None:  # in a converted checkpoint
         return None
     if recipe is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
         return torch.empty(0, dtype=torch.uint8)
-    leave = "export the checkpoint and start from that, which leaves it out"
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
-        raise DlmBridgeError(f"{key} is a {type(value).__name__}, not Transformer Engine 2's bytes: {leave}")
     try:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+            raise TypeError(f"a {type(value).__name__}, not Transformer Engine 2's bytes")
         scaling = read_delayed_scaling(value.cpu().contiguous().numpy().tobytes())
-    except DlmBridgeError as error:
-        raise DlmBridgeError(f"{key}: {error}: {leave}") from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        kind = "" if isinstance(error, DlmBridgeError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            key,
+            f"is not an FP8 scaling state: {kind}{one_line(error)[:200]}: export the checkpoint, which omits it, and "
+            "start from that",
+        ) from None
     if scaling is None:
         return torch.empty(0, dtype=torch.uint8)
     tensors = {
@@ -134,12 +134,14 @@ def _rewrite_extra_state(key: str, value: Any, recipe: Any) -> Any:
 
 
 def _resize_history(history: torch.Tensor, steps: int) -> torch.Tensor:
-    """[steps, N], the newest first, as Transformer Engine cuts and pads what a recipe of another length left."""
+    """Truncate or pad a history to [steps, N], newest first, as Transformer Engine does for a recipe of another
+    length."""
     return torch.nn.functional.pad(history[:steps], (0, 0, 0, max(0, steps - len(history))))
 
 
 def _load(data: bytes) -> tuple[Any, int]:
-    """The first pickle of `data`, of fp32 tensors, plain values and a recipe (an inert object), and where it ends."""
+    """Load the first pickle in `data` (fp32 tensors, plain values and a recipe as an inert object), and return its end
+    too."""
     allowed = {
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch.storage._load_from_bytes": _storage,
@@ -150,7 +152,7 @@ def _load(data: bytes) -> tuple[Any, int]:
 
 
 def _storage_size(pid: Any) -> int:
-    """The number of values of a storage."""
+    """Number of values in a storage."""
     kind, dtype, _, _, count, _ = pid
     if kind != "storage" or dtype != torch.float32 or type(count) is not int:
         raise pickle.UnpicklingError("not the pickle of fp32 values")
@@ -158,8 +160,8 @@ def _storage_size(pid: Any) -> int:
 
 
 def _storage(data: Any) -> torch.Tensor:
-    """[N] fp32 of a storage in torch.save's format before the archives: pickles one after the other, then the
-    values. Read here because torch's own reader allocates as many values as the pickle claims."""
+    """Read a storage [N] fp32 in torch.save's legacy format: several pickles, then the values. torch's own reader
+    would allocate the number of values that the pickle claims."""
     parts, position = [], 0
     for _ in range(5):
         part, length = _load(data[position:])
@@ -175,11 +177,11 @@ def _storage(data: Any) -> torch.Tensor:
 
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *_: Any) -> torch.Tensor:
-    """The tensor that a pickle describes, with memory of its own."""
+    """Rebuild a tensor from a pickle, with its own memory."""
     numbers = (start, *shape, *stride)
     if not isinstance(storage, torch.Tensor) or not all(type(number) is int and number >= 0 for number in numbers):
         raise pickle.UnpicklingError("not the pickle of a tensor")
     if len(shape) > 2 or prod(shape) > storage.numel():
         raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} in {storage.numel()} values")
-    within = torch.as_strided(storage, shape, stride, start)  # which checks that it is
+    within = torch.as_strided(storage, shape, stride, start)  # checks the bounds
     return within.clone(memory_format=torch.contiguous_format)

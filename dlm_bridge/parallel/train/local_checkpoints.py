@@ -1,11 +1,11 @@
-"""Local checkpoints of a Megatron run: each rank writes its own state to its node's disk or memory, often.
+"""Local checkpoints of a Megatron run: each rank frequently writes its own state to its node's disk or memory.
 
-For runs on many nodes whose shared storage takes minutes per checkpoint; tried on processes of one machine only.
+For runs on many nodes whose shared storage takes minutes per checkpoint; tested only with processes of one machine.
 
-They are what a run resumes from where they are newer than its checkpoints, on the same number of processes and with
-the same options of layout, precision and engine; nothing else reads them. Each start of a run writes into a folder of
-its own, FOLDER/run-ID/START, and DIR/local_checkpoints.json names the one that counts: the files of another start, of
-another run, or of a run that has gone on without them are never taken for this run's.
+A run resumes from a local checkpoint that is newer than its checkpoints, on the same number of processes and with the
+same layout, precision and engine; nothing else reads them. Each start of a run writes into its own folder,
+FOLDER/run-ID/START, and DIR/local_checkpoints.json names the current one, so that files of another start, of another
+run, or of a run that continued without them are never used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from rich.console import Console
 
 from dlm_bridge.convert.manifest import check_files, digests_of, write_digests
 from dlm_bridge.distributed import from_all, local_world_size, raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, SettingError, first_of, one_line, printable
+from dlm_bridge.errors import (
+    CheckpointError,
+    DlmBridgeError,
+    LayoutError,
+    ResourceError,
+    first_of,
+    one_line,
+    printable,
+)
 from dlm_bridge.files.atomic import atomic_file, atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import read_json
@@ -53,11 +61,12 @@ try:
         CheckpointingException,
     )
     from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
-except ImportError:  # `check_mcore_config` refuses --local-folder without it
+except ImportError:  # `check_mcore_config` refuses local checkpoints without it
     BaseCheckpointManager, CheckpointingException = object, Exception
 
-SAME_LAYOUT = "dp_reshardable"  # megatron-core's word for an optimizer state that each rank writes as it has it
+SAME_LAYOUT = "dp_reshardable"  # megatron-core's name for an optimizer state that is not resharded
 FILE = "state.pt"
+REMEDY = "leave out `local_folder`, or choose another"
 _NAME = re.compile(r"step-(\d{7,})\.rank-(\d+)")
 
 CheckpointId = tuple[int, int, str]  # step, rank whose state it is, folder of the start
@@ -65,25 +74,27 @@ CheckpointId = tuple[int, int, str]  # step, rank whose state it is, folder of t
 
 @dataclass(frozen=True)
 class Record:
-    """DIR/local_checkpoints.json: which local checkpoints are those of the run, and with what they were made."""
+    """Contents of DIR/local_checkpoints.json: the run's current local checkpoints, and their settings."""
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    start: str | None = None  # the folder that counts; None: the run has none yet, or has gone on without
+    start: str | None = None  # current folder; None if the run has none yet, or continued without
     settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, output: Path) -> Record:
-        """That of a run, a new one where it has none. Raises DlmBridgeError."""
+        """Read a run's record; a new one if it has none. Raises CheckpointError."""
         try:
             content = read_json(output / LOCAL_RECORD)
             record = cls(content["run"], content["start"], content["settings"])
+            names = (record.run, record.start or "")
+            if not all(isinstance(name, str) and (name + "0").isalnum() for name in names):
+                raise KeyError("folder")
         except FileNotFoundError:
             return cls()
         except (KeyError, DlmBridgeError) as error:
-            raise DlmBridgeError(f"{output / LOCAL_RECORD} is damaged ({error}): remove it to go on without") from None
-        names = (record.run, record.start or "")
-        if not all(isinstance(name, str) and (name + "0").isalnum() for name in names):
-            raise DlmBridgeError(f"{output / LOCAL_RECORD} is damaged (names no folder): remove it to go on without")
+            raise CheckpointError(
+                output / LOCAL_RECORD, f"is damaged ({one_line(error)}): remove it to continue without"
+            ) from None
         return record
 
     def write(self, output: Path) -> None:
@@ -92,15 +103,16 @@ class Record:
 
 
 def go_on_without(output: Path, console: Console) -> None:
-    """Record that a run goes on without the local checkpoints that it has, so that they are not resumed from later.
-    One process calls it."""
+    """Record that a run continues without its local checkpoints, so that they are not resumed from later. One process
+    calls it."""
     if (record := Record.read(output)).start is not None:
         dataclasses.replace(record, start=None).write(output)
-        console.print("without --local-folder: the run's local checkpoints are not used, now or later", soft_wrap=True)
+        console.print("without `local_folder`: the run's local checkpoints are not used, now or later", soft_wrap=True)
 
 
 class LocalCheckpoints:
-    """Writes and reads the local checkpoints of one run. Every process makes one and calls it together."""
+    """Writes and reads the local checkpoints of one run. Every process creates one, and all call it together. Raises
+    LayoutError if the number of nodes is not a multiple of `local_copies`."""
 
     def __init__(self, config: TrainConfig) -> None:
         options = config.checkpoint
@@ -110,27 +122,28 @@ class LocalCheckpoints:
         self.record, self.start = from_all((record, start))[0]
         self.settings = _settings(config)
         self.folder = Path(str(options.local_folder)).absolute() / f"run-{self.record.run}"
-        self.node = local_world_size()  # processes
+        self.node = local_world_size()  # processes per node
         if dist.get_world_size() % (self.node * self.copies):
-            raise SettingError(
+            raise LayoutError(
                 "local_copies",
-                f"{self.copies}: {dist.get_world_size()} processes, {self.node} a node, are not groups of that many "
-                "nodes",
+                f"{self.copies} does not divide the nodes of {dist.get_world_size()} processes, {self.node} per node",
             )
         self.step: int | None = None  # of the local checkpoint that this start resumes from
-        self.source: LocalManager | None = None  # which reads it
-        self.manager: LocalManager | None = None  # which writes those of this start
-        self.distribution: Any = None  # megatron-core checks how a state is sharded at its first save
+        self.source: LocalManager | None = None  # reads it
+        self.manager: LocalManager | None = None  # writes the local checkpoints of this start
+        self.distribution: Any = None  # sharding metadata that megatron-core collects at the first save
 
     # -- reading
 
     def find(self, step: int, checkpoint: Path | None, console: Console) -> int:
-        """The step that the run goes on from: that of the newest local checkpoint which every rank has, where it is
-        newer than the `checkpoint`, which is of `step`. Lines say which it is, and why newer ones are not used."""
+        """Find the step that the run resumes from: the newest local checkpoint that every rank has, if it is newer
+        than the `checkpoint` of `step`. The console shows which it is, and why newer ones are not used."""
         newest, notes = None, []
         if self.record.start is None:
             notes.append("the run has no local checkpoints")
-        elif changed := [key for key, value in self.settings.items() if self.record.settings.get(key) != value]:
+        elif changed := [
+            _shown(key) for key, value in self.settings.items() if self.record.settings.get(key) != value
+        ]:
             notes.append(f"warning: local checkpoints are not used: they were made with another {first_of(changed)}")
         else:
             self.source = self._manager(self.record.start)
@@ -140,10 +153,12 @@ class LocalCheckpoints:
             self.step = newest
         other = f"the checkpoint of step {step}" if checkpoint is not None else "the run's beginning"
         if self.step is not None:
-            notes.append(f"going on from the local checkpoint of step {self.step}, which is newer than {other}")
+            notes.append(f"resuming from the local checkpoint of step {self.step}, which is newer than {other}")
         else:
-            local = "no newer local checkpoint" if newest is None else f"a local checkpoint of step {newest} only"
-            notes.append(f"going on from {other}: there is {local}")
+            local = "there is no newer local checkpoint"
+            if newest is not None:
+                local = f"the newest local checkpoint is of step {newest}"
+            notes.append(f"resuming from {other}: {local}")
         if dist.get_rank() == 0:
             for line in notes:
                 console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
@@ -151,7 +166,8 @@ class LocalCheckpoints:
 
     @fp8_state.rewritten_extra_states()
     def load(self, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-        """Set weights and optimizer to what `find` has found, and return our own values. Raises DlmBridgeError."""
+        """Load weights and optimizer from the checkpoint that `find` has found, and return our own values. Raises
+        CheckpointError."""
         assert self.source is not None
         with named_load_errors(self.source.folder):
             request = sharded_state(chunks, optimizer, True, SAME_LAYOUT)
@@ -163,17 +179,17 @@ class LocalCheckpoints:
     # -- writing
 
     def begin(self) -> None:
-        """Note what the run goes on from, before it does. Raises DlmBridgeError where the folder cannot be made."""
-        with disk_errors(self.folder, "leave out --local-folder, or choose another"):
+        """Write the record before the run continues. Raises ResourceError if the folder cannot be created."""
+        with disk_errors(self.folder, REMEDY):
             self.folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
             start = None if self.step is None else self.record.start
             Record(self.record.run, start, self.settings).write(self.output)
 
-    @torch.no_grad()  # or the weights, which are broadcast to other nodes, would have a history
+    @torch.no_grad()  # weights are broadcast to other nodes
     def save(self, step: int, values: dict[str, Any], chunks: Sequence[Any], optimizer: Any) -> None:
-        """Write the local checkpoint of `step` with our own `values`, and remove those before it. Raises
-        DlmBridgeError where the disk of any node refuses."""
+        """Write the local checkpoint of `step` with our own `values`, and remove earlier ones. Raises ResourceError if
+        any node cannot write it."""
         state = {STATE: values, **sharded_state(chunks, optimizer, False, SAME_LAYOUT)}
         tensors, self.distribution = MCoreTensorAwareStateDict.from_state_dict(
             state, algo="atomic", cached_metadata=self.distribution
@@ -184,7 +200,7 @@ class LocalCheckpoints:
         self.manager = self._manager(self.start)
         self.manager.write(tensors, step)
         with raised_everywhere():
-            if dist.get_rank() == 0:  # from here on a resume takes these
+            if dist.get_rank() == 0:  # from now on a resume uses this start's
                 Record(self.record.run, self.start, self.settings).write(self.output)
         for other in self.folder.iterdir():
             if other.name != self.start:
@@ -195,7 +211,7 @@ class LocalCheckpoints:
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same for a rank's state to fit."""
+    """Settings that a resume from a rank's state must not change, by flag."""
     flags = config.as_flags()
     compared = {
         option.flag: flags[key]
@@ -206,34 +222,41 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return {"number of processes": dist.get_world_size(), **compared}
 
 
-# -- nvidia-resiliency-ext's manager over files of ours
+def _shown(key: str) -> str:
+    return f"`{key[2:].replace('-', '_')}`" if key.startswith("--") else key
+
+
+# -- nvidia-resiliency-ext's manager with our own files
 #
-# It decides which checkpoint all ranks have, copies them between nodes and removes old ones. What it would store is a
-# pickle that may run anything when it is read; here a file holds tensors and plain values, which `load_torch_file`
-# reads, beside a digest of it.
+# It determines which checkpoint all ranks have, copies checkpoints between nodes and removes old ones. Its own files
+# are pickles, which can run arbitrary code; ours contain tensors and plain values, which `load_torch_file` reads, and
+# have digests.
 
 
 class LocalManager(BaseCheckpointManager):
-    """The local checkpoints of one start of a run, in `folder`. Every process makes one and calls it together."""
+    """Local checkpoints of one start of a run, in `folder`. Every process creates one, and all call it together.
+
+    Args:
+        copies: number of ranks that store the state of a rank: its own, those at `distance`, twice it and so on.
+    """
 
     def __init__(self, folder: Path, distance: int = 1, copies: int = 1) -> None:
-        """With `copies` above 1 the state of a rank is also kept by those at this `distance`, twice it and so on."""
         strategy = CliqueReplicationStrategy.from_replication_params(distance, copies) if copies > 1 else None
         super().__init__(folder.name, strategy)
         self.folder = folder / f"rank-{dist.get_rank()}"
         self.sources = {dist.get_rank()} if strategy is None else set(strategy.local_group.ranks)
         self.excluded: set[CheckpointId] = set()
-        self.failure: str | None = None
+        self.failure: DlmBridgeError | None = None
 
     def path(self, checkpoint: CheckpointId) -> Path:
         step, rank, _ = checkpoint
         return self.folder / f"step-{step:07d}.rank-{rank}"
 
-    # -- what a run calls
+    # -- interface
 
     def find_whole(self, below: int) -> tuple[int | None, list[str]]:
-        """The newest step below `below` of which every rank has a whole checkpoint, or a rank near it; and a line on
-        each newer one."""
+        """Newest step below `below` with an intact checkpoint of every rank, on it or on a rank with a copy; and a
+        message about each newer one."""
         notes: list[str] = []
         self.excluded |= {found for found in self._my_ckpt_ids() if found[0] >= below}
         while True:
@@ -250,22 +273,22 @@ class LocalManager(BaseCheckpointManager):
             notes += [line for rank in lines for line in rank]
 
     def read(self) -> MCoreTensorAwareStateDict:
-        """This rank's state at the step that `find_whole` has found."""
+        """Read this rank's state at the step that `find_whole` has found."""
         with replicas_on_cpu() if platform.current().name == "cpu" else contextlib.nullcontext():
             state, _ = self.load()
         return state
 
     def write(self, state: MCoreTensorAwareStateDict, step: int) -> None:
-        """Write the checkpoint of `step` and remove those before it. Raises DlmBridgeError on every rank where the
-        disk of one refuses; the one before stays."""
+        """Write the checkpoint of `step` and remove earlier ones. If a rank cannot write it, ResourceError is raised
+        on every rank and the earlier one remains."""
         try:
             self.save(state, step)
         except CheckpointingException as error:
             failures = [failure for failure in from_all(self.failure) if failure is not None]
-            raise DlmBridgeError(failures[0] if failures else one_line(error)) from error
+            raise (failures[0] if failures else ResourceError(self.folder, one_line(error))) from error
 
     def _incomplete(self, above: int) -> list[str]:
-        """A line on each checkpoint after a step that some rank lacks."""
+        """Messages about checkpoints after a step that some rank lacks."""
         ranks = defaultdict(set)
         for found in self.globally_available_ids:
             for step, rank, _ in found:
@@ -278,7 +301,7 @@ class LocalManager(BaseCheckpointManager):
             if step > above and having != everyone
         ]
 
-    # -- what it is made of
+    # -- methods that nvidia-resiliency-ext calls
 
     def _my_ckpt_ids(self) -> Iterable[CheckpointId]:
         names = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()] if self.folder.is_dir() else []
@@ -286,17 +309,16 @@ class LocalManager(BaseCheckpointManager):
         return [each for each in found if each[1] in self.sources and each not in self.excluded]
 
     def _save(self, state: MCoreTensorAwareStateDict, checkpoint: CheckpointId) -> None:
-        """Nothing is raised: the ranks would wait for this one. All see that the checkpoint is not there."""
-        platform.current().synchronize()  # tensors are still on their way from the device
+        """Write a checkpoint. Does not raise, because other ranks would wait; all detect the missing checkpoint."""
+        platform.current().synchronize()  # tensors are copied from the device asynchronously
         folder = self.path(checkpoint)
-        remedy = "make room there, leave out --local-folder, or choose another"
         try:
-            with atomic_folder(folder, folder.with_name(f".{folder.name}"), remedy) as temporary:
-                with (temporary / FILE).open("wb") as stream:  # torch's own files do not say why they fail
+            with atomic_folder(folder, folder.with_name(f".{folder.name}"), f"make room there, {REMEDY}") as temporary:
+                with (temporary / FILE).open("wb") as stream:  # torch's own files hide the cause of failures
                     torch.save(_as_plain_values(state), stream)
                 write_digests(temporary, digests_of(temporary, [FILE]))
         except DlmBridgeError as error:
-            self.failure = str(error)
+            self.failure = error
 
     def _load(self, checkpoint: CheckpointId) -> MCoreTensorAwareStateDict:
         return read_state(self.path(checkpoint) / FILE)
@@ -313,7 +335,7 @@ class LocalManager(BaseCheckpointManager):
 
 
 def read_state(path: Path) -> MCoreTensorAwareStateDict:
-    """The state in a file. Raises DlmBridgeError for one that is damaged, or holds more than tensors and plain
+    """Read the state in a file. Raises CheckpointError if it is damaged, or contains more than tensors and plain
     values."""
     try:
         saved = load_torch_file(path)
@@ -321,7 +343,7 @@ def read_state(path: Path) -> MCoreTensorAwareStateDict:
         objects = [ShardedObject(**fields) for fields in saved["objects"]]
         return MCoreTensorAwareStateDict(saved["common"], dict(enumerate([*shards, *objects])))
     except Exception as error:
-        raise DlmBridgeError(f"{path}: cannot be read: {one_line(error)[:300]}: remove {path.parent}") from error
+        raise CheckpointError(path, f"cannot be read: {one_line(error)[:300]}: remove {path.parent}") from error
 
 
 def _as_plain_values(state: MCoreTensorAwareStateDict) -> dict[str, Any]:
@@ -336,14 +358,14 @@ def _as_plain_values(state: MCoreTensorAwareStateDict) -> dict[str, Any]:
 
 
 def _on_device(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a tensor that is on the device again where it came from one."""
+    """Fields of a tensor, which is copied to the device if it was saved from one."""
     device = fields.pop("device")
     data = fields["data"] if device == "cpu" else fields["data"].to(platform.current().device())
     return {**fields, "data": data}
 
 
 def _problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None where nothing is."""
+    """Description of the damage in a checkpoint's files; None if they are intact."""
     try:
         changed = check_files(folder)
     except (DlmBridgeError, OSError) as error:

@@ -1,6 +1,6 @@
-"""LoRA adapters in the Megatron engine: their weights, initial values, and the run's folder as their checkpoint.
+"""LoRA adapters in the Megatron engine: their weights, initial values, and the run's folder as a checkpoint.
 
-An iteration holds the adapter and its optimizer state alone; the base is what `--model` names, on a resume too.
+An iteration contains only the adapter and its optimizer state; the base is the run's `model`, on a resume too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dlm_bridge.convert.lora import open_adapter
 from dlm_bridge.convert.lora.experts import expert_modules
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST, adapter_manifest
 from dlm_bridge.convert.lora.peft import LoraAdapter, LoraFactor, body_names, factor_parameters, plain_config
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.files.atomic import atomic_file, disk_errors
 from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.initialisation import Normal, initialise
@@ -34,22 +34,23 @@ from dlm_bridge.train.lora import EXPERTS, check_base, fingerprint
 
 @dataclass(frozen=True)
 class LoraRun:
-    """The adapter of a run. `modules` maps each changed Hub weight to its module's name in PEFT."""
+    """Adapter of a run."""
 
     base: Checkpoint
-    modules: dict[str, str]
+    modules: dict[str, str]  # changed Hub weight -> its module's name in PEFT
     rank: int
     alpha: float
     scale: float
     seed: int
     fingerprint: str | None  # of the base's weights
-    start: LoraAdapter | None  # of `--adapter`
+    start: LoraAdapter | None  # the adapter that training continues
     dora: bool
 
     @classmethod
     def of(cls, config: TrainConfig, source: MegatronSource, checkpoint: Path | None = None) -> LoraRun | None:
-        """Of a configuration that `with_lora` gave; None where the weights themselves are trained. Raises
-        DlmBridgeError, as for an adapter (that of `--adapter`, or the `checkpoint` to resume from) of another base."""
+        """Adapter for a configuration from `with_lora`; None if the weights themselves are trained. Raises
+        CheckpointError if the adapter to continue, or the `checkpoint` to resume from, has another base, and
+        SettingError for targets that do not exist."""
         if not config.model.adapts:
             return None
         base, seed = source.bridge.checkpoint, config.data.seed
@@ -67,17 +68,19 @@ class LoraRun:
         return cls(base, modules, rank, alpha, alpha / rank, seed, found, None, config.model.lora_dora)
 
     def add(self, chunks: list[Any]) -> list[list[LiveFactor]]:
-        """The adapter in this rank's chunks, which are frozen; its factors, by chunk. Raises DlmBridgeError."""
+        """Add the adapter to this rank's chunks, which are frozen; returns its factors by chunk. Raises
+        SettingError."""
         return add_adapters(chunks, self.base, list(self.modules), self.rank, self.scale, self._initial, self.dora)
 
     def live(self, factors: list[list[LiveFactor]]) -> LiveAdapter:
-        """The trained adapter, of which this rank's chunks have `factors`. Every process calls this together."""
+        """Trained adapter, from the factors of this rank's chunks. Every process calls this together."""
         return LiveAdapter(
             live_adapter_tensors(self.base, list(self.modules), self.rank, self.dora), factors, self.scale
         )
 
     def write_manifest(self, root: Path, dtype: torch.dtype) -> None:
-        """Make a run's folder of checkpoints that of an adapter. One process calls it, when a run starts."""
+        """Write the manifest that identifies a run's checkpoint folder as an adapter's. One process calls it at the
+        start of a run."""
         name = self.base.hub.source.get("name")
         config = plain_config(self.rank, self.alpha, self.modules.values(), name, self.dora)
         if self.start is not None:
@@ -98,7 +101,7 @@ class LoraRun:
                 stream.write(json.dumps(manifest, indent=1) + "\n")
 
     def described(self) -> str:
-        """One line about what is trained."""
+        """Describe the adapter in one line."""
         modules = (module.removesuffix(".base_layer") for module in self.modules.values())
         kinds = sorted({module.rpartition(".")[2] for module in modules})
         numbers = factor_parameters(self.base, self.modules, self.rank, self.dora)
@@ -109,7 +112,8 @@ class LoraRun:
         )
 
     def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor | None:
-        """Of a new adapter: A with the variance of PEFT's, from (seed, name) alone, B zero, magnitudes the base's."""
+        """Initial values of a factor. In a new adapter A has PEFT's variance and depends only on (seed, name), B is
+        zero, and magnitudes are the base's norms."""
         if self.start is not None:
             return self.start.tensor(weight, part)
         if part == "magnitude":
@@ -121,7 +125,8 @@ class LoraRun:
 
 
 def _fingerprint(source: MegatronSource) -> str | None:
-    """The base's, as the Accelerate engine has it; None where the class has parameters that the Hub does not."""
+    """Fingerprint of the base, same as in the Accelerate engine; None if the class has parameters that the Hub does
+    not have."""
     base = source.bridge.checkpoint
     hub_names = {body: name for name, body in body_names(base.family, base.param_of).items()}
     try:
@@ -131,7 +136,7 @@ def _fingerprint(source: MegatronSource) -> str | None:
 
 
 def _modules(base: Checkpoint, model: Any, targets: list[str]) -> dict[str, str]:
-    """The Hub weights that these targets name, with their modules' names in PEFT. Raises DlmBridgeError."""
+    """Hub weights of these targets, with their modules' names in PEFT. Raises SettingError."""
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     names = [
         name
@@ -146,8 +151,9 @@ def _modules(base: Checkpoint, model: Any, targets: list[str]) -> dict[str, str]
     found = {*(module.rpartition(".")[2] for module in named.values()), *([EXPERTS] if experts else [])}
     for target in targets:
         if target not in found:
-            raise DlmBridgeError(
-                f"--lora-targets {target}: with --engine megatron adapters are of linear layers that Megatron's "
-                "layers have, and of experts: leave it out, or use --engine accelerate"
+            raise SettingError(
+                "lora_targets",
+                f"{target} is neither a linear layer of the Megatron model nor {EXPERTS}: unset it, or use "
+                "`engine=accelerate`",
             )
     return named | experts

@@ -1,4 +1,4 @@
-"""Training options as megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
+"""megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig for the options of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import Objective
@@ -20,7 +20,6 @@ from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES, model_config
 from dlm_bridge.parallel.core import (
     AttnBackend,
     DistributedDataParallelConfig,
-    MissingExtraError,
     OptimizerConfig,
     named_refusals,
     parallel_state,
@@ -28,6 +27,7 @@ from dlm_bridge.parallel.core import (
 from dlm_bridge.parallel.layer_spec import uses_transformer_engine
 from dlm_bridge.parallel.mcore_patches.modules import BLOCK_ROUTING_CAPACITY
 from dlm_bridge.parallel.train.settings import passed_on
+from dlm_bridge.settings import check_choice
 from dlm_bridge.train.config import (
     TrainConfig,
     check_instances_of_experts,
@@ -44,34 +44,37 @@ ALLTOALL_ONLY = (
     "moe_router_padding_for_quantization",
     "variable_seq_lengths",
 )
-# Modules whose recomputation asks Transformer Engine whether its precision is FP8.
+# Modules whose recomputation queries Transformer Engine's FP8 state.
 TRANSFORMER_ENGINE_RECOMPUTE = ("layernorm", "moe_act")
-# Elements, Megatron-LM's default. Without a size Megatron FSDP puts all parameters outside its units into one bucket,
-# whose gradients it holds whole in fp32: under `optim_grads`, which has no units, those of the model.
+# Elements; Megatron-LM's default. Without a size Megatron FSDP puts all parameters outside its units into one bucket
+# with unsharded fp32 gradients: with `optim_grads`, which has no units, all parameters of the model.
 _FSDP_BUCKET = 40_000_000
+UNTRAINED = "set `mtp_loss_scaling_factor=0`, with which those layers are not trained"
+MASKED = "graphs do not support rows with an attention mask"
 
 
 def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Objective) -> dict[str, Any]:
-    """Fields of megatron-core's TransformerConfig that a run's options set.
+    """Fields of megatron-core's TransformerConfig for a run's options.
 
-    Raises DlmBridgeError for what needs Transformer Engine where it is not there.
+    Raises MissingExtraError for a setting that needs Transformer Engine, and SettingError or LayoutError for settings
+    that the model does not support.
     """
     parallel, precision, backend = config.parallel, config.precision, config.engine.attention_backend
     has_te = uses_transformer_engine()
     on_cpu = platform.current().name == "cpu"
-    te_activation = has_te and not bridge.dims.experts  # faster than megatron-core's, which only experts need
+    te_activation = has_te and not bridge.dims.experts  # faster than megatron-core's, but does not support experts
     fields: dict[str, Any] = {
         "sequence_parallel": parallel.sharded_sequence,
         "tp_comm_overlap": parallel.tp_overlap,
         "cuda_graph_impl": "local" if config.engine.cuda_graphs else "none",
         "tp_comm_bootstrap_backend": "gloo",
-        # Gradients are sums; the objective's weights carry the global normaliser.
+        # Gradients are sums; the objective's weights contain the global normaliser.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": has_te and parallel.fsdp is None,
-        # gloo sends after the call has returned, from memory that megatron-core frees because streams would wait.
+        # gloo sends after the call has returned, from memory that megatron-core frees, relying on streams.
         "deallocate_pipeline_outputs": parallel.pp > 1 and not on_cpu,
         "masked_softmax_fusion": False,
-        # Fused by torch.compile, which takes longer on a CPU than it ever saves.
+        # Fused by torch.compile, which does not pay off on a CPU.
         "bias_activation_fusion": not on_cpu and not te_activation,
         "use_te_activation_func": te_activation,
         "bias_dropout_fusion": not on_cpu,
@@ -86,7 +89,9 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
         fields["attention_backend"] = AttnBackend[backend]
     if precision.precision == "fp8":
         if not has_te:
-            raise DlmBridgeError("--precision fp8 needs Transformer Engine and a GPU: pip install 'dlm-bridge[te]'")
+            raise MissingExtraError(
+                "precision", "fp8 needs Transformer Engine and a GPU: pip install 'dlm-bridge[te]'"
+            )
         fields |= {
             "fp8": precision.fp8_format,
             "fp8_recipe": precision.fp8_recipe,
@@ -96,10 +101,6 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     passed = passed_on(config, "transformer")
     described = bridge.mapping.settings(bridge.config)
-    if passed.get("moe_apply_probs_on_input") and described.get("moe_router_topk") != 1:
-        raise DlmBridgeError(
-            "--megatron transformer.moe_apply_probs_on_input is for routers that choose one expert: leave it out"
-        )
     if bridge.dims.experts:
         check_experts(config)
         tokens = config.data.global_batch_size * config.data.seq_length * objective.tokens_read
@@ -109,22 +110,23 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
 
 
 def prediction_fields(config: TrainConfig, layers: int) -> dict[str, Any]:
-    """The fields of so many multi-token prediction layers, where they are trained: not beside an adapter, whose base
-    stays as it is. Raises DlmBridgeError."""
+    """TransformerConfig's fields for a model's multi-token prediction layers; empty if they are not trained, as with
+    an adapter. Raises SettingError if FSDP does not support them."""
     factor, fsdp = config.objective.mtp_loss_scaling_factor, config.parallel.fsdp
     if not layers or not factor or config.model.adapts:
         return {}
     if fsdp is not None:
-        raise DlmBridgeError(
-            f"--fsdp {fsdp}: multi-token prediction reads embedding and head again, which Megatron FSDP may have "
-            "freed by then: set --mtp-loss-scaling-factor 0, which leaves those layers as they are"
+        raise SettingError(
+            "fsdp",
+            f"{fsdp}: multi-token prediction reads embedding and head after Megatron FSDP may have freed them: "
+            f"{UNTRAINED}",
         )
     return {"mtp_num_layers": layers, "mtp_loss_scaling_factor": factor}
 
 
 def _supports_fused_rope(bridge: Bridge, objective: Objective) -> bool:
-    """Whether the fused rotary kernel computes the same: it takes one row of positions, and applies neither YaRN's
-    scale nor that of queries."""
+    """True if the fused rotary kernel is equivalent: it needs the same positions in all rows, and applies neither
+    YaRN's scale nor that of queries."""
     described = bridge.mapping.settings(bridge.config)
     own_positions = objective.own_positions or bool(described.get("multi_latent_attention"))
     return not own_positions and not any(name.startswith(ROTARY_ATTRIBUTES) for name in described)
@@ -134,20 +136,20 @@ def _recompute_fields(config: TrainConfig, has_te: bool) -> dict[str, Any]:
     recompute, modules, layers = config.engine.recompute, config.engine.recomputed, config.engine.recompute_layers
     if recompute == "full":
         method = {"recompute_method": "uniform", "recompute_num_layers": 1}
-        if layers is not None:  # the first so many of every stage
+        if layers is not None:  # the first layers of every stage
             method = {"recompute_method": "block", "recompute_num_layers": layers}
         return {"recompute_granularity": "full", **method}
     if recompute == "selective":
         needing = [name for name in modules if name in TRANSFORMER_ENGINE_RECOMPUTE]
         if needing and not has_te:
-            raise DlmBridgeError(f"--recompute-modules {needing[0]} needs Transformer Engine: leave it out")
+            raise MissingExtraError("recompute_modules", f"{needing[0]} needs Transformer Engine: unset it")
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 
 def _dispatcher(config: TrainConfig, top_k: int, passed: dict[str, Any]) -> str:
-    """megatron-core's token dispatcher; for "auto" the one that moves the fewest copies of a token: an all-gather
-    moves one to each rank of the expert group, an all-to-all one to each of its `top_k` experts."""
+    """megatron-core's token dispatcher. "auto" is the one that sends the fewest copies of a token: an all-gather sends
+    one to each rank of the expert group, an all-to-all one to each of the `top_k` experts."""
     parallel = config.parallel
     if parallel.moe_dispatcher != "auto":
         return parallel.moe_dispatcher
@@ -160,17 +162,16 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
     parallel, objective, grouped = config.parallel, config.objective, config.engine.moe_grouped_gemm
     ep, expert_tp = parallel.ep, parallel.expert_tp
     if dispatcher == "alltoall" and min(ep, expert_tp) > 1 and platform.current().backend == "gloo":
-        raise DlmBridgeError(
-            f"--ep {ep} with experts sharded over {expert_tp} ranks: gloo cannot gather the uneven shards that "
-            "--moe-dispatcher alltoall leaves: use allgather, or --etp 1"
+        raise LayoutError(
+            "moe_dispatcher",
+            f"alltoall with `ep={ep}` and experts sharded over {expert_tp} ranks: gloo cannot gather shards of "
+            "different sizes: use allgather, or `etp=1`",
         )
-    if dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise DlmBridgeError("--moe-dispatcher flex needs the package deep_ep (DeepEP): install it, or use alltoall")
-    # megatron-core multiplies these losses by the local tokens of each rank, which sequence and context parallelism
+    # megatron-core multiplies these losses by each rank's number of tokens, which sequence and context parallelism
     # divide (without them it repeats the tokens and divides): summed over ranks that is 1 / (tp cp) of all tokens.
     scale = parallel.tp * parallel.cp / tokens
     rows = 1
-    if objective.moe_aux_loss_coeff and objective.moe_aux_loss == "seq_aux_loss":  # ... but by the tokens of one row
+    if objective.moe_aux_loss_coeff and objective.moe_aux_loss == "seq_aux_loss":  # multiplied by one row's tokens
         rows, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
     fields: dict[str, Any] = {
         "moe_token_dispatcher_type": dispatcher,
@@ -188,31 +189,27 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
 
 
 def check_mcore_config(config: TrainConfig) -> None:
-    """Raise DlmBridgeError for what the engine and megatron-core's optimizer refuse whatever the model, before one is
-    built; MissingExtraError for what this machine lacks."""
-    backend = config.engine.attention_backend
-    if backend not in (None, *ATTENTION_BACKENDS):
-        raise DlmBridgeError(
-            f"--attention-backend {backend!r} is unknown: with --engine megatron known are "
-            f"{', '.join(ATTENTION_BACKENDS)}"
-        )
+    """Check the settings that do not depend on the model. Raises SettingError, LayoutError, or MissingExtraError for a
+    package or a device that this machine lacks."""
+    if (backend := config.engine.attention_backend) is not None:
+        check_choice("attention_backend", backend, ATTENTION_BACKENDS)
     if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise MissingExtraError("--local-folder needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
+        raise MissingExtraError("local_folder", "needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
     if config.parallel.tp_overlap:
         groups.check_userbuffers(config.parallel.tp)
     if config.engine.cuda_graphs and not platform.current().records_graphs():
-        raise MissingExtraError("--cuda-graphs needs an NVIDIA GPU: leave it out")
+        raise MissingExtraError("cuda_graphs", "needs an NVIDIA GPU: unset it")
     data_parallel_config(config)
     optimizer_config(config)
 
 
 def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
-    """megatron-core's configuration of data parallelism. Raises DlmBridgeError."""
+    """megatron-core's configuration of data parallelism. Raises SettingError, or MissingExtraError without NCCL."""
     parallel, sharded = config.parallel, _is_sharded(config)
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        # FSDP with unsharded gradients on each rank: megatron-core 0.16.1 adds what it has summed in the meantime to
-        # the rank's own (`GradReducePipeline._bucket_group_gradient_reduce`), whereas the sum at the end replaces it.
+        # FSDP with unsharded gradients: with overlap megatron-core 0.16.1 adds the reduced gradients to the rank's own
+        # (`GradReducePipeline._bucket_group_gradient_reduce`); without, the reduced gradients replace them.
         "overlap_grad_reduce": parallel.overlap_communication and parallel.fsdp != "optim",
         "overlap_param_gather": parallel.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
@@ -223,69 +220,54 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
         **passed_on(config, "ddp"),
     }
     if settings.get("nccl_ub") and (backend := platform.current().backend) != "nccl":
-        raise MissingExtraError(
-            f"--megatron ddp.nccl_ub: its buffers are NCCL's, and messages are {backend}'s here: leave it out"
-        )
-    if settings["num_distributed_optimizer_instances"] > 1 and settings.get("reduce_scatter_with_fp32_accumulation"):
-        raise DlmBridgeError(
-            "--optimizer-instances with --megatron ddp.reduce_scatter_with_fp32_accumulation is not "
-            "in megatron-core: leave one of them out"
-        )
+        raise MissingExtraError("megatron", f"ddp.nccl_ub needs NCCL, but the backend is {backend}: unset it")
     with named_refusals():
         return DistributedDataParallelConfig(**settings)
 
 
 def _is_sharded(config: TrainConfig) -> bool:
-    """Whether the optimizer's state is sharded: megatron-core does so for Adam only; SGD has next to none,
-    and with Muon it must not."""
+    """True if the optimizer's state is sharded. megatron-core shards only Adam's; SGD has little state, and Muon's
+    must not be sharded."""
     distributed = config.parallel.distributed_optimizer and config.optimizer.optimizer == "adamw"
     return distributed or config.parallel.fsdp is not None
 
 
 def optimizer_config(config: TrainConfig) -> OptimizerConfig:
-    """megatron-core's configuration of the optimizer. Raises DlmBridgeError."""
+    """megatron-core's configuration of the optimizer. Raises SettingError, or MissingExtraError without Transformer
+    Engine or a GPU."""
     dtype, optimizer, precision = DTYPES[config.precision.precision], config.optimizer, config.precision
     settings: dict[str, Any] = {
-        "optimizer": "sgd" if optimizer.optimizer == "sgd" else "adam",  # inside which Muon is put
+        "optimizer": "sgd" if optimizer.optimizer == "sgd" else "adam",  # Muon wraps Adam
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
         "adam_eps": optimizer.adam_eps,
-        "clip_grad": optimizer.clip_grad or math.inf,  # which only measures the norm
+        "clip_grad": optimizer.clip_grad or math.inf,  # inf only measures the norm
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "use_distributed_optimizer": _is_sharded(config),
         "optimizer_cpu_offload": optimizer.optimizer_cpu_offload,
         "optimizer_offload_fraction": float(optimizer.optimizer_cpu_offload),
-        # Without it main params would stay on the device besides, and no checkpoint could be resumed from.
+        # Otherwise main params would stay on the device as well, and checkpoints could not be resumed from.
         "use_precision_aware_optimizer": optimizer.optimizer_cpu_offload,
         **({"fp8_recipe": precision.fp8_recipe} if precision.precision == "fp8" else {}),
         **passed_on(config, "optimizer"),
     }
-    if optimizer.optimizer_cpu_offload and not settings["use_precision_aware_optimizer"]:
-        raise DlmBridgeError(
-            "--megatron optimizer.use_precision_aware_optimizer=false: --optimizer-cpu-offload is part of that "
-            "optimizer: leave one of them out"
-        )
-    if optimizer.optimizer_cpu_offload and not config.parallel.distributed_optimizer:
-        raise DlmBridgeError(
-            "--optimizer-cpu-offload with --no-distributed-optimizer: megatron-core offloads the sharded optimizer "
-            "only: leave out one of them"
-        )
-    if optimizer.optimizer_cpu_offload and platform.current().name == "cpu":
-        raise MissingExtraError("--optimizer-cpu-offload: everything is on the CPU already: leave it out")
+    if optimizer.optimizer_cpu_offload:
+        if not (settings["use_precision_aware_optimizer"] and config.parallel.distributed_optimizer):
+            raise SettingError(
+                "optimizer_cpu_offload",
+                "needs `distributed_optimizer` and megatron-core's optimizer.use_precision_aware_optimizer",
+            )
+        if platform.current().name == "cpu" or importlib.util.find_spec("transformer_engine") is None:
+            raise MissingExtraError(
+                "optimizer_cpu_offload", "needs a GPU and Transformer Engine: pip install 'dlm-bridge[te]'"
+            )
     if settings["use_precision_aware_optimizer"] and optimizer.ema_decay:
-        raise DlmBridgeError(
-            "--megatron optimizer.use_precision_aware_optimizer with --ema-decay: it keeps no main params to average: "
-            "leave one of them out"
-        )
-    if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
-        asked = "--megatron optimizer.use_precision_aware_optimizer"
-        raise MissingExtraError(
-            f"{'--optimizer-cpu-offload' if optimizer.optimizer_cpu_offload else asked} needs Transformer Engine: "
-            "pip install 'dlm-bridge[te]'"
+        raise SettingError(
+            "ema_decay", "needs main params, which optimizer.use_precision_aware_optimizer does not have"
         )
     with named_refusals():
         return OptimizerConfig(**settings)
@@ -294,8 +276,8 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
 def check_model(
     config: TrainConfig, family: FamilySpec, hub_config: dict[str, Any], dims: Dims, objective: Objective | None
 ) -> None:
-    """Raise DlmBridgeError for what megatron-core, and this engine, do not support of a model and layout; `dims` count
-    its multi-token prediction layers. What this machine alone lacks is left to the run."""
+    """Check that megatron-core and this engine support a model, its options and its layout. Raises SettingError or
+    LayoutError; packages and devices that this machine lacks are not reported."""
     with contextlib.suppress(MissingExtraError):
         check_mcore_config(config)
     if dims.experts:
@@ -312,72 +294,72 @@ def check_model(
 
 
 def check_sizes(config: TrainConfig, objective: Objective) -> None:
-    """Raise DlmBridgeError for rows and batches that a run's layout does not divide."""
+    """Raise LayoutError for rows and batches that a run's layout does not divide."""
     streams, vp, pp = objective.streams, config.parallel.vp, config.parallel.pp
     rank_positions(streams * config.data.seq_length, config.parallel.cp, streams)
     processes = parallel_state.get_data_parallel_world_size()
     micro, _ = config.data.accumulation(processes)
     for size in config.data.batch_sizes if vp > 1 else ():
         if (batches := size // processes // micro) % pp:
-            raise DlmBridgeError(
-                f"--vp {vp} takes micro-batches in groups of --pp {pp}, and a step has {batches} of them: "
-                "change --global-batch-size, --batch-ramp-up or --micro-batch-size"
+            raise LayoutError(
+                "vp",
+                f"{vp} needs a multiple of {pp} (`pp`) micro-batches, but a step has {batches}: change "
+                "`global_batch_size`, `batch_ramp_up` or `micro_batch_size`",
             )
 
 
 def check_sequence(config: TrainConfig) -> None:
-    """Raise DlmBridgeError for rows that sequence parallelism does not divide: megatron-core notices too late."""
+    """Raise LayoutError for rows that sequence parallelism does not divide, which megatron-core detects too late."""
     tp, cp, length = config.parallel.tp, config.parallel.cp, config.data.seq_length
-    if config.parallel.sharded_sequence and length // cp % tp:  # of each stream
-        context = f" / --cp {cp}" if cp > 1 else ""
-        raise DlmBridgeError(
-            f"--seq-length {length}{context} is not a multiple of --tp {tp}, over which sequence parallelism shards "
-            "the rows: change one of them, or add --no-sequence-parallel"
+    if config.parallel.sharded_sequence and length // cp % tp:  # in each stream
+        parts = f"{length}, in `cp={cp}` parts," if cp > 1 else f"{length}"
+        raise LayoutError(
+            "seq_length",
+            f"{parts} does not divide over the `tp={tp}` ranks of sequence parallelism: change one of them, or set "
+            "`sequence_parallel=False`",
         )
 
 
 def check_experts(config: TrainConfig) -> None:
-    """Raise DlmBridgeError for a layout in which megatron-core trains no experts."""
+    """Raise SettingError for settings with which megatron-core does not train experts."""
     parallel = config.parallel
     check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
     check_instances_of_experts(parallel.optimizer_instances, parallel.fsdp)
-    if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
-        raise DlmBridgeError("--moe-dispatcher flex needs --ep above 1: use alltoall")
 
 
 def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: dict[str, Any]) -> None:
-    """Raise DlmBridgeError for a model whose communication cannot be overlapped as asked: one of so many `experts`,
-    that `predicts` or not with multi-token prediction layers, and is `described` by `Mapping.settings`."""
+    """Raise SettingError if overlapped communication or CUDA graphs do not support a model.
+
+    Args:
+        experts: number of experts.
+        predicts: multi-token prediction layers are trained.
+        described: the model's `Mapping.settings`.
+    """
     parallel = config.parallel
     if parallel.tp_overlap:
         check_userbuffers(bool(described.get("multi_latent_attention")))
     if config.engine.cuda_graphs and experts:
-        raise DlmBridgeError("--cuda-graphs: experts get another number of tokens in each step: leave it out")
+        raise SettingError("cuda_graphs", "experts get a different number of tokens in each step: unset it")
     if config.engine.cuda_graphs and predicts:
-        raise DlmBridgeError(
-            "--cuda-graphs: multi-token prediction layers in graphs were never compared: set "
-            "--mtp-loss-scaling-factor 0, which leaves them as they are, or leave it out"
-        )
+        raise SettingError("cuda_graphs", f"untested with multi-token prediction layers: {UNTRAINED}, or unset it")
     if not parallel.ep_overlap:
         return
     if experts == parallel.ep and parallel.expert_tp == 1:
-        raise DlmBridgeError(
-            f"--ep-overlap: with one of {experts} experts on each rank megatron-core frees the tokens that their "
-            "gradients need: use a smaller --ep, or leave it out"
+        raise SettingError(
+            "ep_overlap",
+            "with one expert per rank megatron-core frees tokens that gradients need: use a smaller `ep`, or leave "
+            "it out",
         )
     if predicts:
-        raise DlmBridgeError(
-            "--ep-overlap: megatron-core's schedule gives multi-token prediction layers other tokens than they read: "
-            "set --mtp-loss-scaling-factor 0, which leaves those layers as they are, or leave it out"
+        raise SettingError(
+            "ep_overlap",
+            f"megatron-core's schedule passes wrong tokens to multi-token prediction layers: {UNTRAINED}, or unset it",
         )
     if BLOCK_ROUTING_CAPACITY in described:
-        raise DlmBridgeError("--ep-overlap: this model's routers go by their layer's mask: leave it out")
+        raise SettingError("ep_overlap", "this model's routers depend on their layer's attention mask: unset it")
 
 
 def check_cuda_graphs(config: TrainConfig, objective: Objective, attention_pattern: str) -> None:
-    """Raise DlmBridgeError for an objective whose rows have an attention mask, where layers are in CUDA graphs."""
+    """Raise SettingError for CUDA graphs with an objective whose rows have an attention mask."""
     if config.engine.cuda_graphs and (objective.streams > 1 or attention_pattern == "block_causal"):
-        raise DlmBridgeError(
-            "--cuda-graphs: rows of this model and objective have an attention mask, which layers in graphs do not "
-            "take: leave it out"
-        )
+        raise SettingError("cuda_graphs", f"{MASKED}: unset it")

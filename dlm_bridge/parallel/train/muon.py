@@ -1,10 +1,10 @@
-"""Muon in the Megatron engine: the step that one process, and the Accelerate engine, would take. For runs with
-`--optimizer muon`; run on two GPUs at TP2 (November 2026).
+"""Muon in the Megatron engine (`optimizer=muon`), with the same step as one process and the Accelerate engine. Run on
+two GPUs at TP2 (November 2026).
 
-megatron-core's optimizers keep the main params, the order of the state and the checkpoints; the one inside each is
-replaced. A matrix is orthogonalised as the Hub has it (query, key and value apart, gate and up apart, each expert):
-its momentum is gathered over tensor parallel ranks, in bf16 as the iteration has it, and each rank keeps its own part
-of the update. Data parallel ranks hold whole momenta, and all compute the same.
+The optimizer inside each of megatron-core's optimizers is replaced; main params, the order of the state and
+checkpoints are megatron-core's. Matrices are orthogonalised as on the Hub (query, key and value separately, gate and
+up separately, each expert): the momentum is gathered over tensor parallel ranks in bf16, the iteration's dtype, and
+each rank applies its shard of the update. Data parallel ranks have whole momenta, and compute the same update.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.weights import gather_shards, live_tensors, shard_of
 from dlm_bridge.train.muon import ADAMW_RMS, muon_parameters, muon_update, takes_muon
 
-MOMENTUM, BUFFER = "momentum", "momentum_buffer"  # of a param group of Muon's, and of a parameter's state
+MOMENTUM, BUFFER = "momentum", "momentum_buffer"  # keys of Muon's param groups, and of a parameter's state
 
 
 def muon_optimizer(settings: Any, chunks: Sequence[Any], source: MegatronSource, momentum: float) -> Any:
-    """megatron-core's optimizer with these `settings` (of Adam) over wrapped chunks, with Muon for the matrices."""
+    """megatron-core's optimizer for wrapped chunks, with Muon for the matrices and Adam (`settings`) for the rest."""
     matrices = _matrices(chunks, source)
-    # megatron-core tells the param groups of a checkpoint apart by lr_mult, which nothing else here sets.
+    # megatron-core identifies the param groups of a checkpoint by lr_mult, which nothing else sets.
     overrides = {
         **get_standard_config_overrides(settings),
         ParamKey(predicate=ParamPredicate("muon", lambda parameter: parameter in matrices)): {
@@ -45,15 +45,15 @@ def muon_optimizer(settings: Any, chunks: Sequence[Any], source: MegatronSource,
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides)
     mains = {getattr(parameter, "main_param", parameter): param for parameter, param in matrices.items()}
     for part in parts_of(optimizer):
-        if part.optimizer is not None:  # of a rank without parameters
+        if part.optimizer is not None:  # None on a rank without parameters
             part.optimizer = MuonAndAdam(part.optimizer, mains)
             part.init_state_fn = _init_state
     return optimizer
 
 
 def _matrices(chunks: Sequence[Any], source: MegatronSource) -> dict[torch.Tensor, ParamMapping]:
-    """What Muon updates of a rank's parameters: those of the same Hub tensors as in the Accelerate engine, and the
-    like of multi-token prediction layers, which it does not have."""
+    """Parameters on this rank that Muon updates: the same Hub tensors as in the Accelerate engine, and the
+    corresponding ones of multi-token prediction layers."""
     names = {
         hub_name
         for name in muon_parameters(source.model)
@@ -71,22 +71,26 @@ def _matrices(chunks: Sequence[Any], source: MegatronSource) -> dict[torch.Tenso
 
 
 def _is_layers_matrix(param: ParamMapping) -> bool:
-    """Whether Muon takes a parameter of a prediction layer, whose experts it leaves to AdamW as in other layers."""
+    """True if Muon updates a parameter of a prediction layer. As in other layers, AdamW updates experts."""
     in_layer = ".transformer_layer." in param.megatron_name and param.expert is None
     return in_layer and all(map(takes_muon, param.hub_names, param.hub_shapes))
 
 
 class MuonAndAdam(torch.optim.Optimizer):
-    """Muon for the param groups with a momentum, `adam` for the others, as one optimizer with one state."""
+    """Muon for the param groups with a momentum and Adam for the others, as one optimizer with one state.
+
+    Args:
+        adam: has all param groups.
+        matrices: mapping of each parameter that Muon updates.
+    """
 
     def __init__(self, adam: torch.optim.Optimizer, matrices: dict[torch.Tensor, ParamMapping]) -> None:
-        """`adam` has all param groups; `matrices` are by the parameters in them."""
         self._adam, self._matrices = adam, matrices
         super().__init__(adam.param_groups, {})
         self._share()
 
     def _share(self) -> None:
-        """Let AdamW work on its groups of this optimizer, and on its state."""
+        """Share the state, and the groups without momentum, with Adam."""
         self._adam.param_groups = [group for group in self.param_groups if MOMENTUM not in group]
         self._adam.state = self.state
 
@@ -125,8 +129,8 @@ class MuonAndAdam(torch.optim.Optimizer):
 
 
 def sharded_update(param: ParamMapping, momentum: torch.Tensor) -> torch.Tensor:
-    """A rank's shard of a parameter's update, of its shard of the momentum. Each Hub tensor in it is a matrix of
-    its own. Collective over the ranks that hold shards of it."""
+    """Shard of a parameter's update, from this rank's shard of the momentum. Each Hub tensor in it is orthogonalised
+    separately. Collective over the ranks that hold shards of the parameter."""
     whole = torch.empty(param.megatron_shape, dtype=momentum.dtype, device=momentum.device)
     gather_shards(param, momentum, whole)
     updates = [muon_update(matrix) for matrix in param.to_hub(whole)]
@@ -134,7 +138,7 @@ def sharded_update(param: ParamMapping, momentum: torch.Tensor) -> torch.Tensor:
 
 
 def _init_state(optimizer: MuonAndAdam, settings: Any = None) -> None:
-    """Zeros for what a checkpoint has, before it is loaded."""
+    """Initialise the state with zeros before a checkpoint is loaded."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             names = (BUFFER,) if MOMENTUM in group else ("exp_avg", "exp_avg_sq")

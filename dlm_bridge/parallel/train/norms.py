@@ -1,5 +1,5 @@
-"""Norms of parameters and gradients that megatron-core has distributed, each element counted on one rank: with
-`--norm-interval` they show in which layer a run begins to diverge."""
+"""Norms of megatron-core's distributed parameters and gradients by layer (`norm_interval`), each element counted on
+one rank. They show in which layer a run starts to diverge."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dlm_bridge.train.norms import EMBEDDING, FINAL_NORM, HEAD, OTHER, LayerNorm
 
 
 class MegatronLayerNorms(LayerNorms):
-    """Those of this rank's virtual stages: the optimizer's shards of them, or where it is not sharded what the first
-    data parallel rank holds. Of a head tied to the embedding the first stage's copy counts."""
+    """Norms over this rank's virtual stages: over the optimizer's shards, or on the first data parallel rank if it is
+    not sharded. If the head is tied to the embedding, the first stage's copy counts."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, device: torch.device, cpu_group: Any) -> None:
         self.optimizer = optimizer
@@ -67,10 +67,10 @@ class MegatronLayerNorms(LayerNorms):
         return scale.to(self.device, torch.float64).squeeze()
 
     def _own(self, parameter: torch.Tensor) -> slice | None:
-        """The elements of a flat parameter that this rank counts; None where it has none."""
+        """Range of a flat parameter that this rank counts; None if it counts none."""
         for part in self.parts:
             if parameter in getattr(part, "model_param_gbuf_map", ()):
-                # Each instance of the distributed optimizer has a shard of every parameter.
+                # Every instance of the distributed optimizer has all shards.
                 return param_range(part, parameter) if part.distributed_optimizer_instance_id == 0 else None
         if any(hasattr(part, "model_param_gbuf_map") for part in self.parts):
             return None
@@ -82,7 +82,7 @@ class MegatronLayerNorms(LayerNorms):
 
 
 def _is_no_duplicate(parameter: Any) -> bool:
-    """Whether this rank is the one of its tensor parallel group that counts a parameter."""
+    """True if this rank counts a parameter for its tensor parallel group."""
     if _of_expert(parameter):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
@@ -91,12 +91,12 @@ def _is_no_duplicate(parameter: Any) -> bool:
 
 
 def _of_expert(parameter: Any) -> bool:
-    """Whether a parameter's gradients are summed over the ranks that hold the same expert."""
+    """True if a parameter's gradients are summed only over the ranks that hold the same expert."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _layer(name: str, chunk: Any) -> str:
-    """The name in the metrics of a parameter's layer, by its global number."""
+    """Name of a parameter's layer in the metrics, with its global number."""
     if found := re.search(r"\bmtp\.layers\.(\d+)\.", name):
         return f"mtp.{found[1]}"
     if found := re.search(r"\bdecoder\.layers\.(\d+)\.", name):

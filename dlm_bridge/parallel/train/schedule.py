@@ -1,4 +1,4 @@
-"""megatron-core's pipeline schedule over the micro-batches of a step, and what it calls of the optimizer."""
+"""megatron-core's pipeline schedule over the micro-batches of a step, and its callbacks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run_schedule(
     forward_only: bool,
     timed: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext,
 ) -> list[torch.Tensor]:
-    """Run megatron-core's pipeline schedule over micro-batches of one shape, of which this rank has a `cp`-th of each
-    row.
+    """Run megatron-core's pipeline schedule over micro-batches of the same shape.
 
     Args:
-        inputs: of a micro-batch on the device, the keyword arguments of a forward pass.
-        timed: a context in which each forward pass runs.
+        batches: this rank's part of each micro-batch: 1 / cp of each row.
+        inputs: returns the keyword arguments of a forward pass for a micro-batch on the device.
+        timed: context manager in which each forward pass runs.
 
-    Returns the sums of each micro-batch on the last stage's ranks, nothing on others. Unless `forward_only` the
+    Returns the sums of each micro-batch on the last stage's ranks, an empty list on others. Unless `forward_only`, the
     gradients of the losses, summed over all ranks, are in the chunks' buffers.
     """
     device = platform.current().device()
@@ -62,7 +62,7 @@ def run_schedule(
 
 
 def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Give megatron-core's schedules what they call: loss scaling, gradient reduction, no_sync."""
+    """Set the callbacks of megatron-core's schedules: loss scaling, gradient reduction, no_sync."""
     transformer = chunks[0].config
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = _finalize_model_grads
@@ -72,21 +72,20 @@ def connect_schedule(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
-    """Give each parameter group of megatron-core's optimizer its learning rate and, where it decays, its weight
-    decay."""
+    """Set the learning rate and weight decay of each parameter group of megatron-core's optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
 def optimizer_weights(optimizer: Any) -> list[torch.Tensor]:
-    """The weights that this rank's part of megatron-core's optimizer updates."""
+    """Weights that this rank's part of megatron-core's optimizer updates."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 @contextlib.contextmanager
 def eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
-    """Layers in evaluation mode: without dropout."""
+    """Context manager with layers in evaluation mode: without dropout."""
     for chunk in chunks:
         chunk.eval()
     yield
@@ -96,7 +95,8 @@ def eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered_weights(chunks: Sequence[Any]) -> Iterator[None]:
-    """Outside of a training step: all weights are gathered, and no forward pass gathers them again."""
+    """Context manager, outside of a training step, in which all weights are gathered and forward passes do not gather
+    them again."""
     overlapped = [chunk for chunk in chunks if _gathers_in_forward(chunk)]
     for chunk in overlapped:
         chunk.disable_forward_pre_hook()
@@ -106,7 +106,8 @@ def gathered_weights(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _finalize_model_grads(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
-    """Sum the gradients over ranks without dividing by a number of tokens: the loss's weights did that."""
+    """Sum the gradients over ranks without dividing by the number of tokens: the loss's weights contain the
+    divisor."""
     finalize_model_grads(model, None, **kwargs)
 
 

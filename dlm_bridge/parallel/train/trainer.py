@@ -1,4 +1,4 @@
-"""Trainer of the Megatron engine, on any layout of megatron-core, on GPUs or (for tests) on CPU with gloo."""
+"""Trainer of the Megatron engine, on any layout of megatron-core, on GPUs or, for tests, on CPU with gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from dlm_bridge.data.blocks import Samples
 from dlm_bridge.data.loader import BatchSampler
 from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.errors import DlmBridgeError, one_line, printable
+from dlm_bridge.errors import NonFiniteError, SettingError, one_line, printable
 from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
@@ -44,7 +44,7 @@ from dlm_bridge.parallel.train.checkpoints import (
 )
 from dlm_bridge.parallel.train.ema import MegatronAverages
 from dlm_bridge.parallel.train.lora import LoraRun
-from dlm_bridge.parallel.train.mcore_config import DTYPES
+from dlm_bridge.parallel.train.mcore_config import DTYPES, MASKED
 from dlm_bridge.parallel.train.norms import MegatronLayerNorms
 from dlm_bridge.parallel.train.schedule import (
     eval_mode,
@@ -97,11 +97,11 @@ class MegatronTrainer(Trainer):
         )
         self.attention_pattern = source.bridge.family.attention_pattern
         self.scales_queries = scales_queries(chunks[0].config)
-        self.depths: int = chunks[0].config.mtp_num_layers or 0  # of multi-token prediction
+        self.depths: int = chunks[0].config.mtp_num_layers or 0  # number of multi-token prediction layers
         self.packs_documents = self._packs_documents()
         self.stragglers = self._straggler_detector() if config.logging.straggler_interval else None
         self.producing = threading.Lock()
-        self.records_graphs = config.engine.cuda_graphs  # at the end of the first pass over micro-batches
+        self.records_graphs = config.engine.cuda_graphs  # True until the end of the first step
 
     def announce(self, step: int, layout: str = "") -> None:
         super().announce(step, layout)
@@ -113,7 +113,7 @@ class MegatronTrainer(Trainer):
 
     def run(self, step: int) -> Path:
         if self.config.logging.sample_interval and self.main:
-            self.sampling_model  # noqa: B018 (read now: on a resume, --keep-last may remove what it is read from)
+            self.sampling_model  # noqa: B018 (built now: on a resume, `keep_last` may remove the checkpoint it is from)
         return super().run(step)
 
     def finish(self) -> None:
@@ -141,14 +141,14 @@ class MegatronTrainer(Trainer):
             return super().produce(step)
 
     def prepare(self, noisy: Sequence[NoisyBatch]) -> list[MicroBatch]:
-        """This rank's part of each, all of one form: pipeline stages expect one shape throughout a step."""
+        """This rank's part of each micro-batch, all of the same shape within a step, as pipeline stages expect."""
         packed = self.packs_documents and any(_has_documents(batch) for batch in noisy)
         rank, size = parallel_state.get_context_parallel_rank(), self.config.parallel.cp
         block_size = getattr(self.plain_model.config, "block_size", None)
         form = (self.attention_pattern, block_size, rank, size, packed, self.scales_queries, self.depths)
         parts = [micro_batch(batch, *form) for batch in noisy]
         if self.config.engine.cuda_graphs and any(part.attention_mask is not None or part.packed for part in parts):
-            raise DlmBridgeError("--cuda-graphs: rows with an attention mask are in no graph: leave it out")
+            raise SettingError("cuda_graphs", f"{MASKED}: unset it")
         return [part.pin() for part in parts] if self.device.type == "cuda" else parts
 
     def between_steps(self) -> None:
@@ -173,7 +173,7 @@ class MegatronTrainer(Trainer):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # While CUDA records, no other thread may pin memory.
+        # No other thread may pin memory while CUDA records.
         with self.producing if self.records_graphs else contextlib.nullcontext():
             sums_K = self._run_schedule(batches, divisors_K, forward_only=False)
         self.records_graphs = False
@@ -197,9 +197,9 @@ class MegatronTrainer(Trainer):
     ) -> torch.Tensor:
         """Run megatron-core's pipeline schedule over the micro-batches of a step.
 
-        Returns the loss sums of the global batch over `divisors_K`, float64 on the device and on every rank: [K], in
-        training with z-loss one more, and with multi-token prediction one more. Unless `forward_only` their gradients,
-        summed over all ranks, are in the chunks' buffers.
+        Returns the loss sums of the global batch divided by `divisors_K`, in float64 on the device, on every rank:
+        [K], with one more element for z-loss in training and one for multi-token prediction. Unless `forward_only`,
+        the gradients, summed over all ranks, are in the chunks' buffers.
         """
         weight_K = _copy_async(1 / divisors_K, self.device)
         terms = self.objective.terms
@@ -225,8 +225,8 @@ class MegatronTrainer(Trainer):
     # -- evaluation and samples
 
     def evaluation_sums(self, objective: Objective, count: int) -> torch.Tensor:
-        """A global batch at a time, in as many micro-batches as a training step has: experts and pipelines want all
-        ranks to run as many forward passes."""
+        """Evaluate one global batch at a time, in the micro-batches of a training step: experts and pipelines need the
+        same number of forward passes on all ranks."""
         totals = torch.zeros(2, objective.terms, dtype=torch.float64)
         sampler = BatchSampler((self.config.data.global_batch_size,))
         with gathered_weights(self.chunks), eval_mode(self.chunks):
@@ -241,7 +241,7 @@ class MegatronTrainer(Trainer):
         return totals
 
     def sample(self, samples: TextSamples, step: int) -> None:
-        """Sample on the main process, with an unsharded copy of the model; the others send their weights."""
+        """Sample on the main process with an unsharded copy of the model, to which the others send their weights."""
         bridge = self.source.bridge
         with gathered_weights(self.chunks):
             if self.main:
@@ -250,16 +250,21 @@ class MegatronTrainer(Trainer):
                 for _ in stream_live_weights(bridge.checkpoint, self.chunks):
                     pass
         if self.main:
-            changed = ("mask_token_id", "block_size", *SPECIAL_TOKENS, *self.objective.model_config)  # by the run
+            changed = (
+                "mask_token_id",
+                "block_size",
+                *SPECIAL_TOKENS,
+                *self.objective.model_config,
+            )  # fields set by the run
             for name in changed:
                 if (value := getattr(self.plain_model.config, name, None)) is not None:
                     setattr(self.sampling_model.config, name, value)
             samples.write(step, self.sampling_model.to(self.device))
-            self.sampling_model.to("cpu")  # the device's memory is training's
+            self.sampling_model.to("cpu")  # frees device memory for training
 
     @functools.cached_property
     def sampling_model(self) -> Any:
-        """The Hub model that samples, on the CPU in between."""
+        """Hub model for sampling, on the CPU between uses."""
         model = self.source.bridge.build_hf_model(dtype=DTYPES[self.config.precision.precision])
         model.generation_config = self.plain_model.generation_config
         return model
@@ -267,7 +272,7 @@ class MegatronTrainer(Trainer):
     # -- checkpoints
 
     def write_shared_files(self) -> None:
-        """Write what the run's checkpoints share. One process calls it, when a run starts."""
+        """Write the files that the run's checkpoints share. One process calls it at the start of a run."""
         if self.adapter is None:
             write_hub_files(self.output, self.source, self.tokenizer, self.depths > 0)
         else:
@@ -278,7 +283,7 @@ class MegatronTrainer(Trainer):
             with raised_everywhere():
                 if self.main:
                     write_hub_config(self.output, self.source, self.depths > 0)
-        # A save in the background forks this process, where no thread should hold a lock.
+        # A background save forks this process: no thread may hold a lock.
         with self.producing, gathered_weights(self.chunks):
             return self.checkpoints.save(step, {"train_blocks": len(self.train)})
 
@@ -304,14 +309,14 @@ class MegatronTrainer(Trainer):
     # -- parts of the above
 
     def _packs_documents(self) -> bool:
-        """Whether rows become documents of variable length for Transformer Engine: where documents alone determine the
+        """True if rows become variable-length documents for Transformer Engine, because documents alone determine the
         attention mask."""
         config, moe_loss = self.config, self.config.objective
-        # seq_aux_loss would balance experts over all rows of a micro-batch in place of one.
+        # seq_aux_loss would balance experts over all rows of a micro-batch instead of each row.
         whole_sequences = moe_loss.moe_aux_loss_coeff and moe_loss.moe_aux_loss == "seq_aux_loss"
         return (
             self.platform.uses_transformer_engine()
-            and not has_sinks(self.chunks[0].config)  # whose attention takes masks
+            and not has_sinks(self.chunks[0].config)  # their attention uses masks
             and config.parallel.cp == 1
             and self.attention_pattern != "block_causal"
             and self.objective.streams == 1
@@ -337,20 +342,20 @@ class MegatronTrainer(Trainer):
 
 @contextlib.contextmanager
 def named_gradient_errors(step: int) -> Iterator[None]:
-    """What megatron-core finds wrong of a step's gradients, with `--megatron ddp.check_for_nan_in_grad=true` and
-    `ddp.check_for_large_grads=true`, as one line."""
+    """Context manager that raises megatron-core's findings in a step's gradients (`ddp.check_for_nan_in_grad`,
+    `ddp.check_for_large_grads`) as NonFiniteError."""
     try:
         yield
     except RuntimeError as error:
         if "Unexpected result" not in str(error):
             raise
-        raise DlmBridgeError(
-            f"step {step}: {one_line(error)}: lower --lr, or resume from an earlier checkpoint with another"
+        raise NonFiniteError(
+            f"step {step}: {one_line(error)}: resume from an earlier checkpoint with a lower `lr`"
         ) from error
 
 
 def megatron_processes() -> Processes:
-    """This process among those of megatron-core's groups."""
+    """Ranks of this process in megatron-core's groups."""
     current = platform.current()
     return Processes(
         rank=dist.get_rank(),
@@ -364,7 +369,7 @@ def megatron_processes() -> Processes:
 
 
 def largest_peak_memory(processes: Processes) -> int | None:
-    """Bytes that the device with the largest peak has allocated at once so far; None on CPU. Collective."""
+    """Largest peak of allocated memory over all devices, in bytes; None on CPU. Collective."""
     current = platform.current()
     return None if current.name == "cpu" else processes.largest(current.peak_memory())
 
@@ -375,27 +380,27 @@ def _has_documents(noisy: NoisyBatch) -> bool:
 
 
 def _copy_async(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same on a device that may still be at work on something else."""
+    """Copy to a device without waiting for the kernels running there."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-FULL_GC_EVERY = 100  # steps; the others collect young objects only
+FULL_GC_EVERY = 100  # steps; other steps collect only young objects
 
 
 class GCSchedule:
-    """Runs Python's garbage collector between steps only, from the first step to `close`, at the same step on every
-    rank: otherwise each stops at another moment, and all others wait for it in their next collective."""
+    """Runs Python's garbage collector only between steps, from the first step to `close`, at the same step on every
+    rank. Otherwise ranks would pause at different times, and the others would wait in their next collective."""
 
     def __init__(self) -> None:
-        self._steps: int | None = None  # since it took over from Python
+        self._steps: int | None = None  # since Python's own collection was disabled
         self._freezes = True
 
     def step(self) -> None:
-        """Collect between two steps, while the device has work: cycles may hold device memory."""
+        """Collect between two steps, while the device is busy: cycles may hold device memory."""
         if self._steps is None:
             if gc.isenabled():
                 gc.collect()
-                # The model stays. Where the program has frozen its modules, nothing could unfreeze the model alone.
+                # The model is permanent. If the program has frozen objects itself, they could not be told apart later.
                 self._freezes = gc.get_freeze_count() == 0
                 if self._freezes:
                     gc.freeze()
@@ -406,7 +411,7 @@ class GCSchedule:
         gc.collect(2 if self._steps % FULL_GC_EVERY == 0 else 1)
 
     def close(self) -> None:
-        """Give collection back to Python."""
+        """Enable Python's own collection again."""
         if self._steps is not None:
             if self._freezes:
                 gc.unfreeze()
@@ -414,17 +419,22 @@ class GCSchedule:
             self._steps = None
 
 
-# With these settings the gradients are elsewhere than in `grad`, or the state is on the CPU: megatron-core's own step.
+# Settings that need megatron-core's own step: gradients are not in `grad`, or the state is on the CPU.
 MCORE_STEP = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
-# Bytes of gradients from which on scaling them all, needed or not, costs more than the wait.
+# Size in bytes above which scaling all gradients, needed or not, costs more than waiting for the norm.
 MAX_ALWAYS_SCALED_BYTES = 12 << 30
 
 
 class ClippedOptimizerStep:
-    """Clips the gradients to a global norm and updates the weights."""
+    """Clips the gradients to a global norm and updates the weights.
+
+    Args:
+        optimizer: of megatron-core.
+        max_norm: 0 for no clipping.
+        mcore_step: use megatron-core's own step, as FSDP requires.
+    """
 
     def __init__(self, optimizer: Any, max_norm: float, mcore_step: bool = False) -> None:
-        """`max_norm` 0 does not clip; `mcore_step` asks for megatron-core's own step, which FSDP needs."""
         self.optimizer, self.max_norm = optimizer, max_norm
         self.mcore_step = mcore_step or any(getattr(optimizer.config, name) for name in MCORE_STEP)
         self.parts = parts_of(optimizer)
@@ -432,20 +442,20 @@ class ClippedOptimizerStep:
 
     @torch.no_grad()
     def __call__(self) -> tuple[bool, torch.Tensor]:
-        """Whether the weights were updated (fp16 gradients can overflow), and the norm before clipping, fp32 on the
-        device, infinite where they were not."""
+        """Take a step. Returns True if the weights were updated (fp16 gradients can overflow), and the norm before
+        clipping, in fp32 on the device, infinite if they were not."""
         if self.mcore_step:
             updated, norm, _ = self.optimizer.step()
             return updated, torch.tensor(float("inf") if norm is None else float(norm))
         pairs = list(zip(self.fused_steps, self.parts, strict=True))
-        # All of them, whatever the first returns: each has gradients to prepare.
+        # Not short-circuited: every part has gradients to prepare.
         overflowed = [(fused or part).prepare_grads() for fused, part in pairs]
         if any(overflowed):
             return False, torch.tensor(float("inf"))
         norm = gradient_norm(self.parts, self.fused_steps)
         clip_coef = (self.max_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_norm else torch.ones_like(norm)
         with ExitStack() as clipping:
-            gradients = []  # clipped before the step; a fused step clips as it reads them
+            gradients = []  # to clip before the step; a fused step clips as it reads them
             for fused, part in pairs:
                 if fused is None:
                     gradients += [p.grad for p in part.get_parameters() if p.grad is not None]
@@ -459,14 +469,14 @@ class ClippedOptimizerStep:
 
 
 def gradient_norm(parts: list[Any], fused_steps: list[FusedOptimizerStep | None]) -> torch.Tensor:
-    """The global norm of the gradients of megatron-core optimizers, each summed over its own ranks, a scalar."""
+    """Global norm of the gradients of megatron-core optimizers, each summed over its own ranks; a scalar."""
     total: torch.Tensor | None = None
     for part, fused in zip(parts, fused_steps, strict=True):
         group = part.get_grad_stats_parallel_group()
         gradients = (fused or part).get_main_grads_for_grad_norm()
         if gradients:
             squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
-        else:  # a rank without a shard of it still takes part in the sum
+        else:  # a rank without a shard takes part in the sum
             squares = torch.zeros((), device=platform.current().device())
         dist.all_reduce(squares, group=group)
         total = squares if total is None else total + squares
