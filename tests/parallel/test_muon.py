@@ -126,9 +126,9 @@ def test_half_precision_updates_main_params(tmp_path: Path, bf16_run: Run) -> No
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"distributed_optimizer": True}, "optimizer"),
+        ({"distributed_optimizer": True}, "distributed_optimizer"),
         ({"distributed_optimizer": True, "fsdp": "optim_grads_params"}, "fsdp"),
-        ({"precision": "fp8", "fp8_params": True}, "optimizer"),
+        ({"precision": "fp8", "fp8_params": True}, "fp8_params"),
         ({"optimizer_cpu_offload": True, "precision": "bf16"}, "optimizer_cpu_offload"),
         ({"lora_rank": 2}, "optimizer"),
         ({"megatron": ["optimizer.muon_num_ns_steps=3"]}, "megatron"),
