@@ -18,6 +18,7 @@ from tests.parallel.megatron_cases import Files
 from tests.parallel.megatron_muon_worker import CHANGES, LR
 from tests.parallel.megatron_worker import Results
 from tests.processes import assert_ok
+from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -131,7 +132,6 @@ def test_half_precision_updates_main_params(tmp_path: Path, bf16_run: Run) -> No
         ({"optimizer_cpu_offload": True, "precision": "bf16"}, "optimizer_cpu_offload"),
         ({"lora_rank": 2}, "optimizer"),
         ({"megatron": ["optimizer.muon_num_ns_steps=3"]}, "megatron"),
-        ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, "megatron-core"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], named: str) -> None:

@@ -270,7 +270,7 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
     if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
         asked = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "megatron"
         raise MissingExtraError(
-            asked, "a precision-aware optimizer needs Transformer Engine: pip install 'dlm-bridge[te]'"
+            asked, "optimizer.use_precision_aware_optimizer needs Transformer Engine: pip install 'dlm-bridge[te]'"
         )
     with named_refusals():
         return OptimizerConfig(**settings)
