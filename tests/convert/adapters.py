@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora import export_adapter, open_adapter
 from dlm_bridge.convert.lora.megatron import write_megatron_adapter
 from dlm_bridge.convert.lora.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftAdapter
-from tests.convert.helpers import hub_tensors
+from tests.convert.helpers import hub_tensors, same
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,25 +58,24 @@ def set_weights(folder: Path, change: Any) -> None:
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
-def written_adapter(base: Path, folder: Path) -> Path:
-    """An adapter written by hand, which is quicker than PEFT."""
+def same_factors(one: Path, other: Path) -> bool:
+    """True if two PEFT folders have the same tensors, bit for bit."""
+    a, b = (load_file(folder / ADAPTER_WEIGHTS) for folder in (one, other))
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+def written_adapter(base: Path, folder: Path, targets: Collection[str] = LINEAR) -> Path:
+    """Adapter of linear layers, written without PEFT, which is quicker."""
     output = folder / "lora"
     output.mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name, (rows, columns) in _shapes(base).items():
-        module = name.removesuffix(".weight")
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
+    for name, tensor in hub_tensors(base).items():
+        if name.split(".")[-2] in targets and ".experts." not in name:
+            (rows, columns), module = tensor.shape, name.removesuffix(".weight")
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator)
     save_file(tensors, output / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(LINEAR), "bias": "none"}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(targets), "bias": "none"}
     (output / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": "owner/base"}))
     return output
-
-
-def _shapes(base: Path) -> dict[str, tuple[int, int]]:
-    return {
-        name: (tensor.shape[0], tensor.shape[1])
-        for name, tensor in hub_tensors(base).items()
-        if name.split(".")[-2] in LINEAR and "experts" not in name
-    }

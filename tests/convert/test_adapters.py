@@ -27,6 +27,7 @@ from tests.convert.adapters import (
     LLAMA,
     RANK,
     back,
+    same_factors,
     to_megatron,
     written_adapter,
 )
@@ -179,9 +180,7 @@ def test_round_trip_is_exact(
         "canonical" if not shared and "q_proj" in targets else "fused"
     )
     again = back(llama, out, tmp_path / "again")
-    before, after = load_file(adapter / ADAPTER_WEIGHTS), load_file(again / ADAPTER_WEIGHTS)
-    assert before.keys() == after.keys()
-    assert all(same(before[name], after[name]) for name in before)
+    assert same_factors(adapter, again)
     assert {k: v for k, v in tree(adapter).items() if k != ADAPTER_WEIGHTS} == {
         k: v for k, v in tree(again).items() if k != ADAPTER_WEIGHTS
     }
@@ -196,12 +195,7 @@ def test_a_family_of_other_module_names(tmp_path: Path) -> None:
     adapter = peft_folder(base, tmp_path / "lora")
     assert any(".self_attn.q_proj." in name for name in load_file(adapter / ADAPTER_WEIGHTS))
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
-    before, after = (
-        load_file(adapter / ADAPTER_WEIGHTS),
-        load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS),
-    )
-    assert before.keys() == after.keys()
-    assert all(same(before[name], after[name]) for name in before)
+    assert same_factors(adapter, back(base, out, tmp_path / "again"))
     # The same adapter as the Hub's own code would have saved it.
     hub = tmp_path / "hub-names"
     shutil.copytree(adapter, hub)
@@ -231,8 +225,7 @@ def test_bridges_own_checkpoint_is_read_with_its_run_config(llama: Path, tmp_pat
     config = json.loads((again / ADAPTER_CONFIG).read_text())
     assert (config["lora_alpha"], config["r"]) == (16, RANK)
     assert config["target_modules"] == sorted(LINEAR)
-    before, after = load_file(adapter / ADAPTER_WEIGHTS), load_file(again / ADAPTER_WEIGHTS)
-    assert all(same(before[name], after[name]) for name in before)
+    assert same_factors(adapter, again)
     from peft import PeftModel
 
     PeftModel.from_pretrained(live(llama), again)  # PEFT takes what was written
@@ -307,33 +300,13 @@ def test_latent_attention_and_leading_dense_layers(tmp_path: Path) -> None:
     params = list(MAPPING.params(dims))
     shapes = {name: shape for param in params for name, shape in zip(param.hub_names, param.hub_shapes, strict=True)}
     base = write_hub_folder(tmp_path / "v3", config, {name: torch.randn(shape) for name, shape in shapes.items()})
-    adapter = tmp_path / "lora"
-    adapter.mkdir()
-    targets = (
-        "q_a_proj",
-        "q_b_proj",
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    factors = {}
-    for name, shape in shapes.items():
-        if name.split(".")[-2] in targets and ".experts." not in name:
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            factors[f"{module}.lora_A.weight"] = torch.randn(RANK, shape[1])
-            factors[f"{module}.lora_B.weight"] = torch.randn(shape[0], RANK)
-    save_file(factors, adapter / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    adapter = written_adapter(base, tmp_path, (*latent, *LINEAR))
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2, pp=2, ep=2, etp=1))
     stored = dcp_tensors(out / "iter_0000000")
     assert "decoder.layers.0.self_attention.linear_q_down_proj.adapter.linear_in.weight" in stored
     assert "decoder.layers.1.mlp.shared_experts.linear_fc1.adapter.adapter_up.linear_out.weight" in stored
-    again = load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS)
-    assert factors.keys() == again.keys()
-    assert all(same(factors[name], again[name]) for name in factors)
+    assert same_factors(adapter, back(base, out, tmp_path / "again"))
 
 
 def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
@@ -343,20 +316,9 @@ def test_one_fused_tensor_on_the_hub(tmp_path: Path) -> None:
 
     base = write_hub_folder(tmp_path / "llada2", LLADA2, tensors(LLADA2, dtype=torch.bfloat16))
     fused = [name for name in hub_tensors(base) if name.endswith("query_key_value.weight")]
-    adapter = tmp_path / "lora"
-    adapter.mkdir()
-    factors = {}
-    for name in fused:
-        rows, columns = hub_tensors(base)[name].shape
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        factors[f"{module}.lora_A.weight"] = torch.randn(RANK, columns)
-        factors[f"{module}.lora_B.weight"] = torch.randn(rows, RANK)
-    save_file(factors, adapter / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}))
+    adapter = written_adapter(base, tmp_path, ["query_key_value"])
     out = to_megatron(base, adapter, tmp_path / "out", Layout(tp=2))
-    again = load_file(back(base, out, tmp_path / "again") / ADAPTER_WEIGHTS)
-    assert factors.keys() == again.keys()
-    assert all(same(factors[name], again[name]) for name in factors)
+    assert same_factors(adapter, back(base, out, tmp_path / "again"))
     opened = open_checkpoint(base)
     delta = open_adapter(adapter, opened).delta(fused[0])
     param = opened.param_of[fused[0]]

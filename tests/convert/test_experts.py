@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout, LayoutError
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import Dims
@@ -15,6 +15,7 @@ from tests.checkpoints import write_hub_folder
 from tests.convert.helpers import dcp_tensors, hub_tensors
 from tests.families import llada2_moe, rnd1
 from tests.families.case import config_of
+from tests.refusals import refused
 
 RND1, LLADA2 = rnd1.CASE, llada2_moe.CASE
 FC1, FC2 = "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2"
@@ -89,20 +90,20 @@ def test_experts_lie_with_the_rank_that_holds_them(
 
 
 @pytest.mark.parametrize(
-    ("case", "layout", "message"),
+    ("case", "layout", "field", "named"),
     [
-        (RND1, Layout(ep=3), r"--ep 3 does not divide the 8 experts: choose one of 1, 2, 4, 8"),
-        (RND1, Layout(tp=4), r"--tp 4 does not divide the 2 query groups .*choose one of 1, 2"),
-        (RND1, Layout(etp=3), r"--etp 3 does not divide the experts' size 32"),
-        (LLADA2, Layout(tp=4), r"--tp 4 does not divide the 2 query groups"),
+        (RND1, Layout(ep=3), "ep", "1, 2, 4, 8"),
+        (RND1, Layout(tp=4), "tp", "2 query groups"),
+        (RND1, Layout(etp=3), "etp", "32"),
+        (LLADA2, Layout(tp=4), "tp", "2 query groups"),
     ],
     ids=["ep", "tp", "etp", "fused"],
 )
 def test_layouts_that_the_model_cannot_take(
-    tmp_path: Path, case: rnd1.FamilyCase, layout: Layout, message: str
+    tmp_path: Path, case: rnd1.FamilyCase, layout: Layout, field: str, named: str
 ) -> None:
     bridge = Bridge.from_hf(case.write(tmp_path / "hub"))
-    with pytest.raises(DlmBridgeError, match=message):
+    with refused(LayoutError, field, named):
         bridge.to_megatron(tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
 

@@ -52,7 +52,7 @@ def named_base(path: Path) -> str:
         named = (run or {}).get("config", {}).get("model") or ((manifest or {}).get("base") or {}).get("name")
     if not isinstance(named, str) or not named:
         raise SettingError(
-            "base", f"{path / file} does not name the base model: name it here (dlm-bridge adapter export)"
+            "base", f"{path} does not name its base model in {file}: name it (dlm-bridge adapter export)"
         )
     return named
 
