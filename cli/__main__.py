@@ -1,4 +1,4 @@
-"""The process of `dlm-bridge` and of `python -m dlm_bridge.cli`, from its start to its end."""
+"""Entry point of the process of `dlm-bridge` and of `python -m dlm_bridge.cli`."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def run() -> None:
-    """Run the command line in a process that ends with its launcher, and soon after Ctrl-C whatever it waits for."""
-    signal.signal(signal.SIGINT, _end_at_once)  # while modules are imported, until there is more to end
-    # torch says so where nvidia-resiliency-ext is installed, which brings that package.
+    """Run the command line in a process that ends with its launcher, and within seconds after Ctrl-C."""
+    signal.signal(signal.SIGINT, _end_at_once)  # during the first imports
+    # torch's warning about a dependency of nvidia-resiliency-ext.
     warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
     from dlm_bridge import distributed, processes
 
@@ -27,7 +27,7 @@ def run() -> None:
             if not end.code:
                 processes.end_process_group()
             raise
-    except KeyboardInterrupt:  # before or after the command's own work
+    except KeyboardInterrupt:  # before or after the command
         processes.report("interrupted")
         raise SystemExit(130) from None
     finally:
@@ -37,7 +37,7 @@ def run() -> None:
 
 
 def _end_at_once(*_: Any) -> None:
-    # Nothing can be imported here: not `distributed.is_main` either.
+    # Nothing can be imported here, not even `distributed.is_main`.
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"dlm-bridge: interrupted\n")
     os._exit(130)

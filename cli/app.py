@@ -1,4 +1,4 @@
-"""The Typer app: one module per group of commands, and one place where bad input becomes one line and exit code 2."""
+"""The Typer app. Commands are in one module per group; `main` prints errors on one line and sets the exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 
 
 class _InterruptedError(Exception):
-    """What a command says of Ctrl-C; Typer would drop it."""
+    """Replaces KeyboardInterrupt, whose message Typer would drop."""
 
 
 class _Commands(typer.core.TyperGroup):
@@ -73,7 +73,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _unavailable(error: DlmBridgeError) -> Callable[[], None]:
-    """A command in place of one that cannot be imported."""
+    """Stand-in for a command that cannot be imported."""
 
     def command() -> None:
         raise error
@@ -96,7 +96,7 @@ for name, extension in registered("commands").items():
     try:
         with named_failures(extension, name):
             load("commands", name)(app)
-    except DlmBridgeError as error:  # said when the command is called
+    except DlmBridgeError as error:  # raised when the command is called
         app.command(name, hidden=True, context_settings=ANY_WORDS)(_unavailable(error))
 
 
@@ -109,12 +109,12 @@ def main() -> None:
     """Entry point. Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be valid Unicode
+            stream.reconfigure(errors="backslashreplace")  # file names may be invalid Unicode
     warnings.formatwarning = _warning
     logging.setLogRecordFactory(_PrintableRecord)
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="dlm-bridge", standalone_mode=False)
-        sys.stdout.flush()  # what Python cannot write at its end would be a traceback
+        sys.stdout.flush()  # an error at exit would print a traceback
     except DlmBridgeError as error:
         _fail(message(error))
     except UsageError as error:
@@ -123,13 +123,13 @@ def main() -> None:
         _fail(str(interrupt), code=130)
     except typer.Abort:
         _fail("interrupted", code=130)
-    except BrokenPipeError:  # the reader of our output has gone
+    except BrokenPipeError:  # the reader of stdout has ended
         _discard_stdout()
         raise SystemExit(0) from None
     except OSError as error:
         if error.filename is None and error.errno in STDOUT_FULL:
             _discard_stdout()
-            _fail(f"the output cannot be written: {error.strerror}: make room there")
+            _fail(f"stdout cannot be written: {error.strerror}: make room there")
         if error.filename is None:
             raise
         _fail(shortened(f"{error.filename}: {error.strerror}"))
@@ -139,18 +139,18 @@ def main() -> None:
 
 
 def _discard_stdout() -> None:
-    """Python would complain once more when it flushes at its end."""
+    """Redirect stdout to /dev/null, so that Python's flush at exit raises no second error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _warning(message: Warning | str, category: type[Warning], filename: str, *args: Any, **kwargs: Any) -> str:
-    """A warning, which may quote what a file holds, as Python prints it."""
+    """Format a warning like Python, with control characters escaped, since it may quote a file."""
     text = _AS_PYTHON_PRINTS(message, category, filename, *args, **kwargs)
     return shortened(text) if filename.startswith(_PACKAGE) else printable(text)
 
 
 class _PrintableRecord(logging.LogRecord):
-    """A log message, which may quote what a file holds."""
+    """Log record whose message has control characters escaped, since it may quote a file."""
 
     def getMessage(self) -> str:  # noqa: N802
         text = super().getMessage()
@@ -158,7 +158,7 @@ class _PrintableRecord(logging.LogRecord):
 
 
 def _usage(error: Any) -> str:
-    """What is wrong with the words of a command, and where its help is."""
+    """Message of a usage error, with the command that prints help."""
     command = error.ctx.command_path if error.ctx is not None else "dlm-bridge"
     return f"{error.format_message().rstrip('.')} (see {command} --help)"
 

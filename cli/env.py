@@ -15,7 +15,7 @@ from dlm_bridge.errors import DlmBridgeError
 
 logger = logging.getLogger(__name__)
 
-# Distributions, in the order in which they are shown.
+# Distributions, in the order of the output.
 PACKAGES = (
     "torch",
     "transformers",
@@ -32,7 +32,7 @@ PACKAGES = (
     "triton",
     "psutil",
 )
-# Variables that affect where or how a run computes. Never tokens or passwords.
+# Environment variables that affect a run; none that may contain a secret.
 VARIABLES = (
     "DLM_BRIDGE_PLATFORM",
     "DLM_BRIDGE_ALLOW_UNTESTED_MCORE",
@@ -82,7 +82,7 @@ def env(
 
 
 def environment() -> dict[str, Any]:
-    """Data of the command. Raises DlmBridgeError if DLM_BRIDGE_PLATFORM names an unknown platform."""
+    """Data of the command. Raises SettingError if DLM_BRIDGE_PLATFORM names an unknown platform."""
     from dlm_bridge.registration import CORE, EXTENSIONS, TESTED, load, registered, untested
 
     found: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def _show(found: dict[str, Any]) -> None:
     if overrides is None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
         return
-    fits = "" if overrides["fits"] else ", which is not the one installed: training refuses that one"
+    fits = "" if overrides["fits"] else ", not the installed version: training is refused"
     title = f"Patches of megatron-core {overrides['made_for']}{fits}"
     table = Table(title=title, title_justify="left")
     for heading in ("", "patched", "what", "when"):
@@ -149,12 +149,10 @@ def _machine(found: dict[str, Any]) -> dict[str, str]:
     rows = {
         "platform": f"{platform['chosen']} ({platform['backend']})",
         "available": ", ".join(available) + (f" (not here: {', '.join(missing)})" if missing else ""),
-        "layers of": "Transformer Engine"
-        if platform["transformer_engine"]
-        else "megatron-core, without fused kernels",
+        "layers": "Transformer Engine" if platform["transformer_engine"] else "megatron-core, without fused kernels",
         "attention": "FlashAttention 4" if platform["flash_attention"] else "Transformer Engine's or torch's",
         "devices": f"{devices['count']} x {devices['name']}, {devices['memory_bytes'] / GIB:,.0f} GiB",
     }
     if found["overrides"] is None:
-        del rows["layers of"]
+        del rows["layers"]
     return rows

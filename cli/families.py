@@ -38,7 +38,7 @@ def _row(spec: FamilySpec) -> dict[str, Any]:
         "sample": spec.sampler.get("algorithm", "transformers"),
         "checked_against": spec.checked_against,
         "derived_from": spec.derived_from or None,
-        "becomes": forms_of(spec) if spec in BODIES else {},  # by convert-to-dlm, the default form first
+        "becomes": forms_of(spec) if spec in BODIES else {},  # targets of convert-to-dlm, the default first
     }
 
 
@@ -74,7 +74,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
             row["checked_against"],
         )
     console.print(table)
-    table = Table(title="Forms of the autoregressive families (convert-to-dlm)")
+    table = Table(title="Diffusion forms of autoregressive families (convert-to-dlm)")
     for column in ("family", "--to", "result, Hub architecture"):
         table.add_column(column, no_wrap=True)
     for row in rows:
@@ -82,13 +82,13 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
             architecture = registry.family_by_name(name).architectures[0]
             table.add_row("" if number else row["family"], form, f"{name}\n  {architecture}")
     console.print(table)
-    console.print("Each form was checked against its family's reference, under a causal mask.")
+    console.print("Each form was checked against its family's reference with a causal mask.")
     for row in rows:
         if row["why_not_megatron"] and not row["derived_from"]:
-            console.print(f"{row['family']} has no Megatron layout: {row['why_not_megatron']}", highlight=False)
+            console.print(f"{row['family']}: {row['why_not_megatron']}", highlight=False)
         if row["why_not_megatron_engine"]:
             console.print(f"{row['family']}: {row['why_not_megatron_engine']}", highlight=False)
-    table = Table(title="Known, not supported")
+    table = Table(title="Not supported")
     table.add_column("architecture", overflow="fold")
     table.add_column("reason", overflow="fold")
     for architecture, reason in registry.UNSUPPORTED.items():

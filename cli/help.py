@@ -1,4 +1,4 @@
-"""Help pages that fit a terminal of 80 columns, the values that a shell completes, and how a model is loaded."""
+"""Help pages for terminals of 80 columns, flags in error messages, and shell completion."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 T = TypeVar("T")
-NAMES_WIDTH = 36  # columns of an option's names and kind of value: the longest name has 30
-# Panels that several commands have.
+NAMES_WIDTH = 36  # columns for an option's names and metavar; the longest name has 30
+# Titles of panels that several commands share.
 LAYOUT, SOURCE, OUTPUT, RUNNING, LOADING = "Layout", "Source", "Output", "Running", "Loading"
-# Typer exports this one of its usage errors (a missing argument, an unknown option or command); all share the base.
+# Base of all usage errors (a missing argument, an unknown option or command), which Typer does not export.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-_command: list[Any] = []  # the command that this process runs, whose flags its errors name
+_command: list[Any] = []  # the running command, if any
 
 
 def message(error: DlmBridgeError) -> str:
-    """The error's message as the command line prints it: settings are named by the running command's flags."""
+    """Message of an error with flags of the running command for the settings that it names."""
     reason = in_flags(error.reason)
     return reason if error.field is None else f"{in_flags(f'`{error.field}`').strip('`')}: {reason}"
 
 
 def in_flags(text: str) -> str:
-    """The text with the running command's flags for the settings that it names in backquotes."""
+    """Replace settings in backquotes by flags of the running command."""
     names = _flags_by_setting(_command[-1]) if _command else {}
 
     def flag(found: re.Match[str]) -> str:
@@ -53,7 +53,7 @@ def in_flags(text: str) -> str:
 
 
 def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
-    """The flags that set and unset each setting of a command, by its names in Python; an argument's metavar."""
+    """(flag that sets it, flag that unsets it) by the setting's name in Python; for an argument its metavar."""
     found = {}
     for each in command.params:
         if each.param_type_name == "argument":
@@ -66,16 +66,15 @@ def _flags_by_setting(command: Any) -> dict[str, tuple[str, str]]:
 
 
 class App(typer.Typer):
-    """A Typer app whose commands print their help by `Command`."""
+    """Typer app whose commands are `Command`s."""
 
     def command(self, *arguments: Any, **options: Any) -> Any:
         return super().command(*arguments, **{"cls": Command, **options})
 
 
 class Command(TyperCommand):
-    """A command whose help has one column of names, which wraps and is never cut, beside one of explanations. (Typer's
-    has six, and cuts what does not fit.) An unknown option is answered with the nearest one, also of those that only
-    --help-all shows."""
+    """Command with a help page of two columns, names and explanations, which wrap. (Typer's page has six columns and
+    truncates.) The error for an unknown option names the nearest one, including those that only --help-all shows."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _command[:] = [self]
@@ -95,17 +94,17 @@ class Command(TyperCommand):
             raise
 
     def answer(self, word: str) -> str:
-        """The option that an unknown one may mean, or an empty text."""
+        """Hint at the option that an unknown one may mean, or an empty text."""
         near = difflib.get_close_matches(word, self.flags, n=1)
         return f"the nearest is {near[0]}" if near else ""
 
     @property
     def flags(self) -> list[str]:
-        """Every name of every option."""
+        """All names of all options."""
         return [name for each in self.params for name in (*each.opts, *each.secondary_opts) if name.startswith("-")]
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Complete hidden options as well once a name has begun."""
+        """Complete hidden options too, once a name has begun."""
         hidden: list[Any] = [each for each in self.params if getattr(each, "hidden", False) and incomplete[2:]]
         for option in hidden:
             option.hidden = False
@@ -128,7 +127,7 @@ class Command(TyperCommand):
             console.print(Panel(parameter_table(parameters), title=title, title_align="left", border_style="dim"))
 
     def _panels(self, ctx: Any) -> dict[str, list[Any]]:
-        """The parameters by the title of their panel."""
+        """Parameters by the title of their panel."""
         panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             if not getattr(parameter, "hidden", False) or ctx.meta.get(HELP_ALL):
@@ -139,7 +138,7 @@ class Command(TyperCommand):
 
 
 class ModelCommand(Command):
-    """A command whose first argument is a model, which --model gives as well."""
+    """Command whose first argument is a model, which can also be given by --model."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -163,7 +162,7 @@ class ModelCommand(Command):
             return super().parse_args(ctx, [models[0], *rest])
         except UsageError as error:
             ctx.params.clear()
-            try:  # a word too many: the argument is there too
+            try:  # one word too many: the argument is also given
                 parsed = super().parse_args(ctx, rest)
             except UsageError:
                 raise error from None
@@ -172,7 +171,7 @@ class ModelCommand(Command):
 
 
 def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words without an option of these names and its values, and each of these (name, value)."""
+    """Split command-line words into those without an option and its values, and the option's (name, value) pairs."""
     rest, given, following = [], [], iter(words)
     for word in following:
         name, equals, value = word.partition("=")
@@ -186,7 +185,7 @@ def split_option(words: Sequence[str], names: Iterable[str]) -> tuple[list[str],
 
 
 def refuse_two(setting: str, values: Iterable[T]) -> T | None:
-    """The one value among these, None without any. Raises SettingError for two different ones."""
+    """The only value, or None without any. Raises SettingError for two different ones."""
     found = list(dict.fromkeys(values))
     if len(found) > 1:
         raise SettingError(setting, f"has two values, {found[0]} and {found[1]}: give one of them")
@@ -201,14 +200,14 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 HELP_ALL = "--help-all"
-# Of a command with hidden options.
+# Parameter of commands with hidden options.
 HelpAll = Annotated[
     bool, typer.Option(HELP_ALL, callback=_show_all, is_eager=True, expose_value=False, help="Show every option.")
 ]
 
 
 def parameter_table(parameters: list[Any]) -> Table:
-    """Names beside explanations, a row for each parameter."""
+    """Table of names and explanations, one row per parameter."""
     from rich.table import Table
     from rich.text import Text
 
@@ -220,7 +219,7 @@ def parameter_table(parameters: list[Any]) -> Table:
         if parameter.param_type_name == "argument":
             shown.append(parameter.metavar or parameter.name.upper(), "bold cyan")
         else:
-            # Click has those of --help in no order.
+            # The order of click's names of --help is undefined.
             names = sorted([*parameter.opts, *parameter.secondary_opts], key=lambda name: not name.startswith("--"))
             shown.append(names[0], "bold cyan")
             if kind := _kind_of_value(parameter):
@@ -237,12 +236,12 @@ def parameter_table(parameters: list[Any]) -> Table:
 
 
 def _kind_of_value(option: Any) -> str | None:
-    """What an option takes, in capitals; nothing for a switch."""
+    """Metavar of an option, in capitals; None for a switch."""
     if option.is_flag or option.secondary_opts:
         return None
     if option.metavar:
         return option.metavar
-    described = getattr(option, "type_descriptor", None)  # of newer Typers; older ones have click's type
+    described = getattr(option, "type_descriptor", None)  # newer versions of Typer; older ones have click's type
     kind = option.type.name if described is None else getattr(described.annotation, "__name__", "text")
     return {"integer": "INT", "str": "TEXT"}.get(kind, kind.upper())
 
@@ -255,8 +254,7 @@ def _default(parameter: Any) -> str | None:
 
 
 def _paragraphs(text: str, width: int) -> list[str]:
-    """A help text's paragraphs, without the source's line ends; the commands of examples broken as a shell reads
-    them."""
+    """Paragraphs of a help text without the source's line breaks; commands of examples are broken with backslashes."""
     found = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         words = " ".join(paragraph.split())
@@ -270,7 +268,7 @@ def _paragraphs(text: str, width: int) -> list[str]:
 
 
 def _command_line(words: str, width: int) -> str:
-    """A command, indented, with a backslash where a line ends. What is quoted stays whole, and an option with its
+    """Indent a command and break its lines with backslashes, but not within quotes or between an option and its
     value."""
     lines = [" "]
     for word in re.findall(r"--\S+ (?!-)(?:'[^']*'|\S)+|(?:'[^']*'|\S)+", words):
@@ -282,7 +280,7 @@ def _command_line(words: str, width: int) -> str:
 
 
 def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """The completion of an option's value, for typer.Option(autocompletion=...)."""
+    """Completion of an option's value, for typer.Option(autocompletion=...)."""
 
     def found(incomplete: str) -> list[str]:
         known = values() if callable(values) else values
@@ -291,7 +289,7 @@ def completes(values: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[
     return found
 
 
-# Imported when they are asked for: these modules take what the command line's start must not.
+# Imported on use, because these modules would slow down the start of the command line.
 def family_names() -> list[str]:
     from dlm_bridge.models.families import families
 
@@ -317,7 +315,7 @@ def cast_dtypes() -> list[str]:
 
 
 def training_choices(key: str) -> Callable[[], Iterable[str]]:
-    """The values of an option of `pretrain`, by its flag with underscores."""
+    """Choices of an option of `pretrain`, by its key."""
 
     def choices() -> Iterable[str]:
         from dlm_bridge.settings import options_of
@@ -328,7 +326,7 @@ def training_choices(key: str) -> Callable[[], Iterable[str]]:
     return choices
 
 
-# What options complete that declare no choices, by key.
+# Completions of options without declared choices, by key.
 COMPLETED = {
     "algorithm": sampler_names,
     "dtype": cast_dtypes,
@@ -338,7 +336,7 @@ COMPLETED = {
 
 
 def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple[Any, Any]]) -> Callable[..., None]:
-    """The command with a signature, which Typer reads, of these parameters (name: annotation and default)."""
+    """Set the signature of a command, which Typer reads, to these parameters (name: annotation and default)."""
     command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -360,7 +358,7 @@ def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[s
 
 
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
-    """Typer's annotation of a declared option, in the panel of its section. `task` chooses its default."""
+    """Typer's annotation of a declared option, in the panel of its section, with the default of `task`."""
     help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
     is_bool = bool in (option.type, *typing.get_args(option.type))
     names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
@@ -382,7 +380,7 @@ def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
 
 
 def _whole_number(option: Option) -> Callable[[str], int]:
-    """The reader of a whole number, which answers other values with the option's own refusals."""
+    """Parser of a whole number, whose errors include the option's refusals."""
 
     def whole_number(text: str) -> int:
         try:

@@ -15,11 +15,7 @@ from dlm_bridge.display.trace import DenoisingTrace, confidence_colour
 
 COLUMNS = 64  # characters per line
 CHARACTER, LINE, FONT_SIZE, MARGIN = 9.0, 26, 15, 24  # in pixels; a character is 0.6 of the font size wide
-FRAME_SECONDS, LONGEST_SECONDS, PAUSE_SECONDS = (
-    0.25,
-    12.0,
-    4.0,
-)  # per frame, of the whole animation, of the pause at its end
+FRAME_SECONDS, LONGEST_SECONDS, PAUSE_SECONDS = 0.25, 12.0, 4.0  # per frame, maximum in total, pause at the end
 GIVEN, MASKED, INK, PAPER = "#6b7280", "#d5dae0", "#1b1f24", "#ffffff"
 NOT_XML = re.compile("[\x00-\x08\x0b-\x1f\ufffe\uffff]")
 

@@ -82,7 +82,7 @@ def atomic_output(
             temporary = None
         if isinstance(stopped, WorkerError):
             raise WorkerError(stopped.field, f"{stopped.reason}: {result}") from None
-        raise KeyboardInterrupt(f"interrupted: {result}") from None
+        raise KeyboardInterrupt(f"{str(stopped) or 'interrupted'}: {result}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

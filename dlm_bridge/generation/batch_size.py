@@ -1,4 +1,4 @@
-"""Batch size from free memory, planned by arithmetic before anything runs (`--batch-size auto`)."""
+"""Batch size from free memory, estimated before sampling (`batch_size=auto`)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
 
-# What is left to the allocator's fragments, CUDA graphs and libraries' workspaces.
+# The rest is for fragmentation, CUDA graphs and libraries' workspaces.
 USED_FRACTION = 0.8
 MOST_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The rows that fit, and why. Sizes in bytes, those of a row at its full length.
+    """Number of rows that fit into memory. Sizes are in bytes, for a row at its full length.
 
     Args:
-        length: tokens of the longest row, prompt and new ones together.
-        cache: keys and values.
-        activations: the largest activations of a forward pass of the whole row.
-        logits: logits of the positions of a step, and what sampling makes of them.
+        length: number of tokens of the longest row, prompt and new tokens.
+        cache: size of the KV cache.
+        activations: size of the largest activations of a forward pass over the whole row.
+        logits: size of the logits of a step, and of sampling's intermediate results.
         free: free memory on the model's device.
     """
 
@@ -43,17 +43,17 @@ class Capacity:
 
     @property
     def row(self) -> int:
-        """What a row takes in all."""
+        """Size of a row."""
         return self.cache + self.activations + self.logits
 
     @property
     def summary(self) -> str:
-        """The plan in one line."""
+        """The estimate on one line."""
         return f"batch size {self.rows}: {self.described}; {self.free / 2**30:.1f} GiB free"
 
     @property
     def described(self) -> str:
-        """What a row takes, in words."""
+        """Description of a row's size."""
         parts = [("KV cache", self.cache), ("activations", self.activations), ("logits", self.logits)]
         sizes = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in parts if size)
         return f"a row of {self.length} tokens takes {sizes}"
@@ -69,15 +69,16 @@ def plan_batch(
     more: bool = False,
     device: torch.device | None = None,
 ) -> Capacity:
-    """The batch size for prompts of these lengths; processes of a tensor-parallel model agree on the smallest.
+    """Estimate the batch size for prompts of these lengths. Processes of a tensor-parallel model agree on the
+    smallest.
 
-    Weights are counted as what is not free. An autoregressive model needs `max_new_tokens` or `gen_length` in the
-    settings; 128 are assumed without it.
+    Memory of the weights is not free. For autoregressive models, 128 new tokens are assumed without `max_new_tokens`
+    or `gen_length` in the settings.
 
     Args:
-        scored: rows are scored as well, which takes all their logits.
-        more: there may be more rows than these lengths.
-        device: by default the model's; one that has no weights needs it.
+        scored: True if rows are also scored, which needs all their logits.
+        more: True if there may be more rows than `lengths`.
+        device: device of a model without weights; default: the model's.
     """
     plain = unwrapped(model)
     longest = max(lengths)
@@ -99,15 +100,15 @@ def plan_batch(
     config, itemsize = plain.config.get_text_config(), plain.dtype.itemsize
     columns = length if layout is None else cache_columns(layout, length)
     kept = sum(_cache_bytes(plain, layer) for layer in attention_layers(plain)) * columns if stores else 0
-    # Of a column in a layer: residual, norm and attention's input and output; gate, up and their product; and, where
-    # attention runs without a fused kernel (CPU), a score for each column of each head.
+    # Per column and layer: residual, norm, input and output of attention; gate, up and their product; and, if
+    # attention has no fused kernel (CPU), a score per column and head.
     inner = max(getattr(config, name, None) or 0 for name in ("intermediate_size", "moe_intermediate_size"))
     experts = getattr(config, "num_experts_per_tok", None) or 1
     column = (8 * config.hidden_size + 3 * inner * experts) * itemsize
     device = input_device(model) if device is None else device
     if device.type == "cpu":
         column += 2 * config.num_attention_heads * length * max(itemsize, 4)
-    # The model's logits, a float copy and its softmax; with draws, unless a kernel does, float64 sums of them.
+    # Logits, a float copy and its softmax; with draws, float64 sums unless a kernel computes them.
     logit = itemsize + 8 + (24 if draws else 8)
     cache_bytes, activations = copies * kept, copies * length * column
     logits = copies * positions * config.vocab_size * logit
@@ -123,13 +124,13 @@ def plan_batch(
 
 
 def plan_shared_batch(replicas: Replicas, *arguments: Any, **options: Any) -> Capacity:
-    """`plan_batch` of these arguments for the batches that `replicas` share: as many rows as all of them hold."""
+    """`plan_batch` for batches of all `replicas`: the smallest of their estimates."""
     plans: list[Capacity] = replicas.gather(plan_batch(*arguments, **options))
     return min(plans, key=lambda plan: plan.rows)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that new tensors can have: on a GPU what the driver and torch's allocator have, else this process's part
+    """Bytes available for new tensors: on a GPU, those of the driver and torch's allocator; else this process's part
     of available memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -139,7 +140,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _meminfo(name: str) -> int | None:
-    """A line of /proc/meminfo in bytes, no more than the control group's limit leaves; None where there is none."""
+    """A line of /proc/meminfo in bytes, limited by the control group; None if it does not exist."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         amount = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
@@ -154,5 +155,5 @@ def _meminfo(name: str) -> int | None:
 
 
 def _cache_bytes(model: Any, layer: Any) -> int:
-    """Bytes of a column's keys and values in a layer."""
+    """Size in bytes of a column's keys and values in a layer."""
     return 2 * kv_heads(model, layer) * int(layer.head_dim) * next(layer.parameters()).dtype.itemsize

@@ -171,9 +171,13 @@ def diffusion_fields() -> list[str]:
     return [*parameters, *GENERAL]
 
 
-def published_config(config: Any, algorithm: str) -> Any:
-    """The config to save for a family's model, with the names that the published code of its sampler reads."""
-    kind = SAMPLERS[getattr(config, "algorithm", None) or algorithm]
+def published_config(model: Any) -> Any:
+    """The generation config to save with a model, under the names that the published code of its sampler reads."""
+    config = model.generation_config
+    defaults = getattr(model, "sampler_defaults", None) or getattr(getattr(model, "family", None), "sampler", {})
+    kind = SAMPLERS.get(getattr(config, "algorithm", None) or defaults.get("algorithm", ""))
+    if kind is None or not kind.published_config:
+        return config
     saved = copy.copy(config)
     for alias in kind.published_config:
         name = kind.aliases[alias]

@@ -1,6 +1,6 @@
 """Predictors: the model's logits for canvas columns, by attention pattern, logit shift and KV cache.
 
-A predictor is all that the denoising loop knows of the model. It decides which columns a forward pass runs, what they
+A predictor is the denoising loop's interface to the model. It determines which columns a forward pass runs, what they
 attend to, and which logits predict which column.
 """
 
@@ -18,9 +18,9 @@ from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime.runner import CanvasView, ModelRunner
 from dlm_bridge.generation.runtime.varlen import Packing
 
-# Number of tokens that a GPU computes in the time it takes to read the weights; limit for speculative launches.
+# Number of tokens that a GPU computes while it reads the weights; limit for speculative launches.
 SPECULATIVE_TOKENS = 256
-# On a GPU, widths of rows of different lengths are rounded up to a multiple of this, so that graphs are reused.
+# On a GPU, the width of rows of different lengths is rounded up to a multiple of this, so that graphs are reused.
 COMPACT_MULTIPLE = 32
 
 
@@ -28,8 +28,8 @@ class Predictor:
     """Bidirectional attention over the whole canvas: every block attends to the masks of all later ones.
 
     Attributes:
-        caches: the kinds of KV cache that the attention pattern allows.
-        commits_first_token: whether the loop asks for a block's first token alone, before the others.
+        caches: KV cache classes that the attention pattern allows.
+        commits_first_token: True if a block's first token is predicted alone, before the others.
     """
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, PrefixKVCache, DualKVCache)
@@ -45,36 +45,36 @@ class Predictor:
         self._runner = runner
         self._block = slice(0, 0)
         self._cached_rows = 0
-        self._not_cached = 0  # number of rows at the front that entered a running batch and have not been run yet
+        self._not_cached = 0  # number of rows at the front that have entered a running batch and are not cached yet
 
     @property
     def forwards(self) -> int:
-        """Forward passes of the model so far."""
+        """Number of forward passes of the model so far."""
         return self._runner.forwards
 
     def open_block(self, block: slice, rows: list[int]) -> None:
-        """These rows begin the block."""
+        """Start the block in these rows."""
         self._block = block
         if len(rows) == len(self.canvas.rows):
             self.cache.open_block(block)
             self._cached_rows, self._not_cached = len(rows), 0
 
     def select_rows(self, rows: list[int]) -> None:
-        """The canvas goes on with these of its rows."""
+        """Keep only these rows of the canvas, in this order."""
         if self.cache.stores and not self.canvas.shares_blocks:
-            # With guidance the unconditional rows follow the others.
+            # With guidance, the unconditional rows follow the others.
             copies = [self._cached_rows + row for row in rows] if self.cfg_scale else []
             self.cache.select_rows(rows + copies)
             self._cached_rows = len(rows)
 
     def shift_columns(self, by: int) -> None:
-        """The canvas' columns move to the right by so many, between two blocks."""
+        """Move the columns to the right by `by`, between two blocks."""
         self._block = slice(self._block.start + by, self._block.stop + by)
         self.cache.shift(by)
 
     def admit(self, count: int) -> None:
-        """So many rows have entered the canvas, in front of the others in the order `order_behind`. These may be
-        inside of their block unless rows share blocks."""
+        """Insert `count` rows at the front, see `order_behind`. Other rows may be inside their block, unless rows
+        share blocks."""
         others = len(self.canvas.rows) - count
         if self.cache.stores and others and not self.canvas.shares_blocks:
             self.cache.select_rows(self._room_in_front(count, others))
@@ -82,41 +82,41 @@ class Predictor:
             self._cached_rows += count
 
     def columns(self, rows: list[int] | None, block: slice) -> Columns:
-        """The columns of the block that the rows' next step predicts."""
+        """Columns of the block that the rows' next step predicts."""
         return block
 
     def __call__(self, rows: list[int] | None, columns: Columns, shift: bool | None = None) -> torch.Tensor:
-        """Logits [A, N, V] of these columns' tokens, in the model's dtype.
+        """Logits [A, N, V] that predict the tokens of these columns, in the model's dtype.
 
         Args:
-            rows: rows of the canvas; None means all.
-            shift: overrides the model's own logit shift.
+            rows: rows of the canvas; None: all.
+            shift: overrides the model's logit shift.
         """
         assert isinstance(columns, slice)
         if self._not_cached:
             self._fill_cache(columns)
-        # The cache holds all rows, so that every row runs.
+        # The cache contains all rows, so every row runs.
         asked, rows = (rows, None) if self.cache.stores else (None, rows)
         logits = self._logits(rows, columns, self.shift if shift is None else shift)
         return logits if asked is None else logits[self.canvas.index(asked)]
 
     def columns_to_run(self, end: int, *, shift: bool) -> slice:
-        """The columns that the next forward pass runs, of the `end` that it attends to; the others are cached."""
+        """Columns that the next forward pass runs, of the `end` attended ones; the others are cached."""
         return self.cache.read(self._block, end, shift=shift)
 
     def launch_speculatively(self, *, done: bool = False) -> None:
-        """Launch a forward pass before the result of a step is known, if it is of use whatever the result is.
+        """Start the next forward pass early if it is needed whatever this step commits.
 
         Args:
-            done: the block is complete, only the rows that go on are unknown.
+            done: True if the block is complete, and only the remaining rows are unknown.
         """
 
     def end(self, block: slice) -> int:
-        """Columns of the canvas that the model attends to."""
+        """Number of columns of the canvas that the model attends to."""
         return self.canvas.width
 
     def _logits(self, rows: list[int] | None, columns: slice, shift: bool) -> torch.Tensor:
-        """Logits [A, N, V] by a forward pass in which every row begins in the first column; after classifier-free
+        """Logits [A, N, V] of a forward pass in which every row begins in the first column, with classifier-free
         guidance un + (cfg_scale + 1) * (cond - un)."""
         canvas = self.canvas
         run = self.columns_to_run(self.end(columns), shift=shift)
@@ -127,7 +127,8 @@ class Predictor:
             both = self._runner.logits(view, slice(columns.start - shift - origin, columns.stop - shift - origin))
         else:
             view, first_A1 = self._compact_view(rows, columns, run)
-            # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own, as in Dream.
+            # With a shift, logits[i - 1] predict token i; a row's first token is predicted by its own logits, as in
+            # Dream.
             from_AN = torch.maximum(canvas.columns(rows, columns) - int(shift), canvas.origin(rows)[:, None])
             from_AN = (from_AN - first_A1).clamp(max=view.tokens.shape[1] - 1)
             self.cache.write(columns.stop)
@@ -138,8 +139,8 @@ class Predictor:
         return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
 
     def _common_origin(self, rows: list[int] | None, run: slice, first: int) -> int | None:
-        """The column in which all of these rows begin, if they also end in one column and run no padding, and the
-        column `first`, whose logits are read, is not before it; else None."""
+        """Common first column of these rows; None unless they also end in one column, `run` has no padding, and the
+        column `first`, whose logits are read, is not before it."""
         canvas = self.canvas
         origins, ends = canvas.origins, canvas.ends
         chosen = canvas.rows if rows is None else rows
@@ -149,8 +150,8 @@ class Predictor:
         return origin if origin <= first and run.stop <= end else None
 
     def _unpadded_view(self, rows: list[int] | None, columns: slice, run: slice, origin: int) -> CanvasView:
-        """The view of a forward pass that runs these columns of rows that all begin in column `origin`. Without a
-        mask, attention runs its fastest kernel."""
+        """View of a forward pass over these columns of rows that all begin in column `origin`. Attention without a
+        mask runs its fastest kernel."""
         run = slice(max(run.start, origin), run.stop)
         tokens_AQ = self.canvas.take(rows, run)
         if self.cfg_scale:
@@ -159,8 +160,8 @@ class Predictor:
         return CanvasView(tokens_AQ, None, None, run.start - origin, self.end(columns) - origin)
 
     def _compact_view(self, rows: list[int] | None, columns: slice, run: slice) -> tuple[CanvasView, torch.Tensor]:
-        """The view of a forward pass that runs these columns of each row (of all, each row's own), and [A, 1] the
-        first of them on the canvas. Rows are cached from the first column on."""
+        """View of a forward pass over these columns (if these are all columns, each row's own), and [A, 1] the first
+        column of each row on the canvas. Rows are cached from the first column on."""
         canvas, end = self.canvas, self.end(columns)
         chosen = canvas.rows if rows is None else rows
         origin_A1 = canvas.origin(rows)[:, None]
@@ -177,14 +178,14 @@ class Predictor:
         source_AQ = own_AQ.clamp(max=canvas.width - 1)
         place_AQ = own_AQ - origin_A1
         length_A1 = canvas.real(rows)[:, :end].sum(dim=1, keepdim=True)
-        # Of a cache "dual" a row's closing token stays as it was, also where another row's block goes on behind it.
+        # With the cache "dual", a row's closing token is not run again, even if another row's block extends past it.
         closing = 0 if whole or run.stop > self._block.stop else canvas.ends[chosen[0]] - canvas.stops[chosen[0]]
         real_AQ = (place_AQ >= 0) & (place_AQ < length_A1 - closing)
         run_lengths = canvas.lengths(rows, min(run.stop, end), run.start, closing)
         packing = Packing(real_AQ, run_lengths, attended=None if whole else lengths)
         attended_AK = torch.arange(length, device=own_AQ.device) < length_A1
         cached_AQ = None
-        if self.cache.stores:  # padding where nothing attends to it
+        if self.cache.stores:  # padding is written to a column that nothing attends to
             cached_AQ = place_AQ.masked_fill(~real_AQ, canvas.cache_width - 1)
         tokens_AQ = canvas.take(rows, source_AQ)
         if self.cfg_scale:
@@ -199,7 +200,7 @@ class Predictor:
         return view, own_AQ[:, :1]
 
     def _fill_cache(self, columns: slice) -> None:
-        """Run the rows that have entered beside others: the next forward pass of all runs the block alone."""
+        """Run the rows that have entered a running batch, because the next forward pass runs the block only."""
         count, self._not_cached = self._not_cached, 0
         view, _ = self._compact_view(list(range(count)), columns, slice(0, self.end(columns)))
         self._runner.hidden(view, once=True)
@@ -207,31 +208,31 @@ class Predictor:
             self.cache.select_rows(self._copies_behind(count, len(self.canvas.rows) - count))
 
     def _room_in_front(self, count: int, others: int) -> list[int]:
-        """Rows of the cache that make room in front for so many rows of the canvas, with guidance for their
-        unconditional copies as well."""
+        """Row order of the cache that makes room for `count` rows at the front and, with guidance, for their
+        unconditional copies."""
         order = order_behind(count, others)
         if not self.cfg_scale:
             return [min(row, others - 1) for row in range(count)] + order
         return [0] * (2 * count) + order + [others + row for row in order]
 
     def _copies_behind(self, count: int, others: int) -> list[int]:
-        """The order of the cache's rows in which the unconditional ones follow the others, where they do so among the
-        first `count` and among the rest."""
+        """Row order of the cache in which all unconditional rows follow the others. Before, they follow them among the
+        first 2 * `count` rows, and among the rest."""
         first, rest = range(2 * count), range(2 * count, 2 * (count + others))
         return [*first[:count], *rest[:others], *first[count:], *rest[others:]]
 
     def _condition(self, rows: list[int] | None, columns: slice) -> torch.Tensor:
-        """[A, S], True at the condition of guidance: the prompt."""
+        """[A, S], True at the condition of guidance, the prompt."""
         return ~self.canvas.behind_prompt(rows, slice(0, self.canvas.width))
 
     def _positions(self, rows: list[int] | None, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A, E] positions, counted from each row's first token, and False at padding."""
+        """[A, E] positions counted from each row's first token, and [A, E] False at padding."""
         places = self.canvas.places(rows)[:, :end]
         return places.clamp(min=0), self.canvas.real(rows)[:, :end]
 
 
 class RowCachePredictor(Predictor):
-    """Causal attention to committed tokens, which each row caches at its own pace, in columns counted from its first
+    """Causal attention to committed tokens, which each row caches independently, in columns counted from its first
     token. Rows enter the cache with their prompts."""
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
@@ -251,7 +252,7 @@ class RowCachePredictor(Predictor):
         self._rows = [rows.index(row) for row in stay]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Go on with these of the canvas' rows; others do not come back within their block."""
+        """Keep only these rows of the canvas in the cache, for the rest of their block."""
         if rows != self._rows:
             self.cache.select_rows([self._rows.index(row) for row in rows])
         self._rows = rows
@@ -262,8 +263,8 @@ class RowCachePredictor(Predictor):
         self._rows = self.canvas.rows
 
     def prompt_view(self, rows: list[int]) -> CanvasView:
-        """These rows' prompts, each from the first column on. What is cached of the padding behind a prompt is
-        overwritten before anything attends to it."""
+        """View of these rows' prompts, from the first column on. Padding after a prompt is cached too, and overwritten
+        before anything attends to it."""
         canvas = self.canvas
         width = max(canvas.starts[row] - canvas.origins[row] for row in rows)
         places_Q = torch.arange(width, device=canvas.tokens.device)
@@ -275,11 +276,11 @@ class RowCachePredictor(Predictor):
 
 
 class BlockCachePredictor(Predictor):
-    """Attention that never looks behind the block, with an exact KV cache of committed blocks.
+    """Base class for block-causal models, with an exact KV cache of committed blocks.
 
-    A committed block is run once more, with its final tokens, for its keys and values. That takes no forward pass of
-    its own: the first forward pass of a block runs the block before it (of the first block: the prompt) as well, which
-    attends to what it would attend to alone, and the new block attends to all of that.
+    A committed block is run once more with its final tokens, to cache its keys and values. This needs no extra forward
+    pass: a block's first forward pass also runs the previous block (for the first block, the prompt), whose attention
+    is unchanged.
     """
 
     caches: ClassVar[tuple[type[KVCache], ...]] = (KVCache, BlockKVCache)
@@ -287,7 +288,7 @@ class BlockCachePredictor(Predictor):
     def __init__(self, runner: ModelRunner, canvas: Canvas, cache: KVCache, **options: Any) -> None:
         super().__init__(runner, canvas, cache, **options)
         self._last_cached: torch.Tensor | None = None  # [A, 1, H], hidden state of the last cached column
-        # [A, N, H] of a speculative forward pass: of the block, perhaps with the next one behind it.
+        # [A, N, H] of a speculative forward pass over the block and possibly the next one.
         self._speculative: torch.Tensor | None = None
 
     @property
@@ -296,12 +297,12 @@ class BlockCachePredictor(Predictor):
 
     @property
     def _cached(self) -> int:
-        """Columns in the cache."""
+        """Number of cached columns."""
         assert isinstance(self.cache, BlockKVCache)
         return self.cache.length
 
     def open_block(self, block: slice, rows: list[int]) -> None:
-        if self._speculative is not None:  # it has cached the block before this one, and perhaps run this one
+        if self._speculative is not None:  # has cached the previous block, and possibly run this one
             length = self._block.stop - self._block.start
             self._write_cache(block.start, self._speculative[:, :length])
             self._speculative = self._speculative[:, length:] if self._speculative.shape[1] > length else None
@@ -314,11 +315,11 @@ class BlockCachePredictor(Predictor):
             if self.cfg_scale:  # the unconditional rows follow the others
                 rows = rows + [len(self._last_cached) // 2 + row for row in rows]
             self._last_cached = self._last_cached[to_device(rows, self._last_cached.device)]
-        self.cache.select_rows(rows)  # a speculative forward pass may have written the first columns
+        self.cache.select_rows(rows)
 
     def admit(self, count: int) -> None:
-        """Cache of the entering rows' prompts what is cached of the other rows."""
-        if self._speculative is not None:  # without the entering rows
+        """Insert rows at the front, and cache the columns of their prompts that are cached for the other rows."""
+        if self._speculative is not None:  # does not include the entering rows
             self._write_cache(self._block.stop, self._speculative[:, : self._block.stop - self._block.start])
             self._speculative = None
         if not self.cache.stores or self._last_cached is None:
@@ -326,7 +327,7 @@ class BlockCachePredictor(Predictor):
         others = len(self.canvas.rows) - count
         self.cache.select_rows(self._room_in_front(count, others))
         order_B = to_device(order_behind(count, others), self._last_cached.device)
-        halves = self._last_cached.split(others)  # with guidance there are two
+        halves = self._last_cached.split(others)  # two with guidance
         self._last_cached = torch.cat([self._prefill(count), *(half[order_B] for half in halves)])
         if self.cfg_scale:
             order = self._copies_behind(count, others)
@@ -334,8 +335,8 @@ class BlockCachePredictor(Predictor):
             self._last_cached = self._last_cached[to_device(order, self._last_cached.device)]
 
     def _prefill(self, count: int) -> torch.Tensor:
-        """[A, 1, H], the hidden state of the last cached column, by a forward pass of the first `count` rows over
-        their cached columns. Rows that begin behind these have nothing there."""
+        """[A, 1, H], hidden state of the last cached column, by a forward pass over the cached columns of the first
+        `count` rows. Rows may begin after these columns."""
         assert self._last_cached is not None
         rows, end = list(range(count)), self._cached
         begin = min(self.canvas.origins[:count])
@@ -345,7 +346,7 @@ class BlockCachePredictor(Predictor):
         assert whole.attention_mask is not None
         assert whole.position_ids is not None
         mask, positions = whole.attention_mask[:, :, begin:], whole.position_ids[:, begin:]
-        packing = None if whole.packing is None else whole.packing.from_column(begin)  # the rest is padding
+        packing = None if whole.packing is None else whole.packing.from_column(begin)
         view = CanvasView(whole.tokens[:, begin:], mask, positions, begin, end, packing=packing)
         if self.cfg_scale:
             view = self._with_unconditional_rows(view, self._condition(rows, self._block))
@@ -364,7 +365,7 @@ class BlockCachePredictor(Predictor):
         return unconditional + (self.cfg_scale + 1) * (logits - unconditional)
 
     def _with_unconditional_rows(self, view: CanvasView, condition_AS: torch.Tensor) -> CanvasView:
-        """Classifier-free guidance: a second copy of the rows, in which the condition is masked."""
+        """Append a copy of the rows in which the condition is masked, for classifier-free guidance."""
         unconditional = view.tokens.clone()
         unconditional[condition_AS[:, view.first : view.first + unconditional.shape[1]]] = MASK
         mask, positions = view.attention_mask, view.position_ids
@@ -377,18 +378,18 @@ class BlockCachePredictor(Predictor):
         )
 
     def view(self, rows: list[int] | None, columns: slice) -> CanvasView:
-        """The model input of a forward pass that predicts these columns."""
+        """Model input of a forward pass that predicts these columns."""
         if not self.cache.stores:
             return self._uncached_view(rows, columns)
         run = self.cache.read(self._block, self._block.stop, shift=self.shift)
         return self._cached_view(run.start, self._block)
 
     def run(self, view: CanvasView, columns: slice) -> torch.Tensor:
-        """Logits of one forward pass at these canvas columns (a slice costs no device synchronisation)."""
+        """Logits of one forward pass at these columns of the canvas."""
         if not self.cache.stores:
             return self._runner.logits(view, columns)
         start = self._block.start
-        if columns.stop <= start:  # only the column before the block, which is about to change
+        if columns.stop <= start:  # only the column before the block
             return self._runner.head(self._hidden_before_block(), slice(None))
         hidden = self._hidden_of_block(view)[:, max(columns.start - start, 0) : columns.stop - start]
         if columns.start < start:
@@ -398,8 +399,8 @@ class BlockCachePredictor(Predictor):
 
     def _shifted_logits(self, origins: list[int], view: CanvasView, columns: slice, shift: bool) -> torch.Tensor:
         first = columns.start
-        # With a shift, logits[i - 1] predict token i. A row's first token has none before it: its own logits predict
-        # it, as in Dream's sampler.
+        # With a shift, logits[i - 1] predict token i. A row's first token is predicted by its own logits, as in
+        # Dream's sampler.
         alone = [(row, at - first) for row, at in enumerate(origins) if first <= at < columns.stop] if shift else []
         own = bool(alone) or (shift and first == 0)
         logits = self.run(view, slice(max(first - shift, 0), columns.stop - (shift and not own)))
@@ -416,18 +417,18 @@ class BlockCachePredictor(Predictor):
         return shifted
 
     def _hidden_of_block(self, view: CanvasView) -> torch.Tensor:
-        """[A, N, H] of the block, by the speculative forward pass if there is one."""
+        """[A, N, H], hidden states of the block, from the speculative forward pass if there is one."""
         start, stop = self._block.start, self._block.stop
         hidden, self._speculative = self._speculative, None
         if hidden is None:
-            hidden = self._runner.hidden(view, once=view.first == 0)  # a prompt's shape will not come again
+            hidden = self._runner.hidden(view, once=view.first == 0)  # the shape of a prompt will not occur again
             if view.first < start:
                 self._write_cache(start, hidden[:, : start - view.first])
                 hidden = hidden[:, start - view.first :]
         return hidden[:, : stop - start]
 
     def _hidden_before_block(self) -> torch.Tensor:
-        """[A, 1, H] of the column before the block, by a forward pass of its own if the column is not cached yet."""
+        """[A, 1, H], hidden state of the column before the block, by a separate forward pass if it is not cached."""
         begin, start = self._cached, self._block.start
         self._speculative = None
         if begin < start:
@@ -439,18 +440,18 @@ class BlockCachePredictor(Predictor):
         return self._last_cached
 
     def _write_cache(self, stop: int, hidden: torch.Tensor) -> None:
-        """A forward pass with hidden states [A, N, H] has cached the columns before `stop`."""
+        """Record that a forward pass with hidden states [A, N, H] has cached the columns before `stop`."""
         self.cache.write(stop)
         self._last_cached = hidden[:, -1:].clone()
 
     def _uncached_view(self, rows: list[int] | None, block: slice) -> CanvasView:
-        """The canvas up to the block; an empty block means that all of it is committed."""
+        """View of the canvas up to the block's end. An empty block: all columns are committed."""
         raise NotImplementedError
 
     def _bidirectional_view(self, rows: list[int] | None, columns: slice, end: int) -> CanvasView:
-        """These columns attend to the first `end` columns of the canvas."""
+        """View in which these columns attend to the first `end` columns of the canvas."""
         tokens = self.canvas.take(rows, columns)
-        if not self.canvas.padded:  # without a mask attention runs the faster kernel
+        if not self.canvas.padded:  # attention without a mask runs a faster kernel
             return CanvasView(tokens, None, None, columns.start, end)
         positions, real = self._positions(rows, end)
         lengths = self.canvas.lengths(rows, min(columns.stop, end), columns.start)
@@ -459,7 +460,7 @@ class BlockCachePredictor(Predictor):
         return CanvasView(tokens, real, positions[:, columns], columns.start, end, packing=packing)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:
-        """The columns from `begin` up to the block; those before `begin` are cached."""
+        """View of the columns from `begin` to the block's end; earlier ones are cached."""
         if begin == block.start:
             return self._bidirectional_view(None, block, block.stop)
         whole = self._uncached_view(None, block)
@@ -471,10 +472,8 @@ class BlockCachePredictor(Predictor):
 
 
 class BlockCausalPredictor(BlockCachePredictor):
-    """Block-causal attention: a position attends to its own block and those before it.
-
-    Blocks are counted from where those of the canvas begin.
-    """
+    """Block-causal attention: a position attends to its own block and earlier ones. Blocks start at those of the
+    canvas."""
 
     def __init__(
         self, runner: ModelRunner, canvas: Canvas, cache: KVCache, *, block_length: int, **options: Any
@@ -484,9 +483,9 @@ class BlockCausalPredictor(BlockCachePredictor):
         self._offset = -canvas.blocks[0].start % block_length
 
     def launch_speculatively(self, *, done: bool = False) -> None:
-        """Run the block as it stands: that is its next step or, if it is complete, the forward pass that caches it.
-        The next block is run with it, as its first forward pass, if the block is complete for certain or the next one
-        adds next to no time."""
+        """Run the current state of the block: its next step or, if it is complete, the forward pass that caches it.
+        The next block is included as its first forward pass, if the current one is known to be complete or the next
+        one takes almost no additional time."""
         block, blocks = self._block, self.canvas.blocks
         one = block.stop - block.start <= self._block_length and block != blocks[-1]
         if not self.cache.stores or not one or self.cfg_scale:
@@ -509,8 +508,8 @@ class BlockCausalPredictor(BlockCachePredictor):
         return CanvasView(self.canvas.take(rows, slice(0, block.stop)), mask, positions, packing=packing)
 
     def _cached_view(self, begin: int, block: slice) -> CanvasView:
-        # Whole blocks from `begin` on need no mask, unless a row begins in them. The first columns of a prompt may be
-        # nothing but padding.
+        # Whole blocks from `begin` on need no mask, unless a row begins in them. The first columns may be only
+        # padding.
         if not begin or max(self.canvas.origins) > begin or (begin + self._offset) % self._block_length:
             return super()._cached_view(begin, block)
         view = self._bidirectional_view(None, slice(begin, block.stop), block.stop)

@@ -288,7 +288,14 @@ class DiffusionLM:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save like transformers, under the Hub's tensor names and config keys, with copies of the files that
         `auto_map` names, so that tools that run the original remote code can load the result."""
-        super().save_pretrained(save_directory, *args, **kwargs)
+        from dlm_bridge.generation.config import published_config
+
+        stored = self.generation_config
+        self.generation_config = published_config(self)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.generation_config = stored
         if kwargs.get("is_main_process", True):
             copy_remote_code(self.config, Path(save_directory))
             share_weights(Path(save_directory))

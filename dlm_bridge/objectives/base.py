@@ -242,7 +242,7 @@ def diffusion_loss(
     own_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
     if (objective.streams == 2 or objective.resizes) and (own_mask is not None or position_ids is not None):
         name = type(objective).__name__
-        raise SettingError("attention_mask", f"{name} creates its own mask and positions: pass a 2-D mask only")
+        raise SettingError("attention_mask", f"{name} creates its own masks: pass a 2-D mask and no `position_ids`")
     rows, length = input_ids.shape
     replaces = objective.noise_process != "mask"
     uniforms = Uniforms.drawn(generator, rows, length, replaces=replaces, spans=objective.resizes)

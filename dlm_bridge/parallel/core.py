@@ -111,7 +111,8 @@ try:
 except ImportError as error:
     raise MissingExtraError(MEGATRON_CORE, f"{version} cannot be used: {one_line(error)}") from error
 
-_BUILD_MODULE = re.compile(r" when instantiating \w+$")  # what `build_module` appends to the message of any exception
+# What `build_module` appends to the message of any exception; a KeyError's is in quotes.
+_BUILD_MODULE = re.compile(r" when instantiating \w+['\"]?$")
 
 
 @contextlib.contextmanager

@@ -46,11 +46,11 @@ class Call:
     def listener(self, index: int) -> Callable[[Event], None]:
         """Listener of a choice's job, called in the scheduler's thread."""
 
-        def tell(event: Event) -> None:
+        def enqueue(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
-        return tell
+        return enqueue
 
     def submit(self, jobs: list[Job], timeout_s: float) -> None:
         """Queue the jobs. Raises RequestError if the queue is full."""
@@ -84,12 +84,12 @@ class Call:
         finally:
             self.close()
 
-    def take(self, index: int, event: Event) -> tuple[str, str | None]:
+    def add(self, index: int, event: Event) -> tuple[str, str | None]:
         """The text that an event adds to its choice, and the finish reason if the choice is finished."""
         choice = self.choices[index]
         if choice.finish_reason is not None or not isinstance(event, Extended | Ended):
             return "", None
-        piece = choice.take(event)
+        piece = choice.add(event)
         if choice.finish_reason is not None and not isinstance(event, Ended):
             self._scheduler.cancel([self.jobs[index]])  # a stop string inside the block
         return piece, choice.finish_reason
@@ -99,7 +99,7 @@ class Call:
 
         async def finish() -> None:
             async for index, event in self.events():
-                self.take(index, event)
+                self.add(index, event)
 
         finishing = asyncio.ensure_future(finish())
         leaving = asyncio.ensure_future(_left(request))

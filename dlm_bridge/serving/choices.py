@@ -86,7 +86,7 @@ class Choice:
         """The text so far."""
         return "".join(self._pieces)
 
-    def take(self, event: Extended | Ended) -> str:
+    def add(self, event: Extended | Ended) -> str:
         """The text that an event adds. A stop string finishes the choice before its job has ended."""
         if self.finish_reason is not None:
             return ""

@@ -145,34 +145,34 @@ class Scheduler:
             self._waiting.clear()
             self._changed.notify()
         for job in unfinished:
-            self._tell(job, Failed(None, ClosedError()))
+            self._notify(job, Failed(None, ClosedError()))
             job.cancelled = True
         if wait_s is not None and self._thread.is_alive():
             self._thread.join(wait_s)
 
-    def take(self, group: str, most: int) -> list[Job]:
+    def start_jobs(self, group: str, most: int) -> list[Job]:
         """Move up to `most` jobs of the group from the queue to the running ones, the oldest first.
 
         At most `batch_size` jobs overtake a job of another group, so that every job is sampled eventually.
         """
         with self._changed:
-            taken: list[Job] = []
+            started: list[Job] = []
             passed: list[Job] = []
             for job in self._waiting:
-                if len(taken) == most or any(other.overtaken >= self.batch_size for other in passed):
+                if len(started) == most or any(other.overtaken >= self.batch_size for other in passed):
                     break
                 if job.group != group:
                     passed.append(job)
                     continue
-                taken.append(job)
+                started.append(job)
                 for other in passed:
                     other.overtaken += 1
-            chosen = set(taken)
+            chosen = set(started)
             self._waiting = deque(job for job in self._waiting if job not in chosen)
             self._running |= chosen
-            return taken
+            return started
 
-    def _tell(self, job: Job, event: Event) -> None:
+    def _notify(self, job: Job, event: Event) -> None:
         """Pass an event to the listener of the job, unless it is cancelled."""
         if isinstance(event, Ended):
             self.tokens += len(event.tokens)
@@ -199,7 +199,7 @@ class Scheduler:
     def _sample(self) -> None:
         """Sample the group of the oldest job."""
         with self._changed:
-            jobs = self.take(self._waiting[0].group, self.batch_size) if self._waiting else []
+            jobs = self.start_jobs(self._waiting[0].group, self.batch_size) if self._waiting else []
         try:
             if jobs:
                 self._run(jobs)
@@ -209,7 +209,7 @@ class Scheduler:
             with self._changed:
                 unfinished = list(self._running)
             for job in unfinished:
-                self._tell(job, Failed(None, error))
+                self._notify(job, Failed(None, error))
         with self._changed:
             self._running.clear()
 
@@ -221,7 +221,7 @@ class Scheduler:
         def handle(events: Sequence[Event]) -> None:
             for event in events:
                 job = running.pop(event.name) if isinstance(event, Ended | Failed) else running[event.name]
-                self._tell(job, event)
+                self._notify(job, event)
             for name in [name for name, job in running.items() if job.cancelled]:
                 engine.cancel(name)
                 self._drop(running.pop(name))
@@ -236,9 +236,9 @@ class Scheduler:
                         engine.submit(Request(name, job.prompt, length, job.seed, stream=job.stream))
                         running[name] = job
                     except DlmBridgeError as error:
-                        self._tell(job, Failed(name, error))
+                        self._notify(job, Failed(name, error))
                 handle(engine.step())
-                entering = self.take(group, self.batch_size - len(running))
+                entering = self.start_jobs(group, self.batch_size - len(running))
         finally:
             engine.close()
             self.forwards += engine.forwards

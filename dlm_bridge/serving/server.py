@@ -279,7 +279,7 @@ class _Routes:
             if (opening := call.answer.opening(index)) is not None:
                 yield opening
         async for index, event in call.events():
-            piece, reason = call.take(index, event)
+            piece, reason = call.add(index, event)
             if piece or reason:
                 yield call.answer.piece(index, piece, reason)
         if call.request.include_usage:
@@ -297,7 +297,7 @@ class _Routes:
             "lengths": lengths,
         }
         async for index, event in call.events():
-            _, reason = call.take(index, event)
+            _, reason = call.add(index, event)
             if isinstance(event, Committed):
                 texts = [strings.of([token])[0] for token in event.tokens]
                 yield {

@@ -67,7 +67,7 @@ class Control:
     """
 
     name: str
-    check: Option
+    option: Option
     default: Any = None
     hint: str = ""
 
@@ -75,7 +75,7 @@ class Control:
         """The setting's value, None for its default. The sampler validates it."""
         if isinstance(shown, bool):
             return None if shown == bool(self.default) else shown
-        if self.check.choices or not shown:
+        if self.option.choices or not shown:
             return shown or None
         try:
             return json.loads(shown)
@@ -281,12 +281,12 @@ def build_page(page_model: PageModel) -> Any:
         everything = [widget for own in widgets.values() for widget in own.values()]
 
         def sample(values: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-            own, said = widgets.get(values[algorithm], {}), list(values[turns])
+            own, messages = widgets.get(values[algorithm], {}), list(values[turns])
             given = {name: values[widget] for name, widget in own.items()}
-            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, said):
+            for text in page_model.sample(values[mode], values[prompt], values[algorithm], given, messages):
                 yield {shown: text}
-            if len(said) > len(values[turns]):
-                yield {turns: said, prompt: ""}
+            if len(messages) > len(values[turns]):
+                yield {turns: messages, prompt: ""}
 
         runs = [
             event(
@@ -350,14 +350,14 @@ def _widgets(controls: Sequence[Control]) -> dict[str, Any]:
         for control in controls:
             default = "" if control.default is None else f"{control.default}"
             about: dict[str, Any] = {"label": control.name, "elem_id": f"setting-{control.name}", "min_width": 190}
-            if control.check.choices:
+            if control.option.choices:
                 choices = [
                     (f"default: {default}" if default else "default", ""),
-                    *((one, one) for one in control.check.choices),
+                    *((one, one) for one in control.option.choices),
                 ]
                 widgets[control.name] = gr.Dropdown(choices, value="", **about)
-            elif "bool" not in str(control.check.type):
-                info = control.hint or requirement(control.check)
+            elif "bool" not in str(control.option.type):
+                info = control.hint or requirement(control.option)
                 widgets[control.name] = gr.Textbox(placeholder=default or "none", info=info, **about)
     for control in controls:
         if control.name not in widgets:

@@ -55,22 +55,13 @@ def with_lora(config: Config, model: Any) -> Config:
     targets = targets or [name for name in family.lora_targets if name in linear_layers(model)]
     experts = EXPERTS in targets
     refuse(
-        (
-            experts and config.model.lora_dropout,
-            "lora_dropout",
-            f"excludes `lora_targets={EXPERTS}`: PEFT does not support it for stacked weights",
-        ),
-        (
-            experts and config.model.lora_dora,
-            "lora_dora",
-            f"excludes `lora_targets={EXPERTS}`: stacked weights have no magnitudes",
-        ),
-        (
-            config.model.lora_mask_only and config.objective.objective != "idlm",
-            "lora_mask_only",
-            f"needs `objective=idlm`, not {config.objective.objective}",
-        ),
-    )
+        (experts and config.model.lora_dropout, "lora_dropout",
+         f"excludes `lora_targets={EXPERTS}`: PEFT does not support it for stacked weights"),
+        (experts and config.model.lora_dora, "lora_dora",
+         f"excludes `lora_targets={EXPERTS}`: stacked weights have no magnitudes"),
+        (config.model.lora_mask_only and config.objective.objective != "idlm", "lora_mask_only",
+         f"needs `objective=idlm`, not {config.objective.objective}"),
+    )  # fmt: skip
     alpha = 2.0 * config.model.lora_rank if config.model.lora_alpha is None else config.model.lora_alpha
     return config.replace(lora_targets=",".join(targets), lora_alpha=alpha)
 

@@ -133,33 +133,21 @@ def check_adaptation(config: TrainConfig, family: FamilySpec) -> None:
         (kind.answer_blocks and options.block_sizes, "block_schedule", f"{cut} with the length in its config"),
         (kind.resizes and data.packing, "packing", alone),
         (kind.resizes and data.document_attention, "document_attention", alone),
-        (
-            kind.resizes and data.eos_padding not in (None, "none"),
-            "eos_padding",
-            f"must be none with objective '{name}', in which the end of text is the token that deletes a mask",
-        ),
-        (
-            kind.trajectories and config.task != "sft",
-            "objective",
-            f"{name}: trajectories are recorded for answers: train it with dlm-bridge sft",
-        ),
-    )
+        (kind.resizes and data.eos_padding not in (None, "none"), "eos_padding",
+         f"must be none with objective '{name}', in which the end of text is the token that deletes a mask"),
+        (kind.trajectories and config.task != "sft", "objective",
+         f"{name}: trajectories are recorded for answers: train it with dlm-bridge sft"),
+    )  # fmt: skip
     if options.block_sizes and kind.streams == 1:
         known = ", ".join(other for other, spec in objectives().items() if spec.kind.streams == 2)
         raise SettingError("block_schedule", f"objective '{name}' has no blocks: objectives with blocks are {known}")
     if options.mask_annealing_steps:
         refuse(
-            (
-                kind.streams == 2,
-                "mask_annealing_steps",
-                f"objective '{name}' has its own mask of two streams: use `block_schedule`",
-            ),
-            (
-                family.attention_pattern != "bidirectional",
-                "mask_annealing_steps",
-                f"{family.title} is {family.attention_pattern}, not bidirectional",
-            ),
-        )
+            (kind.streams == 2, "mask_annealing_steps",
+             f"objective '{name}' has its own mask of two streams: use `block_schedule`"),
+            (family.attention_pattern != "bidirectional", "mask_annealing_steps",
+             f"{family.title} is {family.attention_pattern}, not bidirectional"),
+        )  # fmt: skip
 
 
 def _remaining(schedule: ScheduleOptions, step: int) -> float:

@@ -90,25 +90,29 @@ def start_run(
         SettingError: the output folder contains a run and `resume` is False, or the model is not the run's.
         CheckpointError: the run has checkpoints, and none is complete.
     """
-    output, steps = Path(config.checkpoint.output), config.schedule.steps
+    output = Path(config.checkpoint.output)
     with raised_everywhere():
         if main:
             open_output(output, resume)
     point = find(config, main, console) if resume else ResumePoint()
-    finished = point.folder if point.step >= steps else None
+    before = None if point.folder is None else _run_config(config, output)
+    if before is not None and config.schedule.epochs is not None:
+        config = config.replace(steps=before.schedule.steps, epochs=None)
+    steps = config.schedule.steps
+    finished = point.folder if config.schedule.epochs is None and point.step >= steps else None
     if finished is not None and main:
         console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
-    elif point.folder is not None and main and (jump := _learning_rate_jump(config, output, point.step)):
+    elif before is not None and main and (jump := learning_rate_jump(before, config, point.step)):
         console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
     return RunStart(output, point.step, point.folder, finished)
 
 
-def _learning_rate_jump(config: TrainConfig, output: Path, step: int) -> str | None:
+def _run_config(config: Config, output: Path) -> Config | None:
+    """Configuration of the run in a folder; None if config.yaml is missing or from another version."""
     try:
-        before = type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
-    except DlmBridgeError:  # config.yaml is missing or from another version
+        return type(config).from_flags(**read_run_config(output / "config.yaml", type(config)))
+    except DlmBridgeError:
         return None
-    return learning_rate_jump(before, config, step)
 
 
 def find_checkpoint(config: TrainConfig) -> ResumePoint:
@@ -304,17 +308,11 @@ def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig
     blocks = kind.streams == 2
     chosen = config.data.eos_padding
     refuse(
-        (
-            chosen == "block" and not blocks,
-            "eos_padding",
-            f"block: objective '{config.objective.objective}' has no blocks: use none or row",
-        ),
-        (
-            chosen == "row" and config.data.packing,
-            "eos_padding",
-            "row excludes `packing`: it fills a row with one answer: use none",
-        ),
-    )
+        (chosen == "block" and not blocks, "eos_padding",
+         f"block: objective '{config.objective.objective}' has no blocks: use none or row"),
+        (chosen == "row" and config.data.packing, "eos_padding",
+         "row excludes `packing`: it fills a row with one answer: use none"),
+    )  # fmt: skip
     padding = chosen or family.sft.get("eos_padding", "none")
     if chosen is None and padding == "row" and config.data.packing:
         padding = "block" if blocks else "none"

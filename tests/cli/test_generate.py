@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.cli import generate_run
 from dlm_bridge.cli.app import main
-from dlm_bridge.cli.generate_request import SETTINGS
 from dlm_bridge.errors import DlmBridgeError
 from dlm_bridge.generation import DiffusionGenerationConfig
 from dlm_bridge.generation.offline import PromptSampler
+from dlm_bridge.generation.options import COMMAND_LINE as SETTINGS
 from dlm_bridge.generation.request import Ended
 from dlm_bridge.loading import load_model
 from tests.checkpoints import write_tokenizer
@@ -324,7 +324,7 @@ def test_a_part_of_a_message_that_is_no_text_is_refused(cli: Cli, qwen3: Path, t
     source.write_text(json.dumps({"messages": [{"role": "system", "content": "be brief"}, message]}))
     code, out, err = cli(qwen3, "--jsonl", source, "--gen-length", 6)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"{source}, line 1: {qwen3}: message 2 " in err
+    assert f"{source}:1: {qwen3}: message 2 " in err
 
 
 def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3: Path, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     words = ["--jsonl", source, "--batch-size", 1]
     short = ["--gen-length", 8, "--temperature", 0]
-    cases = [(llada, "x" * 500, "beyond the model's context of 256"), (llada, "<mask>", "holds the mask token 259")]
+    cases = [(llada, "x" * 500, "beyond the model's context of 256"), (llada, "<mask>", "mask token 259")]
     cases += [(qwen3, "x" * 500, "beyond the model's context of 128"), (qwen3, "", "at least one token")]
     for folder, bad, said in cases:
         for more in (
@@ -345,15 +345,15 @@ def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3:
             code, out, err = cli(folder, *words, *more)
             assert (code, err.count("\n")) == (2, 1), err
             assert out.splitlines() == expected
-            assert f"2 of 4 rows failed: {source}, line 3" in err
-            assert f"also {source}, line 7" in err
+            assert f"{source}:3, {source}:7: " in err
+            assert "2 of 4 rows failed" in err
             assert said in err
             assert ("--infill" in err) == ("<mask>" in bad)
     source.write_text(json.dumps({"prompt": "x" * 500}))
     assert cli(llada, *words, *short, "--output", target)[0] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    assert f"{source}, line 1: {llada}: its tokenizer has no chat template" in cli(llada, *words, *short)[2]
+    assert f"{source}:1: {llada}: the tokenizer has no chat template" in cli(llada, *words, *short)[2]
 
 
 @pytest.mark.parametrize("remedy", ["corrected", "removed"])
@@ -372,7 +372,7 @@ def test_a_file_with_a_bad_line_is_resumed_without_it(cli: Cli, llada: Path, tmp
     words += ["--output", target]
     code, _, err = cli(llada, *words)
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"1 of 4 rows failed: {source}, line 2 holds the mask token 259" in err
+    assert f"{source}:2: contains the mask token 259" in err
     assert f"{target}.partial holds" in err
     assert not target.exists()
     assert len(Path(f"{target}.partial").read_text().splitlines()) == 6
@@ -408,7 +408,7 @@ def test_a_line_whose_logits_are_not_finite_fails_alone(
     monkeypatch.setattr(generate_run, "load_model", spoiled)
     code, out, err = cli(*words)
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"1 of 3 rows failed: {source}, line 2: the model's logits are NaN" in err
+    assert f"{source}:2: the model's logits are NaN" in err
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [
         expected[place]["token_ids"] for place in (0, 2)
     ]
@@ -432,7 +432,8 @@ def test_the_batch_size_that_memory_allows(cli: Cli, llada: Path, tmp_path: Path
     for size in ("0", "-1", "many", "1.5"):
         code, _, err = cli(llada, *words, "--batch-size", size)
         assert code == 2
-        assert f"--batch-size {size}" in err
+        assert err.startswith("dlm-bridge: --batch-size: ")
+        assert size in err
 
 
 @pytest.mark.parametrize("name", ["llada", "qwen3"])
@@ -563,94 +564,107 @@ def _one_line_of_a_full_stdout(err: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "field", "named"),
     [
-        ([], "no prompt: give --prompt TEXT, or a file of prompts with --jsonl FILE"),
-        (["--prompt", "x", "--jsonl", "f"], "--prompt needs a single prompt, --jsonl"),
-        (["--jsonl", "f", "--show"], "--show needs a single prompt"),
-        (["--jsonl", "f", "--json"], "set --output FILE"),
-        (["--jsonl", "f", "--resume"], "--resume continues a file of prompts: set --jsonl and --output"),
-        (["--jsonl", "/nowhere.jsonl"], "--jsonl /nowhere.jsonl: No such file"),
-        (["--prompt", "x", "--system", "y"], "--system needs --chat"),
-        (["--prompt", "x", "--chat-template-args", "a=1"], "--chat-template-args needs --chat"),
-        (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args a: a variable of the templ"),
-        (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args: tokenize is not a"),
-        (["--prompt", "x", "--chat"], "its tokenizer has no chat template"),
-        (["--prompt", "x", "--gen-length", "0"], "gen_length (max_new_tokens) must be a whole number"),
-        (["--prompt", "x", "--set", "remaskng=random"], "did you mean remasking?"),
-        (["--prompt", "x", "--set", "remasking"], "--set remasking: a setting's name and value are needed"),
-        (["--prompt", "x", "--set", "attention_mask=1"], "--set attention_mask: an argument of generate in Python"),
-        (["--prompt", "a[MASK:0]b", "--infill"], "[MASK:0] in a prompt: a span to fill has at least one token"),
-        (["--prompt", "x", "--temperature", "nan"], "temperature must be a number, 0 or above, not nan"),
-        (["--prompt", "x", "--cache", "block"], "this sampler has no cache 'block'"),
-        (["--prompt", "x", "--algorithm", "sdar"], "the sdar sampler runs on block_causal models"),
-        (["--prompt", "<mask>x"], "holds the mask token 259 at its token 0"),
-        (["--prompt", "x", "--set", "seed=1", "--set", "seed=2"], "--set seed is given twice"),
-        (["--prompt", "x", "--set", "seed=1", "--seed", "1"], "--set seed: --seed says it already"),
-        (["--prompt", "x", "--steps", "7", "--block-length", "64"], "steps 7 is not a multiple of the 2 blocks"),
-        (["--prompt", "x", "--block-length", "8", "--set", "block_size=4"], "block_size 4 and block_length 8 are the"),
-        (["--prompt", "x", "--set", "confidence_threshold=0.9"], "the llada sampler has no confidence_threshold"),
-        (["--prompt", "x", "--device", "nonsense"], "--device nonsense: no such device"),
-        (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: this machine has"),
-        (["--prompt", "x", "--device-map", "[1]"], "--device-map [1]: one of auto"),
-        (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "--device, --device-map"),
-        (["--prompt", "x", "--offload-folder", "d"], "--offload-folder needs --device-map"),
-        (["--prompt", "x", "--tp-plan", "auto"], "torchrun --nproc-per-node N"),
-        (["--prompt", "x", "--tp", "2"], "--tp 2 cuts the model over several processes: start them with torchrun"),
-        (["--prompt", "x", "--tp", "2", "--device", "cpu"], "--device, --device-map and --tp exclude each other"),
-        (["--prompt", "x", "--dtype", "int8"], "--dtype int8: choose one of keep"),
-        (["--prompt", "x", "--family", "nonsense"], "unknown family 'nonsense'"),
-        (["--prompt", "x", "--revision", "main"], "--revision main needs a Hub id"),
-        (["--prompt", "x", "--like", "y"], "names the Hub model of a Megatron checkpoint"),
-        (["--prompt", "x", "--tokenizer", "/nowhere"], "--tokenizer /nowhere: no such folder"),
+        ([], "--prompt", "--jsonl"),
+        (["--prompt", "x", "--jsonl", "f"], "--prompt", "--jsonl"),
+        (["--jsonl", "f", "--show"], "--show", "--jsonl"),
+        (["--jsonl", "f", "--json"], "--json", "--output"),
+        (["--jsonl", "f", "--resume"], "--resume", "--output"),
+        (["--jsonl", "/nowhere.jsonl"], "/nowhere.jsonl", "No such file"),
+        (["--prompt", "x", "--system", "y"], "--system", "--chat"),
+        (["--prompt", "x", "--chat", "--chat-template-args", "a"], "--chat-template-args", "a: "),
+        (["--prompt", "x", "--chat", "--chat-template-args", "tokenize=1"], "--chat-template-args", "tokenize"),
+        (["--prompt", "x", "--chat"], "", "--tokenizer"),
+        (["--prompt", "x", "--gen-length", "0"], "--gen-length", "0"),
+        (["--prompt", "x", "--set", "remaskng=random"], "remaskng", "remasking"),
+        (["--prompt", "x", "--set", "remasking"], "--set", "remasking"),
+        (["--prompt", "x", "--set", "attention_mask=1"], "--set", "attention_mask"),
+        (["--prompt", "a[MASK:0]b", "--infill"], "--prompt", "[MASK:0]"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature", "nan"),
+        (["--prompt", "x", "--cache", "block"], "--cache", "prefix"),
+        (["--prompt", "x", "--algorithm", "sdar"], "--algorithm", "block_causal"),
+        (["--prompt", "<mask>x"], "--prompt", "259"),
+        (["--prompt", "x", "--set", "seed=1", "--set", "seed=2"], "--set", "seed"),
+        (["--prompt", "x", "--set", "seed=1", "--seed", "1"], "--seed", "--set"),
+        (["--prompt", "x", "--steps", "7", "--block-length", "64"], "--steps", "2 blocks"),
+        (["--prompt", "x", "--block-length", "8", "--set", "block_size=4"], "block_size", "--block-length 8"),
+        (["--prompt", "x", "--set", "confidence_threshold=0.9"], "confidence_threshold", "llada"),
+        (["--prompt", "x", "--device", "nonsense"], "--device", "nonsense"),
+        (["--prompt", "x", "--device", "cuda:99"], "--device", "cuda:99"),
+        (["--prompt", "x", "--device-map", "[1]"], "--device-map", "[1]"),
+        (["--prompt", "x", "--device-map", "auto", "--device", "cpu"], "--device", "--device-map"),
+        (["--prompt", "x", "--offload-folder", "d"], "--offload-folder", "--device-map"),
+        (["--prompt", "x", "--tp-plan", "auto"], "--tp-plan", "torchrun"),
+        (["--prompt", "x", "--tp", "2"], "--tp", "torchrun"),
+        (["--prompt", "x", "--tp", "0"], "--tp", "0"),
+        (["--prompt", "x", "--tp", "2", "--device", "cpu"], "--device", "--tp"),
+        (["--prompt", "x", "--dtype", "int8"], "--dtype", "int8"),
+        (["--prompt", "x", "--family", "nonsense"], "--family", "nonsense"),
+        (["--prompt", "x", "--revision", "main"], "--revision", "main"),
+        (["--prompt", "x", "--like", "y"], "--like", "Megatron"),
+        (["--prompt", "x", "--tokenizer", "/nowhere"], "--tokenizer", "/nowhere"),
     ],
 )
-def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], said: str) -> None:
+def test_bad_words_are_one_line(cli: Cli, llada: Path, words: list[str], field: str, named: str) -> None:
     code, out, err = cli(llada, *words)
     assert code == 2, out
-    assert said in err
+    assert err.startswith(f"dlm-bridge: {field}: " if field else "dlm-bridge: ")
+    assert named in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "field", "named"),
     [
-        (["--prompt", "x", "--steps", "4"], "steps is a setting of diffusion samplers, Qwen3ForCausalLM is autoreg"),
-        (["--prompt", "x", "--set", "nonsense=1"], "transformers' generate has no setting 'nonsense'"),
-        (["--prompt", ""], "an autoregressive model needs a prompt of at least one token"),
-        (["--prompt", "x", "--gen-length", "500"], "beyond the model's context of 128"),
-        (["--prompt", "x", "--set", "do_sample=False", "--temperature", "0.7"], "do_sample=False contradicts temper"),
+        (["--prompt", "x", "--steps", "4"], "--steps", "Qwen3ForCausalLM"),
+        (["--prompt", "x", "--set", "nonsense=1"], "nonsense", "generate"),
+        (["--prompt", ""], "--prompt", "one token"),
+        (["--prompt", "x", "--gen-length", "500"], "--prompt", "128"),
+        (["--prompt", "x", "--set", "do_sample=False", "--temperature", "0.7"], "do_sample", "--temperature 0.7"),
     ],
 )
-def test_what_an_autoregressive_model_refuses(cli: Cli, qwen3: Path, words: list[str], said: str) -> None:
+def test_what_an_autoregressive_model_refuses(cli: Cli, qwen3: Path, words: list[str], field: str, named: str) -> None:
     code, _, err = cli(qwen3, *words)
     assert code == 2
-    assert said in err
+    assert err.startswith(f"dlm-bridge: {field}: ")
+    assert named in err
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "where"),
     [
-        (['{"prompt": "a"}', '{"text": "b"}'], "in.jsonl, line 2: neither 'prompt' nor 'messages' there"),
-        (["", "{"], "in.jsonl, line 2: not JSON"),
-        (["[1]"], "in.jsonl, line 1: not a JSON object"),
-        (['{"prompt": 1}'], "in.jsonl, line 1: 'prompt' must be a text, not int"),
-        (['{"messages": []}'], "in.jsonl, line 1: 'messages' must be a list of objects"),
-        ([""], "in.jsonl: no prompts there"),
+        (['{"prompt": "a"}', '{"text": "b"}'], ":2"),
+        (["", "{"], ":2"),
+        (["[1]"], ":1"),
+        (['{"prompt": 1}'], ":1"),
+        (['{"messages": []}'], ":1"),
+        ([""], ""),
     ],
 )
-def test_rows_without_a_prompt_are_named(cli: Cli, llada: Path, tmp_path: Path, lines: list[str], said: str) -> None:
+def test_rows_without_a_prompt_are_named(cli: Cli, llada: Path, tmp_path: Path, lines: list[str], where: str) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     code, _, err = cli(llada, "--jsonl", tmp_path / "in.jsonl")
     assert code == 2
-    assert said in err
+    assert err.startswith(f"dlm-bridge: {tmp_path / 'in.jsonl'}{where}: ")
     assert err.count("\n") == 1
+
+
+def test_the_help_of_a_sampler(cli: Cli) -> None:
+    code, out, _ = cli("--algorithm", "sdar", "--help")
+    assert code == 0
+    assert "Sampler sdar" in out
+    assert "per block" in out
+    assert "remasking_strategy=" in out
+    code, _, err = cli("--algorithm", "nonsense", "--help")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("dlm-bridge: --algorithm: ")
 
 
 def test_a_file_that_is_no_text(cli: Cli, llada: Path, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert cli(llada, "--jsonl", tmp_path / "in.jsonl")[2].endswith("not a text in UTF-8\n")
+    assert cli(llada, "--jsonl", tmp_path / "in.jsonl")[2].startswith(f"dlm-bridge: {tmp_path / 'in.jsonl'}: ")
     code, _, err = cli(llada, "--jsonl", "/dev/zero")
     assert (code, "/dev/zero: is a device" in err) == (2, True)
 

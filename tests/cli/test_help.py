@@ -12,8 +12,10 @@ import pytest
 import typer.main
 from rich.console import Console
 
+from dlm_bridge.cli import help
 from dlm_bridge.cli.app import app, main
-from dlm_bridge.cli.help import parameter_table
+from dlm_bridge.cli.help import in_flags, message, parameter_table
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import families
 from dlm_bridge.objectives.registry import OBJECTIVES
@@ -59,6 +61,26 @@ def test_help_cuts_nothing(
                 assert len(re.findall(rf"│ {re.escape(name)}(?![\w-])", page)) == 1, name
         missing = set(parameter.help.replace(",", " ").split()) - shown
         assert not missing, f"{parameter.name}: {missing} in no line"
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_errors_name_flags_of_the_running_command(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field, and a setting in backquotes in a reason, are printed as a flag or as the name of an argument."""
+    monkeypatch.setattr(help, "_command", [COMMANDS[words]])
+    for parameter in COMMANDS[words].params:
+        names = {parameter.name}
+        if parameter.param_type_name == "argument":
+            shown = "--model" if parameter.name == "model" else parameter.metavar or parameter.name.upper()
+        else:
+            shown = next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
+            names.add(shown.lstrip("-").replace("-", "_"))
+        for name in names:
+            assert message(SettingError(name, "is refused")) == f"{shown}: is refused"
+            assert in_flags(f"set `{name}`, or `{name}=3`") == f"set {shown}, or {shown} 3"
+            if getattr(parameter, "secondary_opts", None):
+                assert in_flags(f"`{name}=True` or `{name}=False`") == f"{shown} or {parameter.secondary_opts[0]}"
+    for field in ("/some/file.jsonl:3", "no_setting", None):
+        assert message(SettingError(field, "is `odd`")) == (f"{field}: is `odd`" if field else "is `odd`")
 
 
 @pytest.mark.parametrize("names", [["-h", "--help"], ["--help", "-h"]])

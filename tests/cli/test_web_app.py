@@ -118,7 +118,7 @@ def test_every_sampler_that_fits_has_its_own_parameters_with_their_values(page_m
         (CONTINUE, {"gen_length": "0"}, "gen_length"),
         (CONTINUE, {"steps": "2.5"}, "steps"),
         (CONTINUE, {"temperature": "warm"}, "temperature"),
-        (CONTINUE, {"gen_length": "10", "block_length": "4"}, "gen_length 10"),
+        (CONTINUE, {"gen_length": "10", "block_length": "4"}, "gen_length"),
         (CONTINUE, {"eot_token_id": "9999"}, "eot_token_id"),
         (FILL, {}, "mask"),
         (CHAT, {}, "chat template"),

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlm_bridge import Bridge, Layout
+from dlm_bridge import Bridge, Layout, LayoutError
 from dlm_bridge.convert.checkpoints.torch_dist import TorchDistReader
-from dlm_bridge.errors import LayoutError
 from dlm_bridge.mapping.fused import FusedQKV
 from dlm_bridge.mapping.rules import Dims
 from tests.checkpoints import write_hub_folder
@@ -91,18 +90,20 @@ def test_experts_lie_with_the_rank_that_holds_them(
 
 
 @pytest.mark.parametrize(
-    ("case", "layout", "field"),
+    ("case", "layout", "field", "named"),
     [
-        (RND1, Layout(ep=3), "ep"),
-        (RND1, Layout(tp=4), "tp"),
-        (RND1, Layout(etp=3), "etp"),
-        (LLADA2, Layout(tp=4), "tp"),
+        (RND1, Layout(ep=3), "ep", "1, 2, 4, 8"),
+        (RND1, Layout(tp=4), "tp", "2 query groups"),
+        (RND1, Layout(etp=3), "etp", "32"),
+        (LLADA2, Layout(tp=4), "tp", "2 query groups"),
     ],
     ids=["ep", "tp", "etp", "fused"],
 )
-def test_layouts_that_the_model_cannot_take(tmp_path: Path, case: rnd1.FamilyCase, layout: Layout, field: str) -> None:
+def test_layouts_that_the_model_cannot_take(
+    tmp_path: Path, case: rnd1.FamilyCase, layout: Layout, field: str, named: str
+) -> None:
     bridge = Bridge.from_hf(case.write(tmp_path / "hub"))
-    with refused(LayoutError, field, str(getattr(layout, field))):
+    with refused(LayoutError, field, named):
         bridge.to_megatron(tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
 

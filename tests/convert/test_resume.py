@@ -188,7 +188,7 @@ def test_resume_goes_on_where_it_was(
     output = tmp_path / "out"
     message = interrupt(monkeypatch, action, sources[action], output, after=9)
     (left,) = tmp_path.iterdir()
-    assert all(named in message for named in (str(output), "--resume", left.name))
+    assert all(named in message for named in (str(output), "`resume`", left.name))
     done = set(journal.Journal(left, "?", []).done)
     assert 9 <= len(done) < 20  # running tasks are completed
     names = written(monkeypatch)

@@ -13,7 +13,6 @@ from dlm_bridge import Bridge, DlmBridgeError, Layout
 from dlm_bridge.convert.settings import (
     HubSettings,
     HubSourceSettings,
-    LayoutSettings,
     MegatronSettings,
     MegatronSourceSettings,
     settings_from,
@@ -34,22 +33,6 @@ from tests.refusals import refused
 )
 def test_keywords_are_the_declared_settings(method: Any, settings: type, own: set[str]) -> None:
     assert set(inspect.signature(method).parameters) - own == {each.name for each in fields(settings)}
-
-
-def test_flags_are_the_declared_settings() -> None:
-    from typer.main import get_command
-
-    from dlm_bridge.cli.app import app
-
-    commands = get_command(app)
-    for name, parts, without in (
-        ("import", (LayoutSettings, HubSourceSettings, MegatronSettings), {"weights_only"}),
-        ("export", (MegatronSourceSettings, HubSettings), set()),
-        ("reshard", (LayoutSettings, MegatronSourceSettings, MegatronSettings), {"dtype", "ema"}),
-    ):
-        declared = {each.name for part in parts for each in fields(part)} - {"layout", "progress"} - without
-        found = {each.name for each in commands.commands[name].params if each.param_type_name == "option"}  # type: ignore[attr-defined]
-        assert found - {"as_json", "help"} == declared
 
 
 def test_an_unknown_keyword_is_answered_with_the_nearest(llada: Path, tmp_path: Path) -> None:

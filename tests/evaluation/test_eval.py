@@ -248,7 +248,7 @@ def test_the_chat_that_a_task_is_asked_in(
     tokenizer = copy.deepcopy(opened[model].tokenizer)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "sampler": ["gen_length=4"], "system": "Be brief."}
+    options = {"tasks": ["sums"], "limit": 1, "shots": 1, "set": ["gen_length=4"], "system": "Be brief."}
     options["tokenizer"] = str(tmp_path / "tokenizer")
 
     def asked(**more: Any) -> tuple[str, dict[str, Any]]:
@@ -276,7 +276,7 @@ def test_code_of_the_model_runs_with_consent_alone(run: Eval, tmp_path: Path, mo
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
     task = tmp_path / "own.yaml"
     task.write_text(json.dumps({**local_task("sums"), "task": "own", "unsafe_code": True}))
-    options = {"tasks": [str(task)], "limit": 1, "sampler": ["gen_length=4"]}
+    options = {"tasks": [str(task)], "limit": 1, "set": ["gen_length=4"]}
     with refused(SettingError, "confirm_run_unsafe_code", "own"):
         run("llada", **options)
     assert os.environ["HF_ALLOW_CODE_EVAL"] == "0"
@@ -291,7 +291,7 @@ def test_an_interrupted_evaluation_is_resumed(
     """Nothing is computed twice, and all comes out as without the interrupt."""
     monkeypatch.setattr(harness, "TOGETHER", 1)
     (tmp_path / "text.txt").write_text(TEXT)
-    options = {"tasks": ["orders", "sums"], "limit": 2, "sampler": ["gen_length=4"], "batch_size": "2"}
+    options = {"tasks": ["orders", "sums"], "limit": 2, "set": ["gen_length=4"], "batch_size": "2"}
     options |= {"perplexity": tmp_path / "text.txt", "window": 50, "mc_samples": 3, "max_length": 128, "device": "cpu"}
     written: list[str] = []
     add = FinishedParts.add
@@ -377,7 +377,7 @@ def test_an_autoregressive_model_writes_as_much_as_the_caller_says(
 
 def test_what_an_autoregressive_model_draws_does_not_depend_on_the_batch(run: Eval) -> None:
     def texts(batch_size: str, **options: Any) -> list[Any]:
-        given = {"tasks": ["sums"], "limit": 5, "sampler": ["temperature=1.5", "gen_length=8"], **options}
+        given = {"tasks": ["sums"], "limit": 5, "set": ["temperature=1.5", "gen_length=8"], **options}
         return [row["resps"] for row in run("llama", batch_size=batch_size, **given)["samples"]]
 
     drawn = texts("2")
@@ -481,7 +481,7 @@ def test_documents_with_the_mask_token_are_named_before_anything_is_run(
     if kind == "multiple_choice":
         task["doc_to_choice"] = ["1", "2"]
     (tmp_path / "own.yaml").write_text(json.dumps(task))
-    options = {"tasks": [f"orders,{tmp_path / 'own.yaml'}"], "limit": 4, "sampler": ["gen_length=4"]}
+    options = {"tasks": [f"orders,{tmp_path / 'own.yaml'}"], "limit": 4, "set": ["gen_length=4"]}
     run("llama", **options)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -528,9 +528,9 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
         ({"tasks": ["order"]}, SettingError, ("tasks", "order", "orders, sums")),
         ({"tasks": ["missing.yaml"]}, InputFileError, ("missing.yaml",)),
         ({"tasks": ["orders"], "chat": True}, SettingError, ("chat", "tokenizer")),
-        ({"tasks": ["sums"], "sampler": ["gen_length=128"]}, SettingError, ("max_length", "128")),
-        ({"tasks": ["sums"], "sampler": ["num_return_sequences=2"]}, SettingError, ("num_return_sequences",)),
-        ({"tasks": ["sums"], "sampler": ["infill=True"]}, SettingError, ("infill",)),
+        ({"tasks": ["sums"], "set": ["gen_length=128"]}, SettingError, ("max_length", "128")),
+        ({"tasks": ["sums"], "set": ["num_return_sequences=2"]}, SettingError, ("num_return_sequences",)),
+        ({"tasks": ["sums"], "set": ["infill=True"]}, SettingError, ("infill",)),
         ({"perplexity": Path("/nowhere.txt")}, InputFileError, ("/nowhere.txt",)),
     ],
 )
@@ -546,8 +546,8 @@ def test_bad_input_is_named(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tasks": ["sums"], "sampler": ["stepz=4"]}, "stepz"),
-        ({"tasks": ["sums"], "sampler": ["return_dict_in_generate=True"]}, "return_dict_in_generate"),
+        ({"tasks": ["sums"], "set": ["stepz=4"]}, "stepz"),
+        ({"tasks": ["sums"], "set": ["return_dict_in_generate=True"]}, "return_dict_in_generate"),
         ({"perplexity": Path("/dev/null")}, "/dev/null"),
     ],
 )

@@ -126,7 +126,7 @@ class Chain:
             seconds = time.monotonic() - stopped
             if job.failed and seconds > 2 * RANK_TIMEOUT_S + 20:
                 raise FaultError(f"rank {rank} was stopped, and the run ended after {seconds:.0f} s")
-            named = f"rank {rank} (" in job.said() and "has given no sign of life" in job.said()
+            named = f"rank {rank} (" in job.said() and "has sent no heartbeat" in job.said()
             if not named and any(job.codes.values()):
                 raise FaultError(f"rank {rank} was stopped, and nothing names it")
         elif kind == "slow":

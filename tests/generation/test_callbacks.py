@@ -10,12 +10,13 @@ import torch
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation import DenoisingStep, generate
 from tests.generation.conftest import MASK as MODEL_MASK
 from tests.generation.conftest import prompts
 from tests.generation.standin import MASK, StandIn, family, ragged
 from tests.generation.test_samplers import CASES, build
+from tests.refusals import refused
 
 
 class Watcher(BaseStreamer):
@@ -156,9 +157,9 @@ def test_a_text_streamer_prints_one_row(model: Any, capsys: pytest.CaptureFixtur
     streamer = TextStreamer(_Tokenizer(), skip_prompt=True)
     output = model.generate(ids, streamer=streamer, gen_length=16, block_length=4, eos_token_id=None)
     assert capsys.readouterr().out.split() == [str(token) for token in output[0, 5:].tolist()]
-    with pytest.raises(DlmBridgeError, match="TextStreamer prints one row, there are 2: generate them one by one"):
+    with refused(SettingError, "streamer", "TextStreamer", "2"):
         model.generate(prompts(2, 5), streamer=streamer, gen_length=16)
-    with pytest.raises(DlmBridgeError, match="streamer object has neither the methods put and end nor on_step"):
+    with refused(SettingError, "streamer", "on_step"):
         model.generate(ids, streamer=object())
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, RowError, SettingError
 from dlm_bridge.generation import DiffusionGenerationConfig, generate
 from dlm_bridge.generation.settings import resolve_settings
 from tests.checkpoints import write_llada
 from tests.generation.conftest import EOS, MASK, load, prompts
+from tests.refusals import refused
 
 
 def settings(model: Any, config: GenerationConfig | None = None, **keywords: Any) -> Any:
@@ -44,7 +45,7 @@ def test_short_lengths_shrink_the_family_s_block_but_not_a_named_one(model: Any)
     found = settings(model, gen_length=48)
     assert (found.sampler.gen_length, found.sampler.block_length) == (48, 48)
     assert settings(model, max_new_tokens=48, block_length=16).sampler.block_length == 16
-    with pytest.raises(DlmBridgeError, match="not a multiple of block_length 128"):
+    with refused(SettingError, "gen_length", "block_length=128"):
         model.generate(prompts(1, 4), gen_length=48, block_length=128)
 
 
@@ -98,79 +99,68 @@ def test_transformers_own_words(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "message"),
+    ("keywords", "field", "named"),
     [
-        ({"gen_length": 100, "block_length": 32}, "use gen_length 96 or 128, or block_length 25"),
-        ({"gen_length": 200, "block_length": 128}, "gen_length 200 .* block_length 128: use gen_length 128 or 256"),
-        ({"gen_length": 96, "block_length": 32, "steps": 100}, r"the 3 blocks .*: use steps 99 or 102"),
-        ({"gen_length": 96, "block_length": 32, "steps": 2}, "use steps 3 or more"),
-        ({"gen_length": 32, "max_new_tokens": 64}, "gen_length 32 and max_new_tokens 64 are the same setting"),
-        ({"gen_length": 0}, r"gen_length \(max_new_tokens\) must be a whole number.* not 0"),
-        ({"steps": 2.5}, "steps must be a whole number.* not 2.5"),
-        ({"block_length": True}, "block_length must be a whole number.* not True"),
-        ({"temperature": -0.1}, "temperature must be a number, 0 or above, not -0.1"),
-        ({"temperature": float("nan")}, "temperature must be a number"),
-        ({"cfg_scale": -1}, "cfg_scale must be a number, 0 or above, not -1"),
-        ({"remasking": "entropy"}, "remasking must be one of low_confidence, random, not 'entropy'"),
-        (
-            {"algorithm": "sdar"},
-            "the sdar sampler runs on block_causal models, LLaDA.* is bidirectional: use one of llada",
-        ),
-        ({"algorithm": "nemotron"}, "the nemotron sampler runs on nemotron_labs_diffusion models"),
-        ({"algorithm": "ddpm"}, "unknown algorithm 'ddpm': known are llada, "),
-        (
-            {"alg": "entropy"},
-            r"the llada sampler has no alg \(keyword argument: 'entropy'\): leave it out; it has gen_len",
-        ),
-        ({"algorithm": "dream", "block_length": 8}, r"the dream sampler has no block_length \(keyword argument: 8\)"),
-        ({"threshold": 0.9, "factor": 1.0}, "threshold and factor are two rules"),
-        ({"factor_exact": True}, "factor_exact is a variant of the rule factor: give factor"),
-        ({"threshold": -1}, "threshold must be a number, 0 or above, not -1"),
-        ({"top_p": 0}, "top_p must be a number, above 0, at most 1, not 0"),
-        ({"eps": 1.0}, "eps must be a number, above 0, below 1, not 1.0"),
-        ({"greedy": 1}, "greedy must be True or False, not 1"),
-        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
-        ({"eos_token_id": -1}, "eos_token_id must be .*, not -1: None is no stopping"),
-        ({"eos_token_id": 10**39}, "eos_token_id must be .*: None is no stopping"),
-        ({"pad_token_id": 10**39}, "pad_token_id must be a whole number"),
-        ({"seed": 10**39}, "seed must be a whole number"),
-        ({"temperature": 10**400}, "temperature must be a number"),
-        ({"seed": "x"}, "seed must be a whole number or a list of them, not 'x'"),
-        ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
-        ({"suppress_tokens": [True]}, "suppress_tokens holds True"),
-        ({"pad_token_id": MASK}, "pad_token_id 127 is the mask token"),
-        ({"pad_token_id": MASK, "eos_token_id": None, "stop_strings": "x"}, "pad_token_id 127 is the mask token"),
-        ({"eos_token_id": [3, MASK]}, "eos_token_id 127 is the mask token, which is never generated"),
-        ({"output_history": True}, "output_history is a part of the returned dict: pass return_dict_in_generate=True"),
-        ({"inputs_embeds": 1}, "does not know 'inputs_embeds' .*: pass input_ids"),
-        ({"past_key_values": 1}, "does not know 'past_key_values' .* cache"),
-        ({"stepz": 3}, r"does not know 'stepz' \(keyword argument\): did you mean steps\?"),
-        (
-            {"zzz": 3},
-            r"does not know 'zzz' \(keyword argument\): the llada sampler has gen_length, temperature, top_k",
-        ),
-        ({"zzz": 3, "algorithm": "dream"}, "the dream sampler has .* alg_temp"),
-        ({"logits_to_keep": 1}, "does not know 'logits_to_keep'"),
-        ({"labels": 1}, "does not know 'labels'"),
-        ({"num_beams": 4}, r"has no num_beams \(keyword argument: 4\): leave it out"),
-        ({"guidance_scale": 1.5}, "has no guidance_scale .* cfg_scale"),
-        ({"stopping_criteria": [max]}, "has no stopping_criteria"),
-        ({"output_scores": True}, "has no output_scores .* output_history"),
-        ({"assistant_tokenizer": 1}, "assistant_tokenizer"),
-        ({"min_p": 0.9, "temperature": 1.0}, "has no min_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be a number .* not 0"),
-        ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature 0.7"),
-        ({"max_length": 4}, "max_length 4 .* leaves no room after a prompt of 4 tokens"),
+        ({"gen_length": 100, "block_length": 32}, "gen_length", "use 96 or 128, or `block_length=25`"),
+        ({"gen_length": 200, "block_length": 128}, "gen_length", "128 or 256"),
+        ({"gen_length": 96, "block_length": 32, "steps": 100}, "steps", "99 or 102"),
+        ({"gen_length": 96, "block_length": 32, "steps": 2}, "steps", "3 or more"),
+        ({"gen_length": 32, "max_new_tokens": 64}, "gen_length", "max_new_tokens=64"),
+        ({"gen_length": 0}, "gen_length", "0"),
+        ({"steps": 2.5}, "steps", "2.5"),
+        ({"block_length": True}, "block_length", "True"),
+        ({"temperature": -0.1}, "temperature", "-0.1"),
+        ({"temperature": float("nan")}, "temperature", "nan"),
+        ({"temperature": 10**400}, "temperature", "number"),
+        ({"cfg_scale": -1}, "cfg_scale", "-1"),
+        ({"remasking": "entropy"}, "remasking", "low_confidence, random"),
+        ({"algorithm": "sdar"}, "algorithm", "use one of llada"),
+        ({"algorithm": "nemotron"}, "algorithm", "nemotron_labs_diffusion"),
+        ({"algorithm": "ddpm"}, "algorithm", "llada, "),
+        ({"alg": "entropy"}, "alg", "it has gen_length"),
+        ({"algorithm": "dream", "block_length": 8}, "block_length", "dream"),
+        ({"threshold": 0.9, "factor": 1.0}, "threshold", "factor"),
+        ({"threshold": -1}, "threshold", "-1"),
+        ({"top_p": 0}, "top_p", "(0, 1]"),
+        ({"eps": 1.0}, "eps", "(0, 1)"),
+        ({"greedy": 1}, "greedy", "True or False"),
+        ({"eos_token_id": "x"}, "eos_token_id", "'x'"),
+        ({"eos_token_id": -1}, "eos_token_id", "-1"),
+        ({"eos_token_id": 10**39}, "eos_token_id", ""),
+        ({"pad_token_id": 10**39}, "pad_token_id", ""),
+        ({"seed": 10**39}, "seed", ""),
+        ({"seed": "x"}, "seed", "'x'"),
+        ({"mask_token_id": 128}, "mask_token_id", "128"),
+        ({"suppress_tokens": [True]}, "suppress_tokens", "True"),
+        ({"pad_token_id": MASK}, "pad_token_id", "127"),
+        ({"pad_token_id": MASK, "eos_token_id": None, "stop_strings": "x"}, "pad_token_id", "127"),
+        ({"eos_token_id": [3, MASK]}, "eos_token_id", "127"),
+        ({"output_history": True}, "output_history", "return_dict_in_generate"),
+        ({"inputs_embeds": 1}, "inputs_embeds", "input_ids"),
+        ({"past_key_values": 1}, "past_key_values", "`cache`"),
+        ({"stepz": 3}, "stepz", "`steps`"),
+        ({"zzz": 3}, "zzz", "the llada sampler has gen_length, temperature, top_k"),
+        ({"zzz": 3, "algorithm": "dream"}, "zzz", "alg_temp"),
+        ({"logits_to_keep": 1}, "logits_to_keep", ""),
+        ({"num_beams": 4}, "num_beams", "4"),
+        ({"guidance_scale": 1.5}, "guidance_scale", "`cfg_scale`"),
+        ({"stopping_criteria": [max]}, "stopping_criteria", "`stop_strings`"),
+        ({"output_scores": True}, "output_scores", "output_history"),
+        ({"assistant_tokenizer": 1}, "assistant_tokenizer", ""),
+        ({"min_p": 0.9, "temperature": 1.0}, "min_p", ""),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+        ({"do_sample": False, "temperature": 0.7}, "do_sample", "temperature=0.7"),
+        ({"max_length": 4}, "max_length", "4"),
     ],
 )
-def test_refused_settings(model: Any, keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message) as error:
+def test_refused_settings(model: Any, keywords: dict[str, Any], field: str, named: str) -> None:
+    with refused(SettingError, field, named) as error:
         model.generate(prompts(1, 4), **keywords)
     assert "\n" not in str(error.value)
 
 
 def test_a_refused_object_is_named_by_its_class(model: Any) -> None:
-    with pytest.raises(DlmBridgeError, match=r"has no assistant_model \(keyword argument: LLaDAModelLM\)") as error:
+    with refused(SettingError, "assistant_model", "LLaDAModelLM") as error:
         model.generate(prompts(1, 4), assistant_model=model)
     assert "\n" not in str(error.value)
 
@@ -181,10 +171,8 @@ def test_what_a_checkpoint_inherited_is_passed_over_with_a_warning(
     said: list[str] = []
     monkeypatch.setattr("dlm_bridge.generation.settings.logger.warning_once", said.append)
     settings(with_stored(model, repetition_penalty=1.05, num_beams=4))
-    names = ("num_beams 4", "repetition_penalty 1.05")
-    start = "the model's generation_config has"
-    end = "which the published llada sampler does not read: ignored"
-    assert said == [f"{start} {name}, {end}" for name in names]
+    assert len(said) == 2
+    assert all(name in text for name, text in zip(("num_beams 4", "repetition_penalty 1.05"), said, strict=True))
     settings(with_stored(model, repetition_penalty=1.0, num_beams=1))
     assert len(said) == 2
 
@@ -197,20 +185,20 @@ def test_numpy_s_numbers_are_numbers(model: Any) -> None:
 
 
 def test_refused_sources(model: Any) -> None:
-    with pytest.raises(DlmBridgeError, match=r"does not know 'stepz' \(generation_config\)"):
+    with refused(SettingError, "stepz", "generation_config"):
         settings(model, GenerationConfig(stepz=3))
-    with pytest.raises(DlmBridgeError, match="generation_config must be a DiffusionGenerationConfig, not dict"):
+    with refused(SettingError, "generation_config", "dict"):
         settings(model, {"steps": 3})  # type: ignore[arg-type]
     assert settings(with_stored(model, min_p=0.9), temperature=1.0) == settings(model, temperature=1.0)  # inherited
     assert settings(with_stored(model, top_p=0.9)).sampler.temperature == 0.0  # greedy: of no account
     mistyped = with_stored(model)
     mistyped.generation_config.steps = "4"
-    with pytest.raises(DlmBridgeError, match=r"steps must be .* .* not '4' \(the model's generation_config\)"):
+    with refused(SettingError, "steps", "'4'", "the model's generation_config"):
         settings(mistyped)
     inherited = with_stored(model, repetition_penalty=1.05)  # as in checkpoints made of Qwen2.5
     assert settings(inherited) == settings(model)
     assert settings(inherited, repetition_penalty=1.2).constraints == {"repetition_penalty": 1.2}
-    with pytest.raises(DlmBridgeError, match="Linear is not a diffusion language model"):
+    with refused(SettingError, "model", "Linear"):
         generate(torch.nn.Linear(1, 1), prompts(1, 4))
     maskless = copy.copy(model)
     maskless.config = copy.copy(model.config)
@@ -218,39 +206,40 @@ def test_refused_sources(model: Any) -> None:
     assert settings(with_stored(maskless), mask_token_id=5).limits.mask_token_id == 5
 
 
+ONES = torch.ones(1, 4).long()
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "kind", "field", "named"),
     [
-        ({}, "generate needs input_ids"),
-        ({"inputs": [1, 2]}, "input_ids must be a tensor, not list"),
-        ({"inputs": torch.zeros(1, 2, device="meta").long()}, "input_ids are on the meta device, without values"),
-        ({"inputs": torch.tensor([1, 2])}, r"of shape \(2,\): add a batch axis with input_ids\[None\]"),
-        ({"inputs": torch.zeros(1, 1, 1).long()}, r"must be \[batch, length\], not of shape \(1, 1, 1\)"),
-        ({"inputs": torch.zeros(0, 4).long()}, "has no rows"),
-        ({"inputs": torch.ones(1, 4)}, "must hold integers, not torch.float32"),
-        ({"inputs": torch.ones(1, 4).long(), "input_ids": torch.ones(1, 4).long()}, "the same argument"),
-        ({"inputs": torch.tensor([[1, 2], [3, MASK]])}, "row 1 holds the mask token 127 at its token 1"),
-        ({"inputs": torch.tensor([[1, 128]])}, "row 0 holds token 128, outside the vocabulary of 128"),
-        ({"inputs": torch.tensor([[-1, 2]])}, "row 0 holds token -1"),
+        ({}, SettingError, "input_ids", ""),
+        ({"inputs": [1, 2]}, SettingError, "input_ids", "list"),
+        ({"inputs": torch.zeros(1, 2, device="meta").long()}, SettingError, "input_ids", "meta"),
+        ({"inputs": torch.tensor([1, 2])}, SettingError, "input_ids", "input_ids[None]"),
+        ({"inputs": torch.zeros(1, 1, 1).long()}, SettingError, "input_ids", "(1, 1, 1)"),
+        ({"inputs": torch.zeros(0, 4).long()}, SettingError, "input_ids", "rows"),
+        ({"inputs": torch.ones(1, 4)}, SettingError, "input_ids", "torch.float32"),
+        ({"inputs": ONES, "input_ids": ONES}, SettingError, "input_ids", "inputs"),
+        ({"inputs": torch.tensor([[1, 2], [3, MASK]])}, RowError, "row 1", "127"),
+        ({"inputs": torch.tensor([[1, 128]])}, RowError, "row 0", "128"),
+        ({"inputs": torch.tensor([[-1, 2]])}, RowError, "row 0", "-1"),
+        ({"inputs": ONES, "attention_mask": torch.ones(1, 3)}, SettingError, "attention_mask", "(1, 3)"),
+        ({"inputs": ONES, "attention_mask": [1]}, SettingError, "attention_mask", "list"),
         (
-            {"inputs": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)},
-            r"shape \(1, 3\), input_ids \(1, 4\)",
+            {"inputs": ONES[:, :3], "attention_mask": torch.tensor([[1, 0, 1]])},
+            SettingError,
+            "attention_mask",
+            "row 0",
         ),
-        ({"inputs": torch.ones(1, 4).long(), "attention_mask": [1]}, "attention_mask must be a tensor, not list"),
-        (
-            {"inputs": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 0, 1]])},
-            "padding between its tokens",
-        ),
-        ({"inputs": torch.ones(1, 2).long(), "attention_mask": torch.tensor([[1, 2]])}, "other values than 0 and 1"),
-        (
-            {"inputs": torch.ones(1, 200).long(), "gen_length": 128},
-            "a prompt of 200 tokens and gen_length 128 make 328, beyond the model's context of 256: use gen_length 56",
-        ),
-        ({"inputs": torch.ones(1, 256).long()}, "shorten the prompt by at least 1"),
+        ({"inputs": ONES[:, :2], "attention_mask": torch.tensor([[1, 2]])}, SettingError, "attention_mask", "row 0"),
+        ({"inputs": torch.ones(1, 200).long(), "gen_length": 128}, RowError, "row 0", "gen_length=56"),
+        ({"inputs": torch.ones(1, 256).long()}, RowError, "row 0", "at least 1"),
     ],
 )
-def test_refused_inputs(model: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DlmBridgeError, match=message) as error:
+def test_refused_inputs(
+    model: Any, arguments: dict[str, Any], kind: type[DlmBridgeError], field: str, named: str
+) -> None:
+    with refused(kind, field, named) as error:
         model.generate(**arguments)
     assert "\n" not in str(error.value)
 
@@ -276,7 +265,7 @@ def test_defaults_that_do_not_fit_are_shortened(model: Any) -> None:
 
 @pytest.mark.parametrize("bad", [{"temperature": -1}, {"gen_length": 9, "max_new_tokens": 2}, {"remasking": "x"}])
 def test_a_config_is_checked_when_it_is_made(bad: dict[str, Any]) -> None:
-    with pytest.raises(DlmBridgeError):
+    with pytest.raises(SettingError):
         DiffusionGenerationConfig(**bad)
 
 
@@ -375,7 +364,7 @@ def test_a_damaged_file_is_not_passed_over(folder: Path, tmp_path: Path) -> None
     load(folder).save_pretrained(tmp_path)
     for content in (b"{", b"\xff\xfe"):
         (tmp_path / "generation_config.json").write_bytes(content)
-        with pytest.raises(DlmBridgeError, match=r"generation_config.json is not readable: .* valid JSON") as error:
+        with pytest.raises(CheckpointError) as error:
             load(tmp_path)
         assert "\n" not in str(error.value)
     (tmp_path / "generation_config.json").unlink()
@@ -388,7 +377,7 @@ def test_a_token_of_the_config_is_a_number(name: str, model: Any) -> None:
     stored = with_stored(copy.copy(model))
     stored.config = copy.copy(model.config)
     setattr(stored.config, name, False)
-    with pytest.raises(DlmBridgeError, match=f"{name} must be a token id, not False"):
+    with refused(SettingError, name, "False"):
         settings(stored)
 
 
@@ -400,7 +389,7 @@ def test_block_length_and_block_size_are_one_setting(model: Any) -> None:
     assert settings(stored, gen_length=16).sampler.block_length == 4
     assert settings(stored, gen_length=16, block_length=8).sampler.block_length == 8
     assert settings(model, gen_length=16, block_length=8, block_size=8).sampler.block_length == 8
-    with pytest.raises(DlmBridgeError, match="block_size 4 and block_length 8 are the same setting"):
+    with refused(SettingError, "block_size", "block_length=8"):
         settings(model, gen_length=16, block_length=8, block_size=4)
-    with pytest.raises(DlmBridgeError, match="block_size 4 and block_length 8 are the same setting"):
+    with refused(SettingError, "block_size", "block_length=8"):
         DiffusionGenerationConfig(block_length=8, block_size=4)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.samplers.fast_dllm_v2 import SmallBlockPredictor
 from tests.generation.test_caches import load_case
 from tests.generation.test_families import DIFFUSION
+from tests.refusals import refused
 
 BLOCK = 8
 CASE = next(case for case in DIFFUSION if case.id == "fast_dllm_v2-tied")
@@ -195,5 +196,5 @@ def test_holes_are_filled(loaded: tuple[Any, int]) -> None:
 def test_bad_input(loaded: tuple[Any, int]) -> None:
     model, mask = loaded
     settings = {"gen_length": 8, "mask_token_id": mask, "eos_token_id": None, "cache": "dual"}
-    with pytest.raises(DlmBridgeError, match="no cache 'dual'"):
+    with refused(SettingError, "cache", "dual"):
         model.generate(torch.tensor([[5]]), **settings, algorithm="sdar")

@@ -63,9 +63,8 @@ def packed_inputs(lengths: tuple[int, ...]) -> BodyInputs:
     return BodyInputs(tokens, None, positions, cu_seqlens=starts, max_seqlen=max(lengths))
 
 
-# One projection of queries, keys and values, and experts in the layers but the first; experts behind a softmax router;
-# attention that depends on the
-# position beyond its rotation; norms of heads.
+# llada2_moe: one QKV projection, experts in all layers except the first. sdar_moe: experts with a softmax router.
+# nemotron_labs_diffusion: attention that depends on positions in addition to the rotation.
 EXPECTED = {
     "llada": {"FusedRMSNorm": 9, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
     "sdar": {"FusedRMSNorm": 17, "FusedAttention": 4, "FusedSwiGLU": 4, "FusedLayer": 4},
@@ -144,8 +143,8 @@ def test_a_layer_is_nine_launches(tmp_path: Path) -> None:
 def test_graphs_run_fused_layers(
     execution: str, cache: str, packed: bool, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a KV cache and without, of padded rows and packed ones. Behind the last layer's attention only what is
-    asked for is computed, where that is little of it: also of compiled layers, whose last one is fused."""
+    """With and without a KV cache, with padded and packed rows. After the last layer's attention only the requested
+    positions are computed if they are few, also with compiled layers, of which the last one is fused."""
     sums: list[tuple[int, ...]] = []
     add = layers.FusedRMSNorm.add
 
@@ -177,7 +176,7 @@ def test_graphs_run_fused_layers(
 
 
 class Doubled(nn.Module):
-    """A norm in the place of another one, with the names that it has."""
+    """Another norm with the same attribute names."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -189,7 +188,7 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("norm", [Olmo2RMSNorm, Gemma3RMSNorm, Doubled])
 def test_norms_that_compute_something_else(norm: Any, fresh: Any) -> None:
-    """OLMo 2's, which rounds behind the weight, and Gemma's, which adds one to it."""
+    """OLMo 2's norm rounds after the multiplication with the weight, Gemma's adds one to the weight."""
     model = fresh.bfloat16()
     layer = model.model.layers[0]
     before = layer.input_layernorm

@@ -250,7 +250,7 @@ def test_what_cannot_be_registered_is_named_and_left_out(installed: dict[str, st
 def test_the_objective_of_the_package_trains_its_family(ran: subprocess.CompletedProcess[str], root: Path) -> None:
     assert "'masked' of dlm_bridge.objectives is taken" in ran.stderr
     assert (root / "run/checkpoints/step-0000001").is_dir()
-    assert "name: acme_masked" in (root / "run/config.yaml").read_text()
+    assert "objective: acme_masked" in (root / "run/config.yaml").read_text()
     assert [line for line in ran.stdout.splitlines() if line.startswith("exit code")] == ["exit code 0", "exit code 2"]
     refused = [line for line in ran.stderr.splitlines() if line.startswith("dlm-bridge: ") and "--objective" in line]
     assert "acme_masked" in refused[-1]

@@ -196,24 +196,24 @@ def bad_input(files: Files, processes: int) -> Plan:
         "world-size": ("needs a multiple of 2 processes, but 1 run", {"tp": 2}, ()),
         "fsdp-pp": ("megatron-core's FSDP has no pipeline", {"fsdp": "optim", "pp": 2}, ()),
         "fsdp-cpu": ("megatron-core's FSDP needs a GPU", {"fsdp": "optim_grads_params", "norm_interval": 0}, ()),
-        "fsdp-sgd": ("megatron-core's FSDP has AdamW only", {"fsdp": "optim", "optimizer": "sgd"}, ()),
+        "fsdp-sgd": ("--optimizer sgd", {"fsdp": "optim", "optimizer": "sgd"}, ()),
         "fp8": ("--precision fp8 needs Transformer Engine", {"precision": "fp8"}, ()),
         "a2a": ("--cp-comm-type a2a needs Transformer Engine", {"cp_comm_type": "a2a"}, ()),
         "unknown-field": ("no such field", {"megatron": ["transformer.nonsense=1"]}, ()),
         "unknown-group": ("write GROUP.KEY=VALUE", {"megatron": ["nonsense=1"]}, ()),
-        "engine": ("--tp needs --engine megatron", {"engine": "accelerate", "tp": 2}, ()),
-        "batches": ("is not --micro-batch-size 3 x 1", {"micro_batch_size": 3}, ()),
+        "engine": ("--tp: needs --engine megatron", {"engine": "accelerate", "tp": 2}, ()),
+        "batches": ("--micro-batch-size 3", {"micro_batch_size": 3}, ()),
         "short": ("fewer than one block of --seq-length 16", {"data": [tiny]}, ()),
         "damaged": ("damaged.idx", {"data": [damaged]}, ()),
         "vocabulary": ("token", {"data": [str(files.foreign)]}, ()),
-        "objective": ("--objective causal", {"objective": "causal"}, ()),
-        "held": ("already holds a run", {"output": str(files.run("whole"))}, ()),
+        "objective": ("--objective: 'causal'", {"objective": "causal"}, ()),
+        "held": ("already contains a run", {"output": str(files.run("whole"))}, ()),
         "other-data": (
             "resume with the same data",
             {"output": str(files.run("whole")), "steps": STEPS + 1, "data": [str(files.more)]},
             ("--resume",),
         ),
-        "other-seed": ("--seed 5 differs", {"output": str(files.run("whole")), "seed": 5}, ("--resume",)),
+        "other-seed": ("--seed: 5 differs", {"output": str(files.run("whole")), "seed": 5}, ("--resume",)),
         "no-weights": ("is not a checkpoint", {"from_scratch": False, "model": str(files.bare)}, ()),
     }
     two: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -223,7 +223,7 @@ def bad_input(files: Files, processes: int) -> Plan:
         "context": ("is not a multiple of 4", {"cp": 2, "seq_length": 18}, ()),
         "sequence": ("--seq-length 15", {"tp": 2, "seq_length": 15}, ()),
         "interleaved": ("a step has 3 of them", {"pp": 2, "vp": 2, "global_batch_size": 3}, ()),
-        "held-by-main": ("already holds a run", {"output": str(files.run("whole"))}, ()),
+        "held-by-main": ("already contains a run", {"output": str(files.run("whole"))}, ()),
     }
     chosen = alone if processes == 1 else two
     return {

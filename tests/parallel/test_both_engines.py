@@ -52,7 +52,7 @@ def test_norms_in_half_precision_are_of_fp32_parameters(tmp_path: Path, bf16_run
 def test_dreamons_objective_is_the_families_default(tmp_path: Path, run: Run, bf16_run: Run) -> None:
     given = {**resizing.options(tmp_path / "model"), "lr_schedule": "constant", "eval_interval": 0, "save_interval": 0}
     ours = run(tmp_path / "accelerate", **given)
-    assert "objective:\n  name: dreamon\n" in (tmp_path / "accelerate/config.yaml").read_text()
+    assert "objective:\n  objective: dreamon\n" in (tmp_path / "accelerate/config.yaml").read_text()
     theirs = bf16_run(tmp_path / "megatron", precision="fp32", **given)
     assert len(theirs) == 3
     for key in ("loss", "grad_norm"):

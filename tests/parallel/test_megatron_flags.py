@@ -78,9 +78,8 @@ def test_passed_keys_are_fields_that_pass() -> None:
 
 
 def test_refused_flags_are_refused() -> None:
-    refused = [name for names, here, _ in rows() if here == "refused" for name in names]
-    keys = {name: _key(name) for name in refused}
-    assert len(refused) > 25
+    keys = {name: _key(name) for names, here, _ in rows() if here == "refused" for name in names}
+    assert len(keys) > 25
     for name, setting in keys.items():
         assert setting is not None, name
         with refused(SettingError, "megatron", setting):

@@ -250,7 +250,7 @@ def test_nobody_is_waited_for_at_the_end(
         at.process.should_exit = True
         for answer in (whole(), encoded(), behind()):
             assert (answer.status_code, error_of(answer)["code"]) == (503, "closed")
-        assert "closed" in streamed().text
+        assert "shut down" in streamed().text
         half.settimeout(PATIENCE_S)
         assert status(half) == 503
         assert idle.recv(64) == b""

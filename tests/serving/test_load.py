@@ -18,7 +18,7 @@ from dlm_bridge.serving.scheduler import Job
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
 REQUESTS = 200
-MINUTE_S, ROUNDS = 60, 3  # rounds are begun for a minute, and at least so many
+MINUTE_S, ROUNDS = 60, 3  # minimum duration and minimum number of rounds
 SETTINGS: list[dict[str, Any]] = [
     {"max_tokens": 8},
     {"max_tokens": 16, "temperature": 0.8},

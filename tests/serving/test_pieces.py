@@ -76,11 +76,11 @@ def test_nothing_of_a_stop_string_is_sent(tokenizer: Any, stop: list[str], wante
     for seed in range(20):
         choice, sent = Choice(decoder(tokenizer), stop), ""
         for portion in portions(tokens, random.Random(seed)):
-            sent += choice.take(Extended(0, 0, tuple(portion)))
+            sent += choice.add(Extended(0, 0, tuple(portion)))
             assert wanted.startswith(sent)
             if choice.finish_reason:
                 break
-        sent += choice.take(Ended(0, tuple(tokens), "length", 1))
+        sent += choice.add(Ended(0, tuple(tokens), "length", 1))
         assert sent == choice.text == wanted
         assert choice.finish_reason == ("length" if wanted == TEXT else "stop")
         if wanted != TEXT:
@@ -136,7 +136,7 @@ def test_the_queue_takes_all_rows_of_a_request_or_none() -> None:
     assert scheduler.waiting == 4
     told: list[Any] = []
     fifth = rows_of("a", told)
-    scheduler.cancel(scheduler.take("a", 2))
+    scheduler.cancel(scheduler.start_jobs("a", 2))
     scheduler.submit(fifth)
     scheduler.close()
     assert isinstance(told[0], Failed)
@@ -150,7 +150,7 @@ def test_a_cancelled_row_hears_nothing_more() -> None:
     scheduler = Scheduler(Recorder(), batch_size=1, queue_size=3)
     waiting, taken = rows_of("aa", told)
     scheduler.submit([taken, waiting])
-    scheduler.take("a", 1)
+    scheduler.start_jobs("a", 1)
     scheduler.cancel([taken, waiting])
     assert scheduler.waiting == 0
     scheduler.start()

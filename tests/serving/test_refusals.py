@@ -110,25 +110,28 @@ def test_the_field_at_fault_is_named(body: Any, param: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "param", "named"),
     [
-        ({"min_new_tokens": 2**64}, "min_new_tokens"),
-        ({"top_k": -2}, "top_k"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"algorithm": "wedlm"}, "wedlm"),
-        ({"algorithm": {"a": 1}}, "algorithm"),
-        ({"max_tokens": 10, "block_length": 4}, "block_length"),
-        ({"messages": CHAT["messages"]}, "messages"),
-        ({"prompt": [9999]}, "9999"),
-        ({"frobnicate": 1}, "frobnicate"),
-        ({"frobnicate": 1}, "remasking"),  # the known settings are listed
+        ({"min_new_tokens": 2**64}, "min_new_tokens", ""),
+        ({"top_k": -2}, "top_k", "-2"),
+        ({"temperature": "hot"}, "temperature", "hot"),
+        ({"top_p": 2}, "top_p", "2"),
+        ({"algorithm": "wedlm"}, "algorithm", "wedlm"),
+        ({"algorithm": {"a": 1}}, "algorithm", ""),
+        ({"max_tokens": 10, "block_length": 4}, "gen_length", "block_length=4"),
+        ({"messages": CHAT["messages"]}, "messages", ""),
+        ({"prompt": [9999]}, "prompt", "9999"),
+        ({"prompt": [[5], [9999]]}, "prompt[1]", "9999"),
+        ({"frobnicate": 1}, "frobnicate", "remasking"),  # the sampler's settings are listed
     ],
 )
-def test_what_the_sampler_refuses_is_named(server: Running, settings: dict[str, Any], named: str) -> None:
+def test_the_setting_that_the_sampler_refuses_is_named(
+    server: Running, settings: dict[str, Any], param: str, named: str
+) -> None:
     answer = post(server, {**PROMPT, **settings})
-    assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
-    assert named in error_of(answer)["message"]
+    error = error_of(answer)
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert named in error["message"]
 
 
 def test_fields_that_ask_for_nothing_are_taken(server: Running) -> None:
@@ -275,24 +278,6 @@ def test_a_client_that_leaves_takes_its_row_along(diffusion: LoadedModel, stream
             assert post(server, PROMPT).status_code == 200
     finally:
         handle.remove()
-
-
-def test_the_end_of_the_server_is_told_to_those_who_wait(diffusion: LoadedModel) -> None:
-    answers: list[httpx.Response] = []
-    with held(diffusion) as go:
-        with running(diffusion, batch_size=1) as server:
-            threads = [
-                threading.Thread(target=lambda one=one: answers.append(post(server, {**PROMPT, "stream": one})))
-                for one in (False, True)
-            ]
-            for thread in threads:
-                thread.start()
-            server.wait(lambda: server.scheduler.running + server.scheduler.waiting == 2, "both wait")
-            threads.append(threading.Thread(target=lambda: [thread.join() for thread in threads[:2]] and go.set()))
-            threads[2].start()
-        threads[2].join()
-    assert sorted(answer.status_code for answer in answers) == [200, 503]
-    assert all("shut down" in answer.text for answer in answers)
 
 
 def test_what_fails_while_sampling_is_no_end_of_the_server(

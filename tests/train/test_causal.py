@@ -60,7 +60,7 @@ def test_the_loss_is_transformers_own(tmp_path: Path) -> None:
 def test_every_family_trains(case: Case, tmp_path: Path, run: Run) -> None:
     folder = case.write(tmp_path / "model")
     (row,) = run(tmp_path / "run", **{**SHORT, "eval_interval": 0}, model=str(folder), steps=1)
-    assert "objective:\n  name: causal\n" in (tmp_path / "run/config.yaml").read_text()
+    assert "objective:\n  objective: causal\n" in (tmp_path / "run/config.yaml").read_text()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = _rows(1, 8)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
@@ -81,5 +81,5 @@ def test_what_is_refused(tmp_path: Path, run: Run) -> None:
         with refused(SettingError, "ema_decay"):
             TrainConfig.from_flags(**options, **changes)
     run(tmp_path / "run", **{**OPTIONS, "steps": 1})
-    with refused(SettingError, "ema_decay"):
+    with refused(CheckpointError, tmp_path / "run/checkpoints/step-0000001", "`ema_decay`"):
         run(tmp_path / "run", resume=True, ema_decay=0.5, **OPTIONS)

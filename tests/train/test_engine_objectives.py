@@ -45,7 +45,7 @@ def _weights(output: Path, step: int) -> dict[str, torch.Tensor]:
 def test_accumulation_and_resume_change_nothing(objective: str, tmp_path: Path, run: Run) -> None:
     options = {**_options(CASES[objective], tmp_path / "model"), "save_interval": 2, "lr": 1e-3}
     whole = run(tmp_path / "whole", steps=4, **options)
-    assert f"objective:\n  name: {objective}\n" in (tmp_path / "whole/config.yaml").read_text()
+    assert f"objective:\n  objective: {objective}\n" in (tmp_path / "whole/config.yaml").read_text()
     cut = run(tmp_path / "cut", steps=4, micro_batch_size=2, **options)
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-4)

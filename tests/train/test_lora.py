@@ -232,7 +232,7 @@ def test_an_autoregressive_model(tmp_path: Path, tune: Any, base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "targets", "found", "refused"),
+    ("case", "targets", "found", "wrong"),
     [
         (llada2_moe.CASE, "query_key_value,o_proj", 2 * 4, ("q_proj", "no such linear layer")),
         (sdar_moe.CASE, "q_proj,v_proj", 2 * 4, ("gate_proj", "the experts' weights are one stack")),

@@ -254,11 +254,11 @@ def test_a_loss_from_a_generator() -> None:
     ("arguments", "message"),
     [
         ({"name": "uniform", "config": None}, "vocab_size"),
-        ({"name": "uniform", "loss_weighting": "level"}, "loss.weighting.*level"),
-        ({"name": "uniform", "p_uniform": 0.1}, "p.uniform.* 0.1"),
-        ({"name": "masked", "p_uniform": 0.1}, "p.uniform.* 0.1"),
-        ({"name": "uniform", "noise_range": (0.3, 0.8)}, "noise.range"),
-        ({"name": "masked", "loss_weighting": "bound"}, "loss.weighting.*bound"),
+        ({"name": "uniform", "loss_weighting": "level"}, "^loss_weighting"),
+        ({"name": "uniform", "p_uniform": 0.1}, "^p_uniform"),
+        ({"name": "masked", "p_uniform": 0.1}, "^p_uniform"),
+        ({"name": "uniform", "noise_range": (0.3, 0.8)}, "^noise_range"),
+        ({"name": "masked", "loss_weighting": "bound"}, "^loss_weighting"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -269,8 +269,8 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
 def test_a_family_of_shifted_logits_or_blocks_is_refused() -> None:
     for name in ("dream", "sdar", "qwen2"):
         with pytest.raises(DlmBridgeError, match="uniform"):
-            check_objective("uniform", family_by_name(name), "objective")
-    check_objective("uniform_hybrid", family_by_name("llada"), "objective")
+            check_objective("uniform", family_by_name(name))
+    check_objective("uniform_hybrid", family_by_name("llada"))
 
 
 def test_a_config_names_its_noise() -> None:
@@ -306,7 +306,7 @@ def test_a_model_is_trained_sampled_and_bounded(tmp_path: Path, run: Run) -> Non
     mask = model.config.mask_token_id
     assert (seen[0][0, 2:] == mask).all()
     assert (len(seen), (text == mask).any().item()) == (3, False)
-    with pytest.raises(DlmBridgeError, match=r"algorithm llada .* hybrid .*noise_process"):
+    with pytest.raises(DlmBridgeError, match=r"^algorithm: llada .*hybrid"):
         model.generate(torch.tensor([[9, 8]]), algorithm="llada")
     with pytest.raises(DlmBridgeError, match="entropy_bound"):
         model.generate(torch.tensor([[9, 8]]), gen_length=12, resampling="entropy_bound")

@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_bridge.data.blocks import Epochs, split
 from dlm_bridge.data.documents import find_files, pack
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 from dlm_bridge.loading.source import ModelSource
 from dlm_bridge.models.families import families, family_by_name
 from dlm_bridge.objectives.noise import Uniforms
 from dlm_bridge.objectives.registry import OBJECTIVES, build_objective, family_objective
 from tests.families import diffullama
+from tests.refusals import refused
 from tests.train.conftest import TEXT, VOCAB, Run
 from tests.train.test_objectives_editing import CONFIG
 
@@ -121,7 +122,7 @@ def test_noise_of_random_tokens() -> None:
     assert noisy.noise.mask_token_id == -1
     assert torch.isfinite(noisy.weights).all()
     assert set(noisy.input_ids.unique().tolist()) == set(range(12))
-    with pytest.raises(DlmBridgeError, match="needs a mask token of its own"):
+    with refused(SettingError, "objective", "5"):
         build_objective("uniform_hybrid", 5, config=config, ordinary_mask=True)
 
 

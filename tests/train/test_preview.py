@@ -87,7 +87,7 @@ def test_trained_tokens_are_coloured(
         (("--json",), "--json needs --dry-run"),
         (("--preview", "0"), "--preview"),
         (("--preview", "2", "--data", "absent.jsonl"), "absent.jsonl"),
-        (("--preview", "2", "--chat-template", "absent"), "absent: "),
+        (("--preview", "2", "--chat-template", "absent"), "--chat-template: absent"),
     ],
 )
 def test_a_preview_refuses_in_a_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from rich.console import Console
 from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.sources import ReaderSettings, find_run_data
 from dlm_bridge.errors import LayoutError, SettingError
+from dlm_bridge.train.checkpoints import load_state
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump
+from dlm_bridge.train.config.files import load_config
+from dlm_bridge.train.schedule import batch_sampler, learning_rate, learning_rate_jump, with_steps
 from tests.data.chats import chatty, conversation, write_rows
 from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
@@ -171,6 +174,23 @@ def check_jump(train: Run, tmp_path: Path) -> None:
         assert not [line for line in said if "learning rate" in line]
     assert longer[4]["lr"] > 2 * first[3]["lr"] == pytest.approx(2e-4)
     assert [row["lr"] for row in kept[4:]] == pytest.approx([1e-4] * 4)
+
+
+def test_epochs_are_the_steps_that_read_the_data_as_often(tmp_path: Path, run: Run) -> None:
+    """Also with a growing batch and after a resume, which keeps the number of steps."""
+    options: dict[str, Any] = {"eval_interval": 0, "save_interval": 0}
+    found = run(tmp_path / "epochs", epochs=2, **options)
+    state = load_state(tmp_path / f"epochs/checkpoints/step-{len(found):07d}")
+    assert len(found) == math.ceil(2 * state["train_blocks"] / 8) > 10
+    wanted = without_speed(run(tmp_path / "steps", **options, steps=len(found)))
+    assert without_speed(found) == wanted
+    run(tmp_path / "cut", epochs=2, **options, exit_duration=0.0)
+    assert load_config({"output": str(tmp_path / "cut"), "epochs": 3}, resume=True).schedule.steps == len(found)
+    for _ in range(2):  # the second finds it finished
+        assert without_speed(run(tmp_path / "cut", resume=True, epochs=2, **options)) == wanted
+    grown = with_steps(config(**RAMP, epochs=3), blocks=10)
+    samples = batch_sampler(grown).samples_before
+    assert samples(grown.schedule.steps) < 30 <= samples(grown.schedule.steps + 1)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -193,8 +193,8 @@ def test_recorded_rows_are_answers_for_other_objectives(tokenizer: PreTrainedTok
         (_row([5], [7, 8], [1]), "'commit_steps'.*'token_ids'"),
         (_row([5], [7, 8], [1, -1]), "'commit_steps'"),
         (_row([5], [7, "a"], [1, 1]), "'token_ids'"),  # type: ignore[list-item]
-        ({"token_ids": [7], "commit_steps": [1]}, "no 'prompt_token_ids'"),
-        ({"prompt_token_ids": [7], "commit_steps": [1]}, "no 'token_ids'"),
+        ({"token_ids": [7], "commit_steps": [1]}, "'prompt_token_ids'"),
+        ({"prompt_token_ids": [7], "commit_steps": [1]}, "'token_ids'"),
         (_row([5], [], []), "answer"),
         (_row([5], [VOCAB], [1]), f"token {VOCAB}"),
         (_row([5], [MASK], [1]), f"id {MASK}"),

@@ -13,11 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.models import diffusion_lm
 from dlm_bridge.train.collator import DiffusionCollator, trl_loss
 from tests.families import dream, llada, sdar
 from tests.families.case import FamilyCase
+from tests.refusals import refused
 from tests.train.conftest import VOCAB
 
 BODIES = {"llama": llada.CASES[0], "qwen2-shifted": dream.CASE, "qwen3-block": sdar.CASES[0]}
@@ -182,14 +183,14 @@ def test_trl_trains_no_diffusion_model_on_next_tokens(
     model = _model(BODIES[body], tmp_path, tokenizer)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     dataset = _prompts(8) if trainer is SFTTrainer else Dataset.from_list(PAIRS)
-    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+    with refused(SettingError, "compute_loss_func"):
         _plain(trainer, model, tmp_path, tokenizer, dataset, **options).train()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
 def test_trl_trains_no_adapter_on_next_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = get_peft_model(_model(BODIES["llama"], tmp_path, tokenizer), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+    with refused(SettingError, "compute_loss_func"):
         _plain(SFTTrainer, model, tmp_path, tokenizer, _prompts(8)).train()
 
 
@@ -208,7 +209,7 @@ def test_trainer_smooths_no_labels_of_a_diffusion_model(tmp_path: Path, tokenize
     model = _model(BODIES["llama"], tmp_path, tokenizer)
     arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], label_smoothing_factor=0.1)
     data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
-    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+    with refused(SettingError, "compute_loss_func"):
         Trainer(model=model, args=arguments, train_dataset=data).train()
 
 
@@ -239,7 +240,7 @@ def test_a_model_that_trl_loads_by_its_path_is_refused_too(
     """TRL reads the config's auto_map, which not every config.json has."""
     case = dataclasses.replace(BODIES[body], config={k: v for k, v in BODIES[body].config.items() if k != "auto_map"})
     _model(case, tmp_path, tokenizer)
-    with pytest.raises(DlmBridgeError, match="its loss needs noise"):
+    with refused(SettingError, "compute_loss_func"):
         _plain(DPOTrainer, str(tmp_path / "model"), tmp_path, tokenizer, Dataset.from_list(PAIRS)).train()
 
 

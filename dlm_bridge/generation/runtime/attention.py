@@ -55,15 +55,15 @@ def attend(
     Args:
         query, key, value: [B, heads, Q, D], and twice [B, KV heads, Q, D], after rotary embedding.
         attention_mask: [B, 1, Q or 1, K] boolean, True: attended to. None: all keys are.
-        kv_columns: [Q], or [B, Q] by row: the cache columns that keys and values are written to. None: no cache.
-        kv_end, kv_length, kv_block: which cache columns are attended to; see `attend_cached`.
-        cu_seqlens, max_seqlen, packed_blocks, packed_causal: rows are packed, see `varlen.attend_packed`;
-            `kv_columns` is that of `write_packed`.
-        kv_attended, cu_seqlens_k, max_seqlen_k: the cached columns that packed rows attend to, see
+        kv_columns: [Q] or [B, Q], cache columns of keys and values. None: no cache.
+        kv_end, kv_length, kv_block: attended cache columns, see `attend_cached`.
+        cu_seqlens, max_seqlen, packed_blocks, packed_causal: for packed rows, see `varlen.attend_packed`; `kv_columns`
+            is then the argument of `write_packed`.
+        kv_attended, cu_seqlens_k, max_seqlen_k: cached columns that packed rows attend to, see
             `varlen.attend_packed_cached`.
-        sliding_window: a query attends only to keys at a distance of less than this many columns, on either side.
-        softcap: scores are softly capped at so much, positive or negative.
-        s_aux: [heads], attention sinks: one more score in each softmax, which no value belongs to.
+        sliding_window: a query attends only to keys at a distance below this, on either side.
+        softcap: soft limit of the absolute scores.
+        s_aux: [heads], attention sinks: an additional score in each softmax, without a value.
 
     Returns:
         [B, Q, heads, D].
@@ -100,7 +100,7 @@ def attend(
 def uses_kernel(
     shapes: Iterable[tuple[int, int]], dtype: torch.dtype, columns: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Whether layers of these shapes (query heads per KV head, head size) run a kernel of an extension."""
+    """True if layers of these shapes (query heads per KV head, head size) run a kernel of an extension."""
     kernel = find_kernels("attention", columns.device.type)
     return kernel is not None and all(
         kernel.supports_attention(dtype, columns.shape[-1], shared, size, mask) for shared, size in shapes
@@ -122,7 +122,7 @@ def _changed(
     length: torch.Tensor | None,
     block: int | None,
 ) -> torch.Tensor:
-    """`attend` in layers with a sliding window, capped scores or sinks, with one dense mask. [B, Q, heads, D]."""
+    """[B, Q, heads, D], `attend` with a sliding window, capped scores or sinks, by one dense mask."""
     if columns is None:
         columns = torch.arange(query.shape[2], device=query.device)
     else:
@@ -213,7 +213,7 @@ def attend_torch(
     StaticKVCache.write(key_cache, columns, key)
     StaticKVCache.write(value_cache, columns, value)
     keys, values = StaticKVCache.read(key_cache, end), StaticKVCache.read(value_cache, end)
-    # Causal, or each row in its own columns: one product with a mask instead of one for each block.
+    # Causal attention, or rows in their own columns: one product with a mask instead of one per block.
     if length is None and (block == 1 or (block is not None and columns.dim() == 2)):
         length = columns.new_full((1,), end)
     if length is not None:
@@ -243,8 +243,8 @@ def _masked_until(
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """[B, heads, Q, D]. Query heads of one KV head become one head of more rows where the mask is the same for all
-    queries, so that keys and values are read once and not copied for each head."""
+    """[B, heads, Q, D]. If the mask is the same for all queries, query heads of one KV head become one head with more
+    rows, so that keys and values are read once and not copied per head."""
     batch, heads, width, size = query.shape
     groups = key.shape[1]
     if heads == groups:

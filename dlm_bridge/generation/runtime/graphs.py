@@ -20,11 +20,11 @@ from dlm_bridge.registration import find_kernels
 
 logger = logging.get_logger(__name__)
 
-# Recorded shapes. With the attention kernel one graph serves every context length; without it a block-causal sampler
-# of 2048 new tokens in blocks of 4 has 1024 of them. One costs a few MB of host memory.
+# Maximum number of recorded shapes, of a few MB of host memory each. With the attention kernel, one graph serves every
+# context length; without it, a block-causal sampler has 1024 shapes for 2048 new tokens in blocks of 4.
 MAX_GRAPHS = 1024
-# Compiled variants of a decoder layer's code, which all models of one class share: with and without experts; for
-# prompts, one block and two blocks; with and without a mask; for one row and for several. Layers beyond run eagerly.
+# Maximum number of compiled variants of a decoder layer's code, which all models of a class share: with and without
+# experts; for prompts, one block and two blocks; with and without a mask; for one row and several.
 MAX_COMPILED_VARIANTS = 128
 
 
@@ -60,26 +60,26 @@ _TENSORS = (
 
 
 class DecoderLayers:
-    """The decoder layers of a model: here its own, in an extension of kernels a subclass that replaces them.
+    """Decoder layers of a model. A subclass in an extension of kernels replaces them by fused ones.
 
     Args:
-        compiled: `torch.compile` compiles all layers, or where `trims` is true all but the last one.
+        compiled: True if `torch.compile` compiles the layers; with `trims`, all but the last one.
     """
 
-    trims = False  # whether the last layer can leave out positions after its attention
+    trims = False  # True: the last layer can drop positions after its attention
 
     def __init__(self, model: Any, compiled: bool) -> None: ...
 
     def installed(self) -> AbstractContextManager[None]:
-        """Context in which the layers are replaced."""
+        """Context manager that replaces the layers."""
         return nullcontext()
 
     def returning(self, places_AN: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Context in which the last layer returns these places alone, see `at_places`; None: all."""
+        """Context manager: the last layer returns only these positions, see `at_places`; None: all."""
         return nullcontext()
 
     def end(self) -> None:
-        """Give weights that were moved memory of their own again."""
+        """Separate fused weights again."""
 
 
 @dataclass
@@ -93,12 +93,12 @@ class _RecordedGraph:
 
 class GraphedBody:
     """Runs the body on A rows, padded to one of a few batch sizes. The first forward pass of a shape runs eagerly, the
-    second is recorded, and later ones are replayed: launching a graph costs the CPU no more than one kernel.
+    second is recorded, and later ones are replayed: for the CPU, a graph costs no more than launching one kernel.
 
     Args:
-        compile_layers: whether `torch.compile` fuses the operations of a decoder layer. Otherwise an extension's
-            kernels do, where they can (`DecoderLayers`). The last layer uses those kernels in both cases, since after
-            its attention only the positions that are asked for are computed.
+        compile_layers: True: `torch.compile` fuses the operations of decoder layers. False: an extension's kernels do,
+            if they support the model (`DecoderLayers`). The last layer always uses those kernels, which compute only
+            the requested positions after its attention.
         rows, width: size of the KV cache buffers; width 0: no KV cache.
     """
 
@@ -110,7 +110,7 @@ class GraphedBody:
         self._state = _state(model)
         self._model: Any = None
         self._batch = 0
-        # The runner of a continuous batch in flight: nobody else may use the buffers.
+        # Runner of a continuous batch, which has exclusive use of the buffers.
         self.holder: weakref.ref[Any] | None = None
         self._compile_layers = compile_layers
         self._compiled: list[Any] = []
@@ -120,8 +120,8 @@ class GraphedBody:
         self._pool = torch.cuda.graph_pool_handle() if self._records else None
 
     def serves(self, model: Any, execution: str, rows: int, width: int) -> bool:
-        """Whether a call of this size can use the recorded graphs: they are large enough, no weight has moved, and
-        adapters, training mode, dtype and autocast are as they were."""
+        """True if a call of this size can use the recorded graphs: they are large enough, no weight has moved, and
+        adapters, training mode, dtype and autocast have not changed."""
         return (
             (execution == "compiled") == self._compile_layers
             and batch_size_for(rows) <= self._rows
@@ -132,27 +132,27 @@ class GraphedBody:
 
     @property
     def held(self) -> bool:
-        """Whether a continuous batch is in flight, which has not been dropped."""
+        """True if a continuous batch uses the buffers."""
         return self.holder is not None and self.holder() is not None
 
     def begin(self) -> None:
-        """Start a new call of `generate`, whose first batch is its largest."""
+        """Begin a call of `generate`. Its first batch is its largest."""
         self._batch = 0
 
     @contextmanager
     def prepared(self, model: Any) -> Iterator[None]:
-        """Install the compiled decoder layers and the fused ones; the model is restored afterwards."""
+        """Context manager: install the compiled and fused decoder layers."""
         self._model = model
         with self._layers.installed(), self._compiled_layers():
             yield
 
     def forget(self) -> None:
-        """Drop the recorded graphs; forward passes are recorded anew."""
+        """Drop the recorded graphs."""
         self._seen.clear()
         self._recorded.clear()
 
     def end(self) -> None:
-        """Drop the recorded graphs, and give the fused weights memory of their own again."""
+        """Drop the recorded graphs, and separate fused weights again."""
         self.forget()
         self._layers.end()
 
@@ -173,15 +173,15 @@ class GraphedBody:
                 layer._compiled_call_impl = None
             if self.buffers is not None:
                 self.buffers.detach()
-            self._model = None  # no reference from the graphs: they live as long as the model
+            self._model = None  # the graphs must not keep the model alive
 
     def __call__(self, inputs: BodyInputs, *, record: bool) -> torch.Tensor:
         """Last hidden states, [A, Q, H], or [A, N, H] at `places`; see `run_body`. The next forward pass may overwrite
         the result.
 
         Args:
-            record: use a recorded graph, or record one. Its batch may have more rows than `inputs`, and these write to
-                the KV cache as well. False: exactly the given rows run, for when other rows of the cache are in use.
+            record: use a recorded graph, or record one. Its batch may have more rows than `inputs`, which also write
+                to the KV cache. False: run exactly the given rows, because other rows of the cache are in use.
         """
         if inputs.places is not None and not self._trims(inputs):
             return at_places(self(replace(inputs, places=None), record=record), inputs.places)
@@ -206,7 +206,7 @@ class GraphedBody:
             filled = _padded_copy(inputs, batch)
             if key in self._seen:
                 recorded = self._record(key, filled)
-            if recorded is None:  # as it will be recorded, so that nothing is compiled during capture
+            if recorded is None:  # run in the shape to be recorded, so that capturing compiles nothing
                 self._seen.add(key)
                 return self._run(filled)[:rows]
         self._recorded.move_to_end(key)
@@ -218,7 +218,8 @@ class GraphedBody:
         return recorded.hidden[:rows]
 
     def _trims(self, inputs: BodyInputs) -> bool:
-        """Whether the last layer computes only what is asked for: where that is at most half of the tokens."""
+        """True if the last layer computes only the requested positions, because these are at most half of the
+        tokens."""
         assert inputs.places is not None
         rows, count = inputs.places.shape
         if inputs.cu_seqlens is not None:
@@ -230,7 +231,7 @@ class GraphedBody:
             return run_body(self._model, self.buffers, inputs)
 
     def _with_length_tensor(self, inputs: BodyInputs) -> BodyInputs:
-        """The same inputs with the number of attended columns as a tensor, where the attention kernel reads it: one
+        """Return the inputs with the number of attended columns as a tensor, if the attention kernel reads it: one
         graph then serves every context length."""
         columns, mask, end = inputs.columns, inputs.mask, inputs.end
         if self.buffers is None or columns is None or end is None:
@@ -243,14 +244,14 @@ class GraphedBody:
         return replace(inputs, mask=mask, end=self._width, length=length)
 
     def _with_shared_shape(self, inputs: BodyInputs) -> BodyInputs:
-        """Packed rows, padded by tokens in a row of their own to a shape that batches share, and with it a graph."""
+        """Pad packed rows with an extra row to a shape, and thus a graph, that batches share."""
         assert inputs.cu_seqlens is not None
         assert inputs.max_seqlen is not None
         tokens, longest = packed_shape(inputs.tokens.shape[1], inputs.max_seqlen)
         added = tokens - inputs.tokens.shape[1]
         columns, blocks = inputs.columns, inputs.blocks
         attended, cu_seqlens_k, longest_k = inputs.attended, inputs.cu_seqlens_k, inputs.max_seqlen_k
-        if columns is not None:  # keys and values of added tokens go to a column that no canvas has
+        if columns is not None:  # keys and values of added tokens are written to a column beyond every canvas
             columns = torch.nn.functional.pad(columns, (0, added), value=self._width - 1)
         if blocks is not None:
             blocks = torch.nn.functional.pad(blocks, (0, added))
@@ -258,7 +259,7 @@ class GraphedBody:
         if places is not None:
             places = torch.nn.functional.pad(places, (0, 0, 0, self._rows - len(places)))
         if attended is not None and cu_seqlens_k is not None and longest_k is not None:
-            keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # what is added attends to something
+            keys, longest_k = packed_shape(attended.shape[1] + 1, longest_k)  # added tokens attend to a column
             attended = torch.nn.functional.pad(attended, (0, keys - attended.shape[1]), value=self._width - 1)
             cu_seqlens_k = padded_cu_seqlens(cu_seqlens_k, self._rows, keys)
         return replace(
@@ -276,20 +277,20 @@ class GraphedBody:
         )
 
     def _batch_for(self, rows: int) -> int:
-        """The batch size to run so many rows in. It shrinks only once half of it is empty, since each size is recorded
+        """Batch size for this number of rows. It shrinks only when half of it is empty, because each size is recorded
         separately."""
         if self._batch == 0 or rows > self._batch or rows <= self._batch // 2:
             self._batch = batch_size_for(rows)
         return self._batch
 
     def _record(self, key: Any, inputs: BodyInputs) -> _RecordedGraph | None:
-        """Record a forward pass; None, from then on for all shapes, where the model cannot be recorded."""
+        """Record a forward pass. Returns None, and disables recording, if the model cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 hidden = self._run(inputs)
-        except RuntimeError as error:  # such as experts that read the routing on the CPU
+        except RuntimeError as error:  # for example, experts that read the routing on the CPU
             logger.warning_once(
                 f"{type(self._model).__name__} cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): "
                 "generating eagerly"
@@ -304,14 +305,14 @@ class GraphedBody:
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's compiled call. Padded batches have few shapes; of packed rows one code serves every number of tokens,
-    from the first one on."""
+    """Compile a layer's call. Padded batches have few shapes; for packed rows, one compilation serves all numbers of
+    tokens."""
     padded, packed = torch.compile(call, dynamic=None), torch.compile(call, dynamic=True)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("cu_seqlens") is None:
             return padded(*args, **kwargs)
-        # The number of tokens may happen to be that of a weight's rows: it is not the same dimension.
+        # The number of tokens may equal a weight's size without being the same dimension.
         with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return packed(*args, **kwargs)
 
@@ -349,7 +350,7 @@ def run_body(model: Any, buffers: StaticKVCache | None, inputs: BodyInputs) -> t
 
 
 def at_places(hidden: torch.Tensor, places_AN: torch.Tensor) -> torch.Tensor:
-    """Hidden states at some places, [A, N, H], out of [A, Q, H] or, for packed tokens, out of [1, T, H]."""
+    """[A, N, H], hidden states at these positions of [A, Q, H] or, for packed tokens, of [1, T, H]."""
     if len(hidden) == 1:
         return hidden[0, places_AN]
     return hidden.gather(1, places_AN[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -367,12 +368,12 @@ def _padded_copy(inputs: BodyInputs, batch: int) -> BodyInputs:
 
 
 def _pad_rows(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    """A copy with the last row repeated up to `batch` rows."""
+    """Copy with the last row repeated up to `batch` rows."""
     return torch.cat([tensor, tensor[-1:].expand(batch - len(tensor), *tensor.shape[1:])])
 
 
 def _state(model: Any) -> tuple[Any, ...]:
-    """Everything but its inputs that a recorded graph depends on."""
+    """State of the model that a recorded graph depends on."""
     pointers, adapters, modules = [], [], [model]
     while modules:  # model.parameters() takes as long as a forward pass of a deep model
         module = modules.pop()

@@ -1,13 +1,13 @@
 """Plain layers for tensor-parallel sampling.
 
-A layer's parameters are this process's shard, a layer cut by output features is an ordinary `nn.Linear`, and the
-others end with one collective on the current stream. There are two ways to them, both by transformers' plan:
+The parameters of a layer are this process's shards. A layer sharded by output features is a plain `nn.Linear`; others
+end with one collective on the current stream. Both functions follow transformers' plan:
 
-`use_plain_shards` of a loaded model. `from_pretrained(..., distributed_config=...)` gives each process its shards as
-DTensors and wraps the forward of every sharded layer: each call takes the local tensors out, calls the layer, and puts
-the DTensors back, which keeps the host busier than the GPU. The weights that were loaded are kept, the wrappers not.
-
-`cut_model` of a model on the meta device, whose weights come later, a tensor at a time: `Shard.write`.
+- `use_plain_shards` converts a loaded model. `from_pretrained(..., distributed_config=...)` loads shards as DTensors
+  and
+  wraps the forward of every sharded layer, which replaces the DTensors by local tensors in each call: the host takes
+  longer than the GPU. This function keeps the weights and removes the wrappers.
+- `cut_model` converts a model on the meta device, whose weights are written later (`Shard.write`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from dlm_bridge.errors import DlmBridgeError
+from dlm_bridge.errors import SettingError
 
-# Styles of transformers' plans (transformers.distributed.tensor_parallel) that have a plain layer here.
+# Supported styles of transformers' plans (transformers.distributed.tensor_parallel).
 _LOCAL = ("colwise", "packed_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _EXPERTS = "moe_tp_experts"
 _EMBEDDING = "embedding_rowwise"
-_WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", _EXPERTS)  # whose own parameters are not cut
+_WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", _EXPERTS)  # parameters are not sharded
 
 
 class _CopiedTensorParallel(DistributedConfig):
-    """Tensor parallelism of several copies of a model, which exchange nothing.
+    """Tensor parallelism for several independent copies of a model.
 
-    transformers makes a device mesh over all processes, of which those of a copy are neighbours. Its axis for copies
-    is FSDP's, which `maybe_distribute_model` applies where this size is above 1.
+    transformers creates a device mesh over all processes; the processes of a copy are neighbours. The axis for copies
+    is FSDP's, which `maybe_distribute_model` applies if `dp_size` is above 1.
     """
 
     @property
@@ -49,7 +49,7 @@ class _CopiedTensorParallel(DistributedConfig):
 
 
 def distributed_config(tp: int, copies: int) -> DistributedConfig:
-    """transformers' configuration of the model's own plan, for so many copies of it on `tp` processes each."""
+    """transformers' configuration for the model's own plan, with `copies` copies of `tp` processes each."""
     return _CopiedTensorParallel(tp_plan="auto", tp_size=tp, dp_replicate_size=copies)
 
 
@@ -57,10 +57,10 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class SummedEmbedding(nn.Embedding):
-    """An embedding whose rows (`num_embeddings` in all) are cut over processes, each of which adds those it has."""
+    """Embedding whose `num_embeddings` rows are sharded over processes; outputs are summed."""
 
     group: Any
-    start: int  # the first row of this process
+    start: int  # first row of this process
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Token ids [...] to [..., hidden], the same in every process."""
@@ -72,11 +72,11 @@ class SummedEmbedding(nn.Embedding):
 
 
 class GatheredLinear(nn.Linear):
-    """A linear layer whose output features are cut over processes, and gathered."""
+    """Linear layer whose output features are sharded over processes and gathered."""
 
     group: Any
-    features: int  # of all processes
-    width: int  # of each; the last one's may be shorter
+    features: int  # number of output features of all processes
+    width: int  # number of output features per process; the last one may have fewer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., features], the same in every process."""
@@ -90,10 +90,10 @@ class GatheredLinear(nn.Linear):
 
 
 class SummedLinear(nn.Linear):
-    """A linear layer whose input features are cut over processes, whose products are summed before the bias."""
+    """Linear layer whose input features are sharded over processes; products are summed before the bias is added."""
 
     group: Any
-    start: int | None  # of its features in an input that has those of all processes; None: the input is cut already
+    start: int | None  # first input feature of this process; None: the input is sharded
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in of this process, or of all] to [..., out], the same in every process."""
@@ -105,10 +105,10 @@ class SummedLinear(nn.Linear):
 
 
 def use_plain_shards(model: Any) -> bool:
-    """Replace the layers that transformers wrapped to shard `model` by plain ones. Returns whether that was done.
+    """Replace the layers that transformers has wrapped to shard `model` by plain ones.
 
-    Not done, with the model as it was: where it is not sharded, is quantised, or has a style of sharding that is not
-    known here. The model cannot be trained or saved afterwards: its parameters are shards.
+    Returns False, without changes, if the model is not sharded, is quantised, or has an unsupported style. Afterwards,
+    the model cannot be trained or saved, because its parameters are shards.
     """
     wrapped = {name: module for name, module in model.named_modules() if "forward" in vars(module)}
     holders = {name for name, module in model.named_modules() if any(map(_is_shard, module._parameters.values()))}
@@ -121,7 +121,7 @@ def use_plain_shards(model: Any) -> bool:
         if make is None:
             return False
         makers.append(make)
-    local: dict[DTensor, nn.Parameter] = {}  # tied weights stay one
+    local: dict[DTensor, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if _is_shard(parameter):
@@ -138,8 +138,8 @@ def use_plain_shards(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Shard:
-    """A process's part of a tensor of the shape `whole`: the places of some ranges (first, behind the last) along
-    `dim`, one range behind the other; all of it where `dim` is None."""
+    """Shard of a tensor of shape `whole`: the concatenation of `ranges` (begin, end) along `dim`; the whole tensor if
+    `dim` is None."""
 
     whole: torch.Size
     dim: int | None = None
@@ -147,15 +147,15 @@ class Shard:
 
     @cached_property
     def shape(self) -> torch.Size:
-        """Of the part."""
+        """Shape of the shard."""
         sizes = list(self.whole)
         if self.dim is not None:
             sizes[self.dim] = sum(high - low for low, high in self.ranges)
         return torch.Size(sizes)
 
     def write(self, part: torch.Tensor, values: torch.Tensor, start: int = 0) -> None:
-        """Copy to `part` what it has of some values, in its dtype: those of the whole tensor from element `start` on,
-        in row-major order. They are the tensor's whole slices along `dim`, or lie in one of them."""
+        """Copy values of the whole tensor, from element `start` on in row-major order, to the shard `part`, in its
+        dtype. The values are whole slices along `dim`, or within one of them."""
         flat = values.reshape(-1)
         if self.dim is None:
             part.view(-1)[start : start + len(flat)].copy_(flat)
@@ -177,14 +177,21 @@ class Shard:
 
 
 def cut_model(model: Any, group: Any) -> dict[str, Shard]:
-    """Make the layers of a model on the meta device plain ones, with parameters for this process's shards, and return
-    those by the parameters' names. The processes of `group` hold the model together.
+    """Convert the layers of a model on the meta device to plain ones, with parameters for this process's shards.
 
-    Weights that are tied, but whose layers the plan cuts otherwise, stay whole in every process. The model cannot be
-    trained or saved. Raises DlmBridgeError for a model whose plan has a style that is not known here.
+    Tied weights of layers with different styles stay whole in every process. The model cannot be trained or saved.
+
+    Args:
+        group: processes that share the model.
+
+    Returns:
+        The shards by parameter name.
+
+    Raises:
+        SettingError: the model's plan has an unsupported style.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    shards: dict[int, set[Shard]] = {}  # by the parameter, from each place that has it
+    shards: dict[int, set[Shard]] = {}  # by parameter, from all modules that have it
     for name, module in model.named_modules():
         for own_name, parameter in module._parameters.items():
             if parameter is not None:
@@ -203,9 +210,8 @@ def cut_model(model: Any, group: Any) -> dict[str, Shard]:
         if style is None or any(len(shards[id(parameter)]) > 1 for parameter in own):
             continue
         if (make := _plain_layer(module, style, group, rank)) is None:
-            raise DlmBridgeError(
-                f"{type(model).__name__}: transformers cuts its {name.rpartition('.')[2]} as '{style}', which has no "
-                "plain layer here"
+            raise SettingError(
+                "tp", f"{type(model).__name__}.{name}: the style '{style}' of transformers' plan is not supported"
             )
         makers.append(make)
     parts = {
@@ -224,19 +230,19 @@ def cut_model(model: Any, group: Any) -> dict[str, Shard]:
 
 
 def _mark(model: Any, group: Any) -> None:
-    """What the rest of the package reads of a model with plain layers."""
+    """Set the attributes by which the package recognises a model with plain layers."""
     model.plain_shards = True
     model.shard_group = group
 
 
 def _style(model: Any, name: str) -> str | None:
-    """That of a module or a parameter in transformers' plan."""
+    """Style of a module or parameter in transformers' plan."""
     style: str | None = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
     return style
 
 
 def _shard(parameter: torch.Tensor, name: str, style: str | None, rank: int, size: int, where: str) -> Shard:
-    """This process's part of a parameter, as torch's `Shard` placements cut it: all but the last are of one width."""
+    """This process's shard of a parameter, as by torch's `Shard` placements: all but the last have one width."""
     last = parameter.dim() - 1
     if style in (None, *_WHOLE) or (style in _SUMMED and name == "bias"):
         return Shard(parameter.shape)
@@ -247,7 +253,7 @@ def _shard(parameter: torch.Tensor, name: str, style: str | None, rank: int, siz
     elif style == _EMBEDDING:
         dim = 0
     else:
-        raise DlmBridgeError(f"{where}: transformers cuts it as '{style}', which is not known here")
+        raise SettingError("tp", f"{where}: the style '{style}' of transformers' plan is not supported")
     pieces = 2 if style == "packed_colwise" else 1
     length = parameter.shape[dim] // pieces
     width = -(-length // size)
@@ -260,7 +266,7 @@ def _is_shard(parameter: object) -> TypeGuard[DTensor]:
 
 
 def _plain_layer(module: nn.Module, style: str | None, group: Any, rank: int) -> Callable[[], None] | None:
-    """What makes a wrapped module a plain layer, once its parameters are local; None where nothing does."""
+    """Function that converts a module to a plain layer, once its parameters are local; None for unsupported styles."""
     if style in _LOCAL:
         return partial(_unwrap, module)
     if style == _EXPERTS:
@@ -297,9 +303,9 @@ def _sum_rows(module: nn.Embedding, group: Any, rank: int) -> None:
     kind = type(module)
     if kind is nn.Embedding:
         module.__class__ = SummedEmbedding
-    else:  # Gemma's, which scales the rows that it finds
+    else:  # Gemma's, which scales the rows
         module.__class__ = type(f"Summed{kind.__name__}", (SummedEmbedding, kind), {})
-    module.padding_idx = None  # a row of the whole, which only gradients ask for
+    module.padding_idx = None  # used by gradients only
     module.group, module.start = group, rank * width  # type: ignore[assignment]
 
 

@@ -1,11 +1,11 @@
 """Variable-length attention: rows of different lengths without their padding.
 
-The real tokens of a padded batch [A, Q] stand side by side in one row [1, T]. Linear layers, norms and experts treat
-each token by itself, so that they skip the padding as well; attention is told where a row's tokens begin. With a KV
-cache a row's queries attend to as many of its cached columns as it has.
+The real tokens of a padded batch [A, Q] are packed into one row [1, T]. Linear layers, norms and experts process
+tokens independently and skip the padding; attention receives the offsets of the rows. With a KV cache, a row's queries
+attend to its own number of cached columns.
 
-Attention runs `torch.nn.attention.varlen` where it can, on a CUDA device in half precision. Elsewhere rows are padded
-for the attention itself: by default nothing is packed there (`runner.supports_packing`).
+Attention runs `torch.nn.attention.varlen` on CUDA devices in half precision. Otherwise, rows are padded for attention;
+by default, they are not packed then (`runner.supports_packing`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-MAX_HEAD_SIZE = 256  # of the kernel
+MAX_HEAD_SIZE = 256  # limit of the kernel
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the rows of a view [A, Q] run without their padding."""
+    """Description of the padding of a view [A, Q], so that its rows can run without it."""
 
     real: torch.Tensor  # [A, Q], False at padding
-    lengths: tuple[int, ...]  # real columns of each row
-    # With a KV cache: how many columns each row attends to, by the view's mask [A, K]; None: its own of the view.
+    lengths: tuple[int, ...]  # number of real columns of each row
+    # With a KV cache, number of columns that each row attends to, by the view's mask [A, K]; None: the view's own.
     attended: tuple[int, ...] | None = None
-    # [A, Q] numbers of blocks: a query attends to its own block and those with lower ones. None: to all.
+    # [A, Q] block indices: a query attends to its own block and those of lower index. None: to all columns.
     blocks: torch.Tensor | None = None
     causal: bool = False  # a query attends to its own token and those before it
 
     def repeat(self, copies: int) -> Packing:
-        """Of so many copies of the rows, one after the other."""
+        """Packing of `copies` copies of the rows, one after the other."""
         return replace(
             self,
             real=self.real.repeat(copies, 1),
@@ -45,23 +45,24 @@ class Packing:
         )
 
     def from_column(self, first: int) -> Packing:
-        """Without the columns before the `first`, which are padding in all rows."""
+        """Drop the columns before `first`, which are padding in all rows."""
         blocks = None if self.blocks is None else self.blocks[:, first:]
         return replace(self, real=self.real[:, first:], blocks=blocks)
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Where the T real tokens of a view of A rows and Q columns stand when they are packed."""
+    """Indices of the T real tokens of a view of A rows and Q columns in packed order."""
 
-    source: torch.Tensor  # [T] their places in the flattened view
-    place: torch.Tensor  # [A, Q] the inverse; of padding the place of some real token
-    cu_seqlens: torch.Tensor  # [A + 1] int32: row i has the packed tokens from entry i up to entry i + 1
-    max_seqlen: int  # no row is longer
+    source: torch.Tensor  # [T], indices in the flattened view
+    place: torch.Tensor  # [A, Q], inverse of `source`; arbitrary at padding
+    cu_seqlens: torch.Tensor  # [A + 1] int32, row i has the packed tokens from entry i to entry i + 1
+    max_seqlen: int  # maximum length of a row
 
     @classmethod
     def of(cls, real_AQ: torch.Tensor, lengths: Sequence[int]) -> PackedTokens:
-        """Pack the places where `real_AQ` is True. `lengths`, their number in each row, costs no device sync."""
+        """Pack the positions at which `real_AQ` is True. `lengths`: their number per row, which avoids a device
+        sync."""
         total = sum(lengths)
         real = real_AQ.bool().flatten()
         place = real.long().cumsum(0) - 1
@@ -73,29 +74,29 @@ class PackedTokens:
         )
 
     def pack(self, values_AQ: torch.Tensor) -> torch.Tensor:
-        """[1, T]"""
+        """[1, T], values at the real tokens."""
         return values_AQ.flatten()[self.source][None]
 
 
 def packed_shape(tokens: int, longest: int) -> tuple[int, int]:
-    """(tokens, longest row) of the recorded forward pass that serves so many tokens.
+    """(tokens, longest row) of the recorded forward pass for this number of tokens.
 
-    At most a sixteenth more tokens, in 16 sizes for each doubling, so that batches share graphs. What is added is not
-    longer than the longest row.
+    There are 16 sizes per doubling, so that batches share graphs with at most 1/16 more tokens. The added tokens are
+    not longer than the longest row.
     """
     step = max(64, (1 << (tokens - 1).bit_length()) // 32)
     return -(-tokens // step) * step, max(128, 1 << (max(longest, step) - 1).bit_length())
 
 
 def padded_cu_seqlens(cu_seqlens: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
-    """[rows + 2]: with empty rows behind the others, and one of all that is added to make so many tokens."""
+    """[rows + 2], padded with empty rows, and a last row of padding up to `tokens`."""
     empty = cu_seqlens[-1:].expand(rows + 1 - len(cu_seqlens))
     return torch.cat([cu_seqlens, empty, cu_seqlens.new_full((1,), tokens)])
 
 
 @functools.cache
 def varlen_attention() -> Callable[..., Any] | None:
-    """PyTorch's function, with grouped queries; None where there is none."""
+    """PyTorch's function, with grouped queries; None if it does not exist."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -117,18 +118,18 @@ def attend_packed(
     blocks: torch.Tensor | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """Attention within each packed row. [1, T, heads, D].
+    """Attention within each packed row, [1, T, heads, D].
 
-    One operator, so that compiled layers are the same whatever runs it.
+    This is one operator, so that compiled layers do not depend on its implementation.
 
     Args:
         query, key, value: [1, heads, T, D], and twice [1, KV heads, T, D].
-        cu_seqlens, max_seqlen: as in `PackedTokens`; the last row may be padding.
-        window: a query attends only to keys at a distance of less than this many positions, on either side.
-        blocks: [1, T], as in `Packing`. Rows are padded for the attention itself then: the kernel has no such mask,
-            and three of its passes (causal, within each block, and what those have in common) take 1.5 to 4 ms where
-            attention over padded rows takes 0.3 (H100, 64 rows of 40 to 240 tokens, 32 heads, blocks of 32 and 4).
-        causal: a query attends to its own token and those before it.
+        cu_seqlens, max_seqlen: see `PackedTokens`; the last row may be padding.
+        window: a query attends only to keys at a distance below this, on either side.
+        blocks: [1, T], see `Packing`. The kernel has no such mask, so rows are padded. (Combining three passes of the
+            kernel takes 1.5 to 4 ms, attention over padded rows 0.3 ms: H100, 64 rows of 40 to 240 tokens, 32 heads,
+            blocks of 32 and 4.)
+        causal: a query attends to its own token and earlier ones.
     """
     kernel = _kernel_for(query)
     if kernel is None or blocks is not None:
@@ -161,14 +162,14 @@ def attend_padded(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> torch.Tensor:
-    """`attend_packed` with PyTorch's attention, over rows padded on the right; with `cu_seqlens_k` and `max_seqlen_k`
-    each row's keys are others than its queries, and all of them are attended to."""
+    """`attend_packed` with PyTorch's attention over rows padded on the right. With `cu_seqlens_k` and `max_seqlen_k`,
+    each row has separate keys, to all of which it attends."""
     source_AQ, _ = _padded_rows(cu_seqlens, max_seqlen, query.shape[2])
     if cu_seqlens_k is None or max_seqlen_k is None:
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     source_AK, real_AK = _padded_rows(cu_seqlens_k, max_seqlen_k, key.shape[2])
     shared = query.shape[1] // key.shape[1]
-    # Whole tokens are copied, all heads of each at once.
+    # Copies whole tokens with all their heads.
     query_AHQD, key_AHKD, value_AHKD = (
         tensor[0].transpose(0, 1)[source].transpose(1, 2)
         for tensor, source in ((query, source_AQ), (key, source_AK), (value, source_AK))
@@ -176,7 +177,7 @@ def attend_padded(
     if shared > 1:
         key_AHKD, value_AHKD = (tensor.repeat_interleave(shared, dim=1) for tensor in (key_AHKD, value_AHKD))
     places_K = torch.arange(max_seqlen_k, device=query.device)
-    mask = (real_AK | (places_K == 0))[:, None, None, :]  # an empty row attends to something
+    mask = (real_AK | (places_K == 0))[:, None, None, :]  # empty rows must attend to a column
     if window is not None:
         mask = mask & ((places_K[:, None] - places_K).abs() < window)
     if blocks is not None:
@@ -192,7 +193,7 @@ def attend_padded(
 
 
 def _padded_rows(cu_seqlens: torch.Tensor, longest: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[A, L], the packed tokens of each row, and False where it has none."""
+    """[A, L], indices of the packed tokens of each row, and False at padding."""
     source_AL = cu_seqlens[:-1, None] + torch.arange(longest, device=cu_seqlens.device)
     return source_AL.clamp(max=tokens - 1), source_AL < cu_seqlens[1:, None]
 
@@ -212,12 +213,12 @@ def attend_packed_cached(
     max_seqlen_k: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Store packed keys and values as `write_packed`, then let each row attend to its cached columns.
+    """Store packed keys and values with `write_packed`, then compute attention to each row's cached columns.
 
     Args:
-        attended: [1, K], the cached columns that rows attend to, one row after the other, as row * width + column.
-        cu_seqlens, max_seqlen: of the queries, as in `PackedTokens`.
-        cu_seqlens_k, max_seqlen_k: of the attended columns.
+        attended: [1, K], attended cached columns, row by row, as row * width + column.
+        cu_seqlens, max_seqlen: for the queries, see `PackedTokens`.
+        cu_seqlens_k, max_seqlen_k: for the attended columns.
 
     Returns:
         [1, T, heads, D].

@@ -30,13 +30,10 @@ def prepare_canvas_model(model: Any, config: TrainConfig) -> None:
     backend, shared = config.engine.attention_backend, "DiffusionGemma's encoder and decoder share their weights"
     refuse(
         (config.parallel.shards, "sharding", f"fsdp: {shared}, which FSDP2 would shard twice: use data parallelism"),
-        (
-            backend not in (None, "sdpa", "eager"),
-            "attention_backend",
-            f"{backend}: DiffusionGemma's masks need sdpa or eager",
-        ),
+        (backend not in (None, "sdpa", "eager"), "attention_backend",
+         f"{backend}: DiffusionGemma's masks need sdpa or eager"),
         (config.precision.precision == "fp8", "precision", f"fp8: {shared}, which would be cast twice: use bf16"),
-    )
+    )  # fmt: skip
     encoder = model.model.encoder
     frozen = [encoder.vision_tower, encoder.embed_vision]
     frozen += [layer.router for tower in (encoder.language_model, model.model.decoder) for layer in tower.layers]

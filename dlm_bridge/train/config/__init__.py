@@ -102,77 +102,41 @@ class TrainConfig:
         decay, end = schedule.wsd_decay_steps, "lr_decay_steps" if schedule.lr_decay_steps else "steps"
         refuse(
             (schedule.min_lr > self.optimizer.lr, "min_lr", f"{schedule.min_lr} is above `lr={self.optimizer.lr}`"),
-            (
-                bool(self.logging.sample_interval) != bool(self.logging.sample_prompt),
-                "sample_interval",
-                "and `sample_prompt` belong together: give both",
-            ),
+            (bool(self.logging.sample_interval) != bool(self.logging.sample_prompt), "sample_interval",
+             "and `sample_prompt` belong together: give both"),
             *(
                 (data.seq_length % size, "block_schedule", f"{size} does not divide `seq_length={data.seq_length}`")
                 for _, size in objective.block_sizes
             ),
-            (
-                data.valid_data and data.split != DataOptions.split,
-                "split",
-                "excludes `valid_data`, with which all of `data` is for training",
-            ),
-            (
-                data.batch_ramp_up and moe_losses,
-                "batch_ramp_up",
-                "excludes losses of MoE routers, which megatron-core scales for one batch size: set "
-                "`moe_aux_loss_coeff=0` and `moe_z_loss_coeff=0`",
-            ),
-            (
-                objective.auto_balance and objective.z_loss_coeff,
-                "auto_balance",
-                "excludes `z_loss_coeff`, which it would scale too",
-            ),
-            (
-                schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.warmup_steps,
-                "lr_decay_steps",
-                f"{schedule.lr_decay_steps} is not after `warmup_steps={schedule.warmup_steps}`",
-            ),
-            (
-                decay is not None and decay > schedule.decay_end and schedule.epochs is None,
-                "wsd_decay_steps",
-                f"{decay} is more than `{end}={schedule.decay_end}`",
-            ),
-            (
-                model.adapter is not None and model.lora_rank,
-                "lora_rank",
-                "excludes `adapter`, which has a rank of its own",
-            ),
-            (
-                model.adapts and model.from_scratch,
-                "from_scratch",
-                "excludes an adapter, which needs a base with trained weights",
-            ),
-            (
-                model.adapts and self.optimizer.ema_decay,
-                "ema_decay",
-                "excludes an adapter: only all weights of a model are averaged",
-            ),
-            (
-                model.lora_mask_only and model.lora_dora,
-                "lora_mask_only",
-                "excludes `lora_dora`, whose magnitudes act at every token",
-            ),
-            (
-                self.parallel.shards and self.precision.precision == "fp16",
-                "precision",
-                "fp16 is not supported with `sharding=fsdp`, which does not scale gradients: use bf16",
-            ),
-        )
+            (data.valid_data and data.split != DataOptions.split, "split",
+             "excludes `valid_data`, with which all of `data` is for training"),
+            (data.batch_ramp_up and moe_losses, "batch_ramp_up", "excludes losses of MoE routers, which "
+             "megatron-core scales for one batch size: set `moe_aux_loss_coeff=0` and `moe_z_loss_coeff=0`"),
+            (objective.auto_balance and objective.z_loss_coeff, "auto_balance",
+             "excludes `z_loss_coeff`, which it would scale too"),
+            (schedule.lr_decay_steps is not None and schedule.lr_decay_steps <= schedule.warmup_steps,
+             "lr_decay_steps",
+             f"{schedule.lr_decay_steps} is not after `warmup_steps={schedule.warmup_steps}`"),
+            (decay is not None and decay > schedule.decay_end and schedule.epochs is None, "wsd_decay_steps",
+             f"{decay} is more than `{end}={schedule.decay_end}`"),
+            (model.adapter is not None and model.lora_rank, "lora_rank",
+             "excludes `adapter`, which has a rank of its own"),
+            (model.adapts and model.from_scratch, "from_scratch",
+             "excludes an adapter, which needs a base with trained weights"),
+            (model.adapts and self.optimizer.ema_decay, "ema_decay",
+             "excludes an adapter: only all weights of a model are averaged"),
+            (model.lora_mask_only and model.lora_dora, "lora_mask_only",
+             "excludes `lora_dora`, whose magnitudes act at every token"),
+            (self.parallel.shards and self.precision.precision == "fp16", "precision",
+             "fp16 is not supported with `sharding=fsdp`, which does not scale gradients: use bf16"),
+        )  # fmt: skip
         if model.lora_quantize is not None:
             refuse(
                 (not model.adapts, "lora_quantize", "needs an adapter: add `lora_rank` or `adapter`"),
-                (
-                    self.precision.precision == "fp8",
-                    "lora_quantize",
-                    "excludes `precision=fp8`: quantized layers have no FP8 matrix products: use bf16",
-                ),
+                (self.precision.precision == "fp8", "lora_quantize",
+                 "excludes `precision=fp8`: quantized layers have no FP8 matrix products: use bf16"),
                 (self.parallel.shards, "lora_quantize", "excludes `sharding=fsdp`: quantized weights are not sharded"),
-            )
+            )  # fmt: skip
         self.data.accumulation(processes=1)
         # These properties raise SettingError for malformed values.
         _ = (
@@ -196,20 +160,16 @@ class TrainConfig:
             parallel.optimizer_instances, parallel.fsdp, optimizer.optimizer, parallel.distributed_optimizer
         )
         if parallel.fsdp is not None:
-            exclude(
-                "fsdp",
+            exclude("fsdp",
                 (parallel.pp > 1, f"pp={parallel.pp}", "megatron-core's FSDP has no pipeline"),
-                (
-                    optimizer.optimizer != "adamw",
-                    f"optimizer={optimizer.optimizer}",
-                    "megatron-core's FSDP supports AdamW only",
-                ),
+                (optimizer.optimizer != "adamw", f"optimizer={optimizer.optimizer}",
+                 "megatron-core's FSDP supports AdamW only"),
                 (optimizer.optimizer_cpu_offload, "optimizer_cpu_offload", "megatron-core's FSDP does not offload"),
                 (not parallel.distributed_optimizer, "distributed_optimizer=False", "FSDP shards the optimizer"),
                 (self.checkpoint.async_save, "async_save", "FSDP writes checkpoints synchronously"),
                 (self.logging.norm_interval, "norm_interval", "norms of FSDP's shards are not measured"),
                 (optimizer.ema_decay, "ema_decay", "FSDP's shards are not averaged"),
-            )
+            )  # fmt: skip
         if parallel.tp_overlap:
             self._check_tp_overlap()
         if parallel.ep_overlap:
@@ -218,114 +178,76 @@ class TrainConfig:
             self._check_cuda_graphs()
         if optimizer.optimizer == "muon":
             refuse(
-                (
-                    parallel.distributed_optimizer,
-                    "distributed_optimizer",
-                    "megatron-core shards the state of AdamW only: add `distributed_optimizer=False` to "
-                    "`optimizer=muon`",
-                ),
+                (parallel.distributed_optimizer, "distributed_optimizer", "megatron-core shards the state of AdamW "
+                 "only: add `distributed_optimizer=False` to `optimizer=muon`"),
                 (precision.fp8_params, "fp8_params", "excludes `optimizer=muon`: its main params are AdamW's"),
                 (adapts, "optimizer", "muon updates matrices of the Hub model, not factors of an adapter: use adamw"),
-            )
+            )  # fmt: skip
         if adapts:
             refuse(
                 (parallel.fsdp, "fsdp", "excludes an adapter: megatron-core's FSDP does not shard frozen weights"),
                 (self.checkpoint.local_folder, "local_folder", "excludes an adapter, which is not stored there"),
                 (self.logging.sample_interval, "sample_interval", "would sample from the base without the adapter"),
                 (fp8, "precision", "fp8 is not supported with an adapter: its layers have no FP8 products there"),
-            )
+            )  # fmt: skip
         if self.checkpoint.local_folder is not None:
-            exclude(
-                "local_folder",
+            exclude("local_folder",
                 (parallel.fsdp, "fsdp", lost),
                 (precision.fp8_params, "fp8_params", lost),
                 (optimizer.optimizer_cpu_offload, "optimizer_cpu_offload", lost),
                 (optimizer.ema_decay, "ema_decay", lost),
-            )
+            )  # fmt: skip
         if parallel.ep > 1:
             check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
         if optimizer.optimizer_cpu_offload:
             refuse(
-                (
-                    optimizer.ema_decay,
-                    "optimizer_cpu_offload",
-                    "excludes `ema_decay`: the averages stay on the device",
-                ),
+                (optimizer.ema_decay, "optimizer_cpu_offload",
+                 "excludes `ema_decay`: the averages stay on the device"),
                 (optimizer.optimizer != "adamw", "optimizer_cpu_offload", "needs `optimizer=adamw`"),
-                (
-                    precision.precision == "fp32",
-                    "optimizer_cpu_offload",
-                    "excludes `precision=fp32` in megatron-core: use bf16",
-                ),
-            )
+                (precision.precision == "fp32", "optimizer_cpu_offload",
+                 "excludes `precision=fp32` in megatron-core: use bf16"),
+            )  # fmt: skip
         _ = parallel.context  # raises LayoutError for an impossible context parallel layout
 
     def _check_tp_overlap(self) -> None:
         """Check limits of Transformer Engine's userbuffers, beyond which results are wrong. Raises SettingError."""
         precision = self.precision
         refuse(
-            (
-                not self.parallel.sharded_sequence,
-                "tp_overlap",
-                "overlaps the communication of sequence parallelism: it needs `tp` above 1 with it",
-            ),
-            (
-                precision.precision not in ("bf16", "fp8"),
-                "tp_overlap",
-                f"excludes `precision={precision.precision}`: userbuffers add in bf16: use bf16 or fp8",
-            ),
-        )
-        exclude(
-            "tp_overlap",
-            (
-                precision.precision == "fp8" and precision.fp8_recipe == "blockwise",
-                "fp8_recipe=blockwise",
-                "Transformer Engine's userbuffers do not support it",
-            ),
-            (
-                self.model.adapts,
-                "lora_rank" if self.model.lora_rank else "adapter",
-                "gradients of hidden states are reduced during those of the weights, which are frozen",
-            ),
-        )
+            (not self.parallel.sharded_sequence, "tp_overlap",
+             "overlaps the communication of sequence parallelism: it needs `tp` above 1 with it"),
+            (precision.precision not in ("bf16", "fp8"), "tp_overlap",
+             f"excludes `precision={precision.precision}`: userbuffers add in bf16: use bf16 or fp8"),
+        )  # fmt: skip
+        exclude("tp_overlap",
+            (precision.precision == "fp8" and precision.fp8_recipe == "blockwise", "fp8_recipe=blockwise",
+             "Transformer Engine's userbuffers do not support it"),
+            (self.model.adapts, "lora_rank" if self.model.lora_rank else "adapter",
+             "gradients of hidden states are reduced during those of the weights, which are frozen"),
+        )  # fmt: skip
 
     def _check_ep_overlap(self) -> None:
         """Check what megatron-core's schedule of two overlapping micro-batches cannot do. Raises SettingError."""
         parallel, engine = self.parallel, self.engine
         check_ep_overlap(parallel.layout, parallel.moe_dispatcher, parallel.fsdp, engine.recompute, engine.recomputed)
         refuse(
-            (
-                self.precision.precision == "fp32",
-                "ep_overlap",
-                "excludes `precision=fp32`: megatron-core overlaps in bf16, fp16 and fp8",
-            )
-        )
-        exclude(
-            "ep_overlap",
-            (
-                self.model.adapts,
-                "lora_rank" if self.model.lora_rank else "adapter",
-                "every part needs a backward pass, which a frozen embedding does not have",
-            ),
-            (
-                parallel.moe_shared_expert_overlap,
-                "moe_shared_expert_overlap",
-                "both would overlap the same communication",
-            ),
-            (
-                self.logging.straggler_interval,
-                "straggler_interval",
-                "passes of two overlapping micro-batches cannot be timed separately",
-            ),
-        )
+            (self.precision.precision == "fp32", "ep_overlap",
+             "excludes `precision=fp32`: megatron-core overlaps in bf16, fp16 and fp8"),
+        )  # fmt: skip
+        exclude("ep_overlap",
+            (self.model.adapts, "lora_rank" if self.model.lora_rank else "adapter",
+             "every part needs a backward pass, which a frozen embedding does not have"),
+            (parallel.moe_shared_expert_overlap, "moe_shared_expert_overlap",
+             "both would overlap the same communication"),
+            (self.logging.straggler_interval, "straggler_interval",
+             "passes of two overlapping micro-batches cannot be timed separately"),
+        )  # fmt: skip
 
     def _check_cuda_graphs(self) -> None:
         """Check what changes the layers' inputs or memory from step to step. Raises SettingError."""
         parallel, data, passed = self.parallel, self.data, self.engine.passed_through("transformer")
         length_variation = self.objective.length_variation
         masked = "rows have an attention mask, which layers in graphs do not support"
-        exclude(
-            "cuda_graphs",
+        exclude("cuda_graphs",
             (parallel.pp > 1, f"pp={parallel.pp}", "each micro-batch of a stage would need graphs of its own"),
             (parallel.fsdp, f"fsdp={parallel.fsdp}", "weights have no fixed addresses"),
             (self.engine.recompute == "full", "recompute=full", "recomputed layers are not in a graph"),
@@ -338,7 +260,7 @@ class TrainConfig:
                 (passed.get(name), f"megatron=transformer.{name}", "evaluations would replay the dropout of training")
                 for name in ("hidden_dropout", "attention_dropout")
             ),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -371,11 +293,8 @@ class RLConfig(TrainConfig):
         preferred = rl.method in PREFERRED
         refuse(
             (not rl.method, "method", "is missing: give it on the command line or in the YAML file"),
-            (
-                self.precision.precision == "fp8",
-                "precision",
-                "fp8 is not supported in reinforcement learning: use fp32, bf16 or fp16",
-            ),
+            (self.precision.precision == "fp8", "precision",
+             "fp8 is not supported in reinforcement learning: use fp32, bf16 or fp16"),
             *(
                 (
                     megatron and passed.get(name),
@@ -384,37 +303,25 @@ class RLConfig(TrainConfig):
                 )
                 for name in ("hidden_dropout", "attention_dropout")
             ),
-            (
-                rl.rollout_tp > 1 and not megatron and not self.parallel.shards,
-                "rollout_tp",
-                "needs `sharding=fsdp` or `engine=megatron`: otherwise each process has the whole model",
-            ),
+            (rl.rollout_tp > 1 and not megatron and not self.parallel.shards, "rollout_tp",
+             "needs `sharding=fsdp` or `engine=megatron`: otherwise each process has the whole model"),
             (rl.value_model and rl.method != "tracerl", "value_model", "needs `method=tracerl`"),
             (rl.value_model and self.model.adapts, "value_model", "excludes an adapter: it trains all weights"),
-            (
-                rl.updates > 1 and self.model.lora_dropout,
-                "lora_dropout",
-                f"excludes `updates={rl.updates}`: ratios would compare two draws of dropout",
-            ),
-        )
+            (rl.updates > 1 and self.model.lora_dropout, "lora_dropout",
+             f"excludes `updates={rl.updates}`: ratios would compare two draws of dropout"),
+        )  # fmt: skip
         _ = rl.sampler  # raises SettingError for malformed values
         if preferred:
             refuse((not rl.kl_weight, "beta", f"must be above 0: {rl.method} compares with the starting model"))
             return
         refuse(
             (not rl.reward, "reward", f"is missing: `method={rl.method}` needs one"),
-            (
-                rl.rl_normalisation == "steps" and rl.method != "tracerl",
-                "rl_normalisation",
-                "steps needs `method=tracerl`: use rows or tokens",
-            ),
+            (rl.rl_normalisation == "steps" and rl.method != "tracerl", "rl_normalisation",
+             "steps needs `method=tracerl`: use rows or tokens"),
             (rl.group_size < 2, "group_size", "must be at least 2: completions of a prompt are compared"),
-            (
-                rl.gen_length >= self.data.seq_length,
-                "gen_length",
-                f"{rl.gen_length} leaves no room for a prompt in `seq_length={self.data.seq_length}`",
-            ),
-        )
+            (rl.gen_length >= self.data.seq_length, "gen_length",
+             f"{rl.gen_length} leaves no room for a prompt in `seq_length={self.data.seq_length}`"),
+        )  # fmt: skip
         self.check_batch(processes=1)
 
 
@@ -422,16 +329,12 @@ def check_instances(instances: int, fsdp: str | None, optimizer: str, distribute
     """Raise SettingError for several instances of an optimizer whose state is not sharded, or whose gradients
     megatron-core's FSDP does not sum between instances."""
     if instances > 1:
-        exclude(
-            "optimizer_instances",
+        exclude("optimizer_instances",
             (not distributed_optimizer, "distributed_optimizer=False", "its state is not sharded"),
             (optimizer != "adamw", f"optimizer={optimizer}", "its state is not sharded"),
-            (
-                fsdp == "optim",
-                "fsdp=optim",
-                "megatron-core does not sum gradients between instances; the optimizer is sharded without it",
-            ),
-        )
+            (fsdp == "optim", "fsdp=optim",
+             "megatron-core does not sum gradients between instances; the optimizer is sharded without it"),
+        )  # fmt: skip
 
 
 def check_instances_of_experts(instances: int, fsdp: str | None) -> None:
@@ -465,19 +368,15 @@ def check_ep_overlap(
     parts = "layers run in parts, which are not recomputed"
     refuse(
         (layout.ep == 1, "ep_overlap", "overlaps expert parallel communication: it needs `ep` above 1"),
-        (
-            layout.pp > 1 and layout.vp == 1,
-            "ep_overlap",
-            f"with `pp={layout.pp}` needs `vp` above 1: megatron-core overlaps interleaved stages",
-        ),
-    )
-    exclude(
-        "ep_overlap",
+        (layout.pp > 1 and layout.vp == 1, "ep_overlap",
+         f"with `pp={layout.pp}` needs `vp` above 1: megatron-core overlaps interleaved stages"),
+    )  # fmt: skip
+    exclude("ep_overlap",
         (dispatcher == "allgather", "moe_dispatcher=allgather", "only alltoall and flex can overlap"),
         (fsdp, f"fsdp={fsdp}", "layers run in parts, before which no shard is gathered"),
         (recompute == "full", "recompute=full", parts),
         (recompute == "selective" and "moe" in modules, "recompute_modules=moe", parts),
-    )
+    )  # fmt: skip
 
 
 def refuse(*rows: tuple[object, str, str]) -> None:
