@@ -200,7 +200,7 @@ def test_latent_attention_without_sequence_parallelism_is_refused() -> None:
     mapping, config = case.spec.mapping, {**case.config, "num_nextn_predict_layers": 0}
     arguments = (mapping, config, mapping.dims(config), Layout(tp=2), torch.float32)
     assert model_config(*arguments).transformer.sequence_parallel
-    with refused(LayoutError, "sequence_parallel"):
+    with refused(LayoutError, "tp", "sequence_parallel=False"):
         model_config(*arguments, sequence_parallel=False)
 
 
