@@ -311,7 +311,7 @@ def test_a_model_is_trained_sampled_and_bounded(tmp_path: Path, run: Run) -> Non
     with pytest.raises(DlmBridgeError, match="entropy_bound"):
         model.generate(torch.tensor([[9, 8]]), gen_length=12, resampling="entropy_bound")
     assert "hybrid noise" in bound_estimator(model).described
-    with pytest.raises(DlmBridgeError, match="^tasks: .*hybrid noise"):
+    with pytest.raises(DlmBridgeError, match=r"^tasks: .*hybrid noise"):
         is_greedy(model, Answer((9,), (8,)))
     with pytest.raises(DlmBridgeError, match=r"^objective: .*hybrid"):
         DiffusionCollator.of(model)
