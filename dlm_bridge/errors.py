@@ -82,7 +82,7 @@ class MissingExtraError(DlmBridgeError):
 
 
 class ResourceError(DlmBridgeError):
-    """Not enough memory, disk space or time. `field` is the setting that asks for too much, or the path."""
+    """Not enough memory, disk space or time, or a disk that cannot be written. `field` is the setting or the path."""
 
 
 class WorkerError(DlmBridgeError):

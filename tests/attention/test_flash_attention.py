@@ -159,7 +159,7 @@ def test_heads_that_do_not_fit(hopper: None, monkeypatch: pytest.MonkeyPatch) ->
     assert "not in float32" in str(flash_attention.unsupported_heads(128, torch.float32))
     assert "not 100" in str(flash_attention.unsupported_heads(100, torch.bfloat16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert "up to 128 here, not of 256" in str(flash_attention.unsupported_heads(256, torch.bfloat16))
+    assert "up to 128 here, not 256" in str(flash_attention.unsupported_heads(256, torch.bfloat16))
 
 
 @pytest.mark.gpu

@@ -71,7 +71,7 @@ def run(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: A
     [
         (["generate", "{model}", "--prompt", "the cat"], "the model's logits"),
         (["generate", "{model}", "--prompt", "the cat", "--show"], "the model's logits"),
-        (["generate", "{model}", "--jsonl", "{jsonl}", "--output", "{out}"], "prompts.jsonl, line 2"),
+        (["generate", "{model}", "--jsonl", "{jsonl}", "--output", "{out}"], "prompts.jsonl:2"),
         (["eval", "{model}", "--tasks", "sums", "--limit", 2, "--output", "{out}"], "task sums, document"),
         (["eval", "{model}", "--tasks", "orders", "--limit", 2, "--output", "{out}"], "log-likelihood"),
         (["eval", "{model}", "--perplexity", "{jsonl}", "--output", "{out}"], "log-likelihood"),

@@ -77,10 +77,10 @@ class Code:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(x=Code()), "its pickle asks for builtins.print"),
-        (lambda t: t.update(x=torch.ones(3, dtype=torch.int64)), "tensor x has dtype int64, no weight's dtype"),
+        (lambda t: t.update(x=Code()), "its pickle refers to builtins.print"),
+        (lambda t: t.update(x=torch.ones(3, dtype=torch.int64)), "tensor x has dtype int64"),
         (lambda t: t.update(x={"y": torch.ones(3)}), "'x' is not a tensor"),
-        (lambda t: t.update(x=torch.ones(3, 4).T), r"stored with strides [1, 4]"),
+        (lambda t: t.update(x=torch.ones(3, 4).T), r"has strides [1, 4]"),
         (lambda t: t.pop("model.transformer.ln_f.weight"), "tensor model.transformer.ln_f.weight is missing"),
     ],
     ids=["code", "dtype", "nested", "strides", "missing"],
@@ -101,10 +101,10 @@ def test_pickled_weights_of_old_torch_and_cut_ones(llada: Path, tmp_path: Path) 
     path = folder / "pytorch_model.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DlmBridgeError, match=r"pytorch_model\.bin: not a whole torch\.save file"):
+    with pytest.raises(DlmBridgeError, match=r"pytorch_model\.bin: truncated or damaged torch\.save file"):
         Bridge.from_hf(folder)
     torch.save(hub_tensors(llada), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(DlmBridgeError, match=r"torch 1\.6 or later .* save it again"):
+    with pytest.raises(DlmBridgeError, match=r"torch >= 1\.6 .* save it again"):
         Bridge.from_hf(folder)
 
 

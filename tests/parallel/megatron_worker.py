@@ -190,40 +190,40 @@ def _two(files: Files) -> Plan:
 
 
 def bad_input(files: Files, processes: int) -> Plan:
-    """What the command line refuses: options of a run, and what it says of them."""
+    """Options of runs that the command line refuses, and the name that the message contains."""
     tiny, damaged = str(files.tiny), str(files.damaged)
     alone: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-        "world-size": ("needs a multiple of 2 processes, but 1 run", {"tp": 2}, ()),
-        "fsdp-pp": ("megatron-core's FSDP has no pipeline", {"fsdp": "optim", "pp": 2}, ()),
-        "fsdp-cpu": ("megatron-core's FSDP needs a GPU", {"fsdp": "optim_grads_params", "norm_interval": 0}, ()),
+        "world-size": ("layout: ", {"tp": 2}, ()),
+        "fsdp-pp": ("--pp 2", {"fsdp": "optim", "pp": 2}, ()),
+        "fsdp-cpu": ("--fsdp: ", {"fsdp": "optim_grads_params", "norm_interval": 0}, ()),
         "fsdp-sgd": ("--optimizer sgd", {"fsdp": "optim", "optimizer": "sgd"}, ()),
-        "fp8": ("--precision fp8 needs Transformer Engine", {"precision": "fp8"}, ()),
-        "a2a": ("--cp-comm-type a2a needs Transformer Engine", {"cp_comm_type": "a2a"}, ()),
-        "unknown-field": ("no such field", {"megatron": ["transformer.nonsense=1"]}, ()),
-        "unknown-group": ("write GROUP.KEY=VALUE", {"megatron": ["nonsense=1"]}, ()),
-        "engine": ("--tp: needs --engine megatron", {"engine": "accelerate", "tp": 2}, ()),
+        "fp8": ("--precision: ", {"precision": "fp8"}, ()),
+        "a2a": ("--cp-comm-type: ", {"cp_comm_type": "a2a"}, ()),
+        "unknown-field": ("transformer.nonsense", {"megatron": ["transformer.nonsense=1"]}, ()),
+        "unknown-group": ("--megatron: ", {"megatron": ["nonsense=1"]}, ()),
+        "engine": ("--tp", {"engine": "accelerate", "tp": 2}, ()),
         "batches": ("--micro-batch-size 3", {"micro_batch_size": 3}, ()),
-        "short": ("fewer than one block of --seq-length 16", {"data": [tiny]}, ()),
+        "short": ("--seq-length", {"data": [tiny]}, ()),
         "damaged": ("damaged.idx", {"data": [damaged]}, ()),
         "vocabulary": ("token", {"data": [str(files.foreign)]}, ()),
-        "objective": ("--objective: 'causal'", {"objective": "causal"}, ()),
-        "held": ("already contains a run", {"output": str(files.run("whole"))}, ()),
+        "objective": ("--objective", {"objective": "causal"}, ()),
+        "held": ("--output: ", {"output": str(files.run("whole"))}, ()),
         "other-data": (
-            "resume with the same data",
+            "--data: ",
             {"output": str(files.run("whole")), "steps": STEPS + 1, "data": [str(files.more)]},
             ("--resume",),
         ),
-        "other-seed": ("--seed: 5 differs", {"output": str(files.run("whole")), "seed": 5}, ("--resume",)),
-        "no-weights": ("is not a checkpoint", {"from_scratch": False, "model": str(files.bare)}, ()),
+        "other-seed": ("--seed", {"output": str(files.run("whole")), "seed": 5}, ("--resume",)),
+        "no-weights": (str(files.bare), {"from_scratch": False, "model": str(files.bare)}, ()),
     }
     two: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-        "heads": ("does not divide the 1 query groups", {"tp": 2, "model": str(files.one_head)}, ()),
-        "stages": ("3 layers do not divide over --pp 2", {"pp": 2, "model": str(files.three_layers)}, ()),
-        "experts": ("the model is dense", {"ep": 2}, ()),
-        "context": ("is not a multiple of 4", {"cp": 2, "seq_length": 18}, ()),
-        "sequence": ("--seq-length 15", {"tp": 2, "seq_length": 15}, ()),
-        "interleaved": ("a step has 3 of them", {"pp": 2, "vp": 2, "global_batch_size": 3}, ()),
-        "held-by-main": ("already contains a run", {"output": str(files.run("whole"))}, ()),
+        "heads": ("--tp", {"tp": 2, "model": str(files.one_head)}, ()),
+        "stages": ("--pp", {"pp": 2, "model": str(files.three_layers)}, ()),
+        "experts": ("--ep", {"ep": 2}, ()),
+        "context": ("--seq-length: ", {"cp": 2, "seq_length": 18}, ()),
+        "sequence": ("--seq-length: ", {"tp": 2, "seq_length": 15}, ()),
+        "interleaved": ("--vp: ", {"pp": 2, "vp": 2, "global_batch_size": 3}, ()),
+        "held-by-main": ("--output: ", {"output": str(files.run("whole"))}, ()),
     }
     chosen = alone if processes == 1 else two
     return {

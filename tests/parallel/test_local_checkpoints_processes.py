@@ -95,7 +95,7 @@ def test_a_killed_run(case: str, launch: Launch, layout: str, killed: Path, whol
     assert ended, said
     assert {
         "whole": "resuming from the local checkpoint of step 6",
-        "damaged": "step-0000006.rank-1: is damaged: state.pt is not as it was written",
+        "damaged": "step-0000006.rank-1: is damaged: state.pt",
         "missing": "the local checkpoint of step 6 is incomplete: rank 0 has none",
     }[case] in said
     assert (FALLEN_BACK in said) == (case != "whole")

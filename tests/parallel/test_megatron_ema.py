@@ -94,15 +94,14 @@ def test_what_is_refused(tmp_path: Path, on_megatron: Run, files: Files) -> None
     from dlm_bridge.parallel.train.mcore_config import optimizer_config
 
     given: dict[str, Any] = {"model": "m", "data": ["d"], "output": "o", "engine": "megatron", "ema_decay": 0.9}
-    for changes, flag in (
-        ({"fsdp": "optim_grads_params"}, "--fsdp"),
-        ({"local_folder": "l", "local_interval": 1}, "--local-folder"),
-        ({"optimizer_cpu_offload": True, "precision": "bf16"}, "--optimizer-cpu-offload"),
-        ({"lora_rank": 2}, "--ema-decay"),
+    for changes, field in (
+        ({"fsdp": "optim_grads_params"}, "fsdp"),
+        ({"local_folder": "l", "local_interval": 1}, "local_folder"),
+        ({"optimizer_cpu_offload": True, "precision": "bf16"}, "optimizer_cpu_offload"),
+        ({"lora_rank": 2}, "ema_decay"),
     ):
-        with pytest.raises(DlmBridgeError) as raised:
+        with refused(SettingError, field):
             TrainConfig.from_flags(**given, **changes)
-        assert getattr(raised.value, "flag", None) == flag
     inside = TrainConfig.from_flags(**given, megatron=["optimizer.use_precision_aware_optimizer=true"])
     with refused(SettingError, "ema_decay"):
         optimizer_config(inside)

@@ -327,7 +327,7 @@ def test_a_resume_of_gradient_descent(tmp_path: Path, on_megatron: Run, precisio
         ({"precision": "fp8"}, MissingExtraError, "precision"),
         ({"fsdp": "optim"}, MissingExtraError, "fsdp"),
         ({"megatron": ["transformer.cpu_offloading=true"]}, SettingError, "megatron-core"),
-        ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, MissingExtraError, "megatron-core"),
+        ({"megatron": ["optimizer.use_precision_aware_optimizer=true"]}, MissingExtraError, "megatron"),
         ({"fp8_recipe": "tensorwise"}, SettingError, "fp8_recipe"),
         ({"megatron": ["ddp.nccl_ub=true"]}, MissingExtraError, "megatron"),
         ({"attention_backend": "sdpa"}, SettingError, "attention_backend"),

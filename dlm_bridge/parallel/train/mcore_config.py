@@ -261,13 +261,16 @@ def optimizer_config(config: TrainConfig) -> OptimizerConfig:
                 "optimizer_cpu_offload",
                 "needs `distributed_optimizer` and megatron-core's optimizer.use_precision_aware_optimizer",
             )
-        if platform.current().name == "cpu" or importlib.util.find_spec("transformer_engine") is None:
-            raise MissingExtraError(
-                "optimizer_cpu_offload", "needs a GPU and Transformer Engine: pip install 'dlm-bridge[te]'"
-            )
+        if platform.current().name == "cpu":
+            raise MissingExtraError("optimizer_cpu_offload", "needs a GPU: unset it")
     if settings["use_precision_aware_optimizer"] and optimizer.ema_decay:
         raise SettingError(
             "ema_decay", "needs main params, which optimizer.use_precision_aware_optimizer does not have"
+        )
+    if settings["use_precision_aware_optimizer"] and importlib.util.find_spec("transformer_engine") is None:
+        asked = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "megatron"
+        raise MissingExtraError(
+            asked, "optimizer.use_precision_aware_optimizer needs Transformer Engine: pip install 'dlm-bridge[te]'"
         )
     with named_refusals():
         return OptimizerConfig(**settings)
