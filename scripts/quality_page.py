@@ -1,4 +1,4 @@
-"""What quality.py found, as a page with its figure: everything on it is computed from the results."""
+"""The page and figure of quality.py, computed from its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TITLES = {"stories": "Stories of a known entropy", "python": "Python's standard 
 
 
 def machine() -> dict[str, str]:
-    """Where the results are from."""
+    """Return the device and the versions of Python, torch and transformers."""
     import torch
     import transformers
 
@@ -38,7 +38,7 @@ def draw_curves(results: dict[str, Any], folder: Path) -> None:
             axes.plot(*zip(*measured, strict=True), "o-", markersize=3, label=name, color=COLOURS[kind])
         if "truth" in found:
             axes.axhline(found["truth"]["nats_per_token"], linestyle="--", color="black", label="entropy of the text")
-        axes.set(xlabel="million tokens trained on", ylabel="nats a token", title=TITLES[text], yscale="log")
+        axes.set(xlabel="training tokens, millions", ylabel="nats per token", title=TITLES[text], yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(alpha=0.3, which="both")
@@ -47,7 +47,7 @@ def draw_curves(results: dict[str, Any], folder: Path) -> None:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The whole of docs/quality.md."""
+    """Return docs/quality.md."""
     sizes, where = results["sizes"], results["machine"]
     parameters = next(iter(results["texts"].values()))["models"]["diffusion"]["parameters"]
     parts = [
@@ -73,9 +73,10 @@ def page(results: dict[str, Any]) -> str:
 
 
 def loss_table(found: dict[str, Any]) -> str:
-    """The held-out figures, a line for each model, the truth last where it is known."""
+    """Return the table of held-out losses: one line per model, then the text's entropy if it is known."""
     lines = [
-        "| | held out, nats a token | bits a byte | above the text's entropy | training tokens | tokens/s | seconds |",
+        "| | held out, nats per token | bits per byte | above the text's entropy "
+        "| training tokens | tokens/s | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     names = {"autoregressive": "autoregressive (exact loss)", "diffusion": "diffusion (upper bound)"}
@@ -96,9 +97,9 @@ def loss_table(found: dict[str, Any]) -> str:
 
 
 def sample_table(found: dict[str, Any]) -> str:
-    """How much of what the models write the stories' program could have written."""
+    """Return the table of samples: the fraction that the stories' program could have written."""
     lines = [
-        "| model | sampling | stories from beginning to end | read before the first slip | ended | seconds |",
+        "| model | sampling | whole stories | parsed before the first error | ended | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for kind, model in found["models"].items():
@@ -111,7 +112,7 @@ def sample_table(found: dict[str, Any]) -> str:
 
 
 def examples(found: dict[str, Any]) -> str:
-    """The first text of each model's first two ways of sampling, as it came."""
+    """Return the first sample of each model's first two sampling methods."""
     blocks = []
     for kind, model in found["models"].items():
         for way in model["samples"][:2]:
@@ -122,41 +123,42 @@ def examples(found: dict[str, Any]) -> str:
 
 INTRODUCTION = """# Quality: a diffusion model beside its autoregressive twin
 
-One command makes this page, its figure and every number on it:
+This command writes the page, its figure and all its numbers:
 
 ```
 python scripts/quality.py --preset {preset} --output quality
 ```
 
-Here: {device}; Python {python}, torch {torch}, transformers {transformers}; {seconds:.0f} s in all.
+Machine: {device}; Python {python}, torch {torch}, transformers {transformers}; {seconds:.0f} s in total.
 
-Two models of {parameters} parameters on the same body (Qwen3's: {layers} layers of {hidden}), causal
-(`Qwen3ForCausalLM`) and bidirectional (`A2DQwen3LMHeadModel`), are trained by `dlm-bridge pretrain --from-scratch`:
-the same initial weights (they depend on the seed and the tensors' names alone), the same {batch} rows of {seq_length}
-tokens in every step, the same schedule. What differs is the objective: the next token, or masked diffusion.
+`dlm-bridge pretrain --from-scratch` trains two models of {parameters} parameters with the same architecture (Qwen3:
+{layers} layers, hidden size {hidden}). One has causal attention (`Qwen3ForCausalLM`), the other bidirectional attention
+(`A2DQwen3LMHeadModel`). Both start from the same initial weights, which depend only on the seed and the tensors' names,
+and train on the same {batch} rows of {seq_length} tokens in every step, with the same learning rate schedule. Only the
+objective differs: next-token prediction or masked diffusion.
 
-Held out is text of which neither model saw a document. The autoregressive loss is exact. Of a diffusion model only an
-upper bound on it can be computed: the mean over {samples} draws for each row of (N / n) x the cross-entropy at n of
-its N tokens masked, n uniform on 1..N. The first token of a row, an end of text, is given to both; the diffusion model
-is told the row's length as well. ± is one standard error over the rows.
+Held-out documents are in neither model's training data. The autoregressive loss is exact. For the diffusion model, only
+an upper bound of the loss can be computed: the mean over {samples} draws per row of (N / n) x the cross-entropy at n of
+its N tokens masked, with n uniform on 1..N. Both models are given the first token of a row, an end-of-text token. The
+diffusion model is also given the row's length. ± is one standard error over the rows.
 
 ![validation against tokens](quality.png)
 
-Faint lines are the training steps' own losses; dots are validation on blocks cut anywhere, with the same noise each
-time, which is why they differ a little from the tables."""
+Faint lines are the losses of the training steps. Dots are validation losses, with the same noise each time. Validation
+blocks may begin and end anywhere in a document, so these losses differ slightly from the tables."""
 
 ABOUT = {
-    "stories": """`scripts/quality_stories.py` writes them: small facts are introduced, changed and asked for again
-(sums of fruit, where a tool lies, the order of a list). Its every choice has a known probability and leaves its mark
-in the text, so that the text's entropy is known and no model can have a lower loss: what is above it is what the model
-has not learnt. Trained on {documents:,} stories ({bytes:,} bytes), none twice; held out are {held_out[rows]} rows of
-whole stories from another seed, {held_out[tokens]:,} tokens; {held_out[left_out]:.1%} of the stories drawn for them
-were longer than a row and left out.""",
-    "python": """The sources of the interpreter that ran this, Python {python} ({documents:,} files, {bytes:,} bytes
-without tests and the files held out; SHA-256 of all of it {sha256}): read several times over by
-both models. Held out is one file in sixteen, of it {held_out[rows]} rows, {held_out[tokens]:,} tokens. Its entropy
-is not known.""",
+    "stories": """`scripts/quality_stories.py` generates stories: small facts are introduced, changed and asked for
+again (sums of fruit, the location of a tool, the order of a list). Every random choice of the program has a known probability and
+can be recovered from the text. The entropy of the text is therefore known, and no model can have a lower loss; the loss
+above the entropy measures what the model has not learnt. Training data: {documents:,} stories ({bytes:,} bytes), each
+used once. Held out: {held_out[rows]} rows of whole stories from another seed, {held_out[tokens]:,} tokens;
+{held_out[left_out]:.1%} of the stories drawn for them were longer than a row and omitted.""",
+    "python": """The sources of the Python interpreter that ran the script, Python {python} ({documents:,} files,
+{bytes:,} bytes, without tests and held-out files; SHA-256 of all of them
+{sha256}). Both models train on them for several epochs. Held out: {held_out[rows]}
+rows, {held_out[tokens]:,} tokens, from one file in sixteen. The entropy is not known.""",
 }
 
-SAMPLES = """The same program reads what the models write, from an end of text on, at temperature 1, and says how far
-it could have written that itself:"""
+SAMPLES = """The same program parses the models' samples, drawn at temperature 1 after an end-of-text token. "Parsed
+before the first error" is the mean fraction of a sample's characters before it leaves the grammar of the stories:"""
