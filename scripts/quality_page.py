@@ -132,32 +132,33 @@ python scripts/quality.py --preset {preset} --output quality
 Machine: {device}; Python {python}, torch {torch}, transformers {transformers}; {seconds:.0f} s in total.
 
 `dlm-bridge pretrain --from-scratch` trains two models of {parameters} parameters with the same architecture (Qwen3:
-{layers} layers, hidden size {hidden}). One has causal attention (`Qwen3ForCausalLM`), the other bidirectional attention
-(`A2DQwen3LMHeadModel`). Both start from the same initial weights, which depend only on the seed and the tensors' names,
-and train on the same {batch} rows of {seq_length} tokens in every step, with the same learning rate schedule. Only the
-objective differs: next-token prediction or masked diffusion.
+{layers} layers, hidden size {hidden}). One has causal attention (`Qwen3ForCausalLM`), the other bidirectional
+attention (`A2DQwen3LMHeadModel`). Both start from the same initial weights, which depend only on the seed and the
+tensors' names, and train on the same {batch} rows of {seq_length} tokens in every step, with the same learning rate
+schedule. Only the objective differs: next-token prediction or masked diffusion.
 
-Held-out documents are in neither model's training data. The autoregressive loss is exact. For the diffusion model, only
-an upper bound of the loss can be computed: the mean over {samples} draws per row of (N / n) x the cross-entropy at n of
-its N tokens masked, with n uniform on 1..N. Both models are given the first token of a row, an end-of-text token. The
-diffusion model is also given the row's length. ± is one standard error over the rows.
+Held-out documents are in neither model's training data. The autoregressive loss is exact. For the diffusion model,
+only an upper bound of the loss can be computed: the mean over {samples} draws per row of (N / n) x the cross-entropy
+at n of its N tokens masked, with n uniform on 1..N. Both models are given the first token of a row, an end-of-text
+token. The diffusion model is also given the row's length. ± is one standard error over the rows.
 
 ![validation against tokens](quality.png)
 
-Faint lines are the losses of the training steps. Dots are validation losses, with the same noise each time. Validation
-blocks may begin and end anywhere in a document, so these losses differ slightly from the tables."""
+Faint lines are the losses of the training steps. Dots are validation losses, with the same noise each time.
+Validation blocks may begin and end anywhere in a document, so these losses differ slightly from the tables."""
 
 ABOUT = {
     "stories": """`scripts/quality_stories.py` generates stories: small facts are introduced, changed and asked for
-again (sums of fruit, the location of a tool, the order of a list). Every random choice of the program has a known probability and
-can be recovered from the text. The entropy of the text is therefore known, and no model can have a lower loss; the loss
-above the entropy measures what the model has not learnt. Training data: {documents:,} stories ({bytes:,} bytes), each
-used once. Held out: {held_out[rows]} rows of whole stories from another seed, {held_out[tokens]:,} tokens;
-{held_out[left_out]:.1%} of the stories drawn for them were longer than a row and omitted.""",
+again (sums of fruit, the location of a tool, the order of a list). Every random choice of the program has a known
+probability and can be recovered from the text. The entropy of the text is therefore known, and no model can have a
+lower loss; the loss above the entropy measures what the model has not learnt. Training data: {documents:,} stories
+({bytes:,} bytes), each used once. Held out: {held_out[rows]} rows of whole stories from another seed,
+{held_out[tokens]:,} tokens; {held_out[left_out]:.1%} of the stories drawn for them were longer than a row and
+omitted.""",
     "python": """The sources of the Python interpreter that ran the script, Python {python} ({documents:,} files,
-{bytes:,} bytes, without tests and held-out files; SHA-256 of all of them
-{sha256}). Both models train on them for several epochs. Held out: {held_out[rows]}
-rows, {held_out[tokens]:,} tokens, from one file in sixteen. The entropy is not known.""",
+{bytes:,} bytes, without tests and held-out files; SHA-256 of all of them {sha256}). Both models train on them for
+several epochs. Held out: {held_out[rows]} rows, {held_out[tokens]:,} tokens, from one file in sixteen. The entropy
+is not known.""",
 }
 
 SAMPLES = """The same program parses the models' samples, drawn at temperature 1 after an end-of-text token. "Parsed
