@@ -201,7 +201,7 @@ def sample(model: Any, tokenizer: Any, kind: str, text: str, preset: Preset) -> 
             )
         ]
         ways += [
-            Sampling(f"most confident first, blocks of 32, {per} a step", {**block, "steps": length // per})
+            Sampling(f"most confident first, blocks of 32, {per} per step", {**block, "steps": length // per})
             for per in (1, 2, 4)
         ]
     begin = PYTHON_PROMPT if text == "python" else ""
