@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dlm_bridge.data.options import PreprocessOptions
 from dlm_bridge.data.preprocess import preprocess
 
 VOCABULARY = 32_000
@@ -52,9 +53,15 @@ def main() -> None:
                 seconds = run_way(corpus, folder / "peer", tokenizer, options.workers)
             else:
                 seconds = run_tool(options.megatron_lm, corpus, folder / "peer", folder / "tokenizer", options.workers)
-            report = preprocess(
-                [str(corpus)], folder / "ours", tokenizer, append_eod=True, workers=options.workers, overwrite=True
+            settings = PreprocessOptions(
+                inputs=[str(corpus)],
+                output=str(folder / "ours"),
+                tokenizer=tokenizer.name_or_path,
+                append_eod=True,
+                workers=options.workers,
+                overwrite=True,
             )
+            report = preprocess(settings, tokenizer)
             best[peer] = max(best[peer], report.tokens / seconds)
             best[OURS] = max(best[OURS], report.tokens_per_s)
             for suffix in (".bin", ".idx"):

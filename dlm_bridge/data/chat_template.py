@@ -68,7 +68,7 @@ def check_template(tokenizer: Any, where: str) -> None:
     """Raise CheckpointError for a tokenizer without a chat template."""
     if tokenizer.chat_template is None:
         raise CheckpointError(
-            tokenizer.name_or_path,
+            tokenizer.name_or_path or "tokenizer",
             f"the tokenizer has no chat template, which {where} needs: set `chat_template`, or `tokenizer` to one "
             "with a template, or use texts instead of messages",
         )

@@ -46,7 +46,9 @@ def encode_conversations(records: Sequence[DataRecord], tokenizer: Any) -> Itera
         CheckpointError: a tokenizer without a chat template, or one that is not from the `tokenizers` library.
     """
     if not tokenizer.is_fast:
-        raise CheckpointError(tokenizer.name_or_path, "the tokenizer has no token offsets: use a fast tokenizer")
+        raise CheckpointError(
+            tokenizer.name_or_path or "tokenizer", "the tokenizer has no token offsets: use a fast tokenizer"
+        )
     found = [_read(record, tokenizer) for record in records]
     texts = [item for item in found if isinstance(item, RenderedConversation)]
     encoded: Any = {"input_ids": [], "offset_mapping": []}

@@ -317,7 +317,8 @@ def check_eos(tokenizer: Any, use: str) -> None:
     """Raise CheckpointError for a tokenizer without an EOS token. `use`: purpose of the token, for the message."""
     if tokenizer.eos_token_id is None:
         raise CheckpointError(
-            tokenizer.name_or_path, f"no EOS token, which {use}: set eos_token in its tokenizer_config.json"
+            tokenizer.name_or_path or "tokenizer",
+            f"no EOS token, which {use}: set eos_token in its tokenizer_config.json",
         )
 
 

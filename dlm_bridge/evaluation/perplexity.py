@@ -160,7 +160,7 @@ def first_token(model: Any, tokenizer: Any) -> int:
     ):
         if token is not None:
             return token[0] if isinstance(token, list) else int(token)
-    raise CheckpointError(tokenizer.name_or_path, "the tokenizer has neither a BOS nor an EOS token")
+    raise CheckpointError(tokenizer.name_or_path or "tokenizer", "the tokenizer has neither a BOS nor an EOS token")
 
 
 def windows(ids: Sequence[int], first: int, window: int) -> Iterator[Answer]:

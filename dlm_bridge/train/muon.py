@@ -6,6 +6,7 @@ decay apply."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -22,6 +23,10 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?\.weight$")
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters with gradients, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+# Newer versions of torch choose between plain products and addmm here, which rounds differently.
+_PLAIN = (False,) if "use_addmm" in inspect.signature(_muon._zeropower_via_newtonschulz).parameters else ()
 
 
 def muon_parameters(model: nn.Module) -> set[str]:
@@ -43,9 +48,8 @@ def takes_muon(name: str, shape: Sequence[int]) -> bool:
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     """Approximate nearest semi-orthogonal matrix, bf16, by the Newton-Schulz iteration of `torch.optim.Muon`."""
-    return _muon._zeropower_via_newtonschulz(
-        matrix.float(), (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), _muon.DEFAULT_NS_STEPS, _muon.EPS
-    )
+    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    return _muon._zeropower_via_newtonschulz(matrix.float(), coefficients, _muon.DEFAULT_NS_STEPS, _muon.EPS, *_PLAIN)
 
 
 def muon_update(matrix: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ def test_a_template_whose_answers_cannot_be_found_is_refused(tokenizer: PreTrain
 
 
 def test_a_tokenizer_without_a_template_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    with refused(CheckpointError, tokenizer.name_or_path, "a row", "`chat_template`", "`tokenizer`"):
+    with refused(CheckpointError, tokenizer.name_or_path or "tokenizer", "a row", "`chat_template`", "`tokenizer`"):
         list(encode_conversations([DataRecord({"messages": TALK}, "a row")], tokenizer))
 
 

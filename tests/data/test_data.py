@@ -129,7 +129,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tokenizer: Any, corpus: Path) ->
         check_tokenizer(tokenizer, len(tokenizer), 5)
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
-    with refused(CheckpointError, tokenizer.name_or_path):
+    with refused(CheckpointError, tokenizer.name_or_path or "tokenizer"):
         pack([corpus], endless, 8)
 
 

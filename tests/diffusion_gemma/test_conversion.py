@@ -13,7 +13,7 @@ import torch.distributed.checkpoint
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, DlmBridgeError, Layout, LayoutError
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_pair
 from dlm_bridge.evaluation.logits import compare_logits
@@ -23,6 +23,7 @@ from tests.autoregressive.test_families import assert_same_bits, assert_same_fil
 from tests.convert.adapters import written_adapter
 from tests.convert.helpers import run_cli
 from tests.diffusion_gemma.checkpoint import CONFIG, config_with, tensors, write_checkpoint
+from tests.refusals import refused
 
 needs_class = pytest.mark.skipif(
     not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
@@ -267,7 +268,7 @@ def test_a_tensor_that_the_class_does_not_have_is_named(folder: Path, tmp_path: 
         (config_with(text={"moe_intermediate_size": ...}), "moe_intermediate_size"),
         (config_with(text={"hidden_size": -32}), "hidden_size"),
         (config_with(text={"intermediate_size": 0}), "intermediate_size"),
-        (config_with(text={"per_layer_config": {"4": {}}}), "no layer 4"),
+        (config_with(text={"per_layer_config": {"4": {}}}), "per_layer_config"),
         (config_with(vision={"output_proj_dims": 0}), "output_proj_dims"),
         (config_with(vision={"num_hidden_layers": 10**6}), "vision_config.num_hidden_layers"),
         (config_with(text={"per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 8}}}), "layer 3"),
@@ -299,9 +300,9 @@ def test_the_last_layer_is_full_whatever_the_config_says() -> None:
 
 
 def test_layouts_that_cannot_cut_it_are_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DlmBridgeError, match="--tp 4 does not divide the 2 query groups"):
+    with refused(LayoutError, "tp", "4", "2"):
         Bridge.from_hf(folder).to_megatron(tmp_path / "out", Layout(tp=4))
-    with pytest.raises(DlmBridgeError, match="--ep 3 does not divide the 4 experts"):
+    with refused(LayoutError, "ep", "3", "4"):
         Bridge.from_hf(folder).to_megatron(tmp_path / "out", Layout(ep=3))
 
 
@@ -350,7 +351,7 @@ def test_live_models_cross_the_bridge(folder: Path, megatron: Path, tmp_path: Pa
 def test_a_transformers_without_the_class_is_named() -> None:
     """Conversion works all the same: nothing above imports the class."""
     absent = replace(SPEC, model_class="transformers:NoSuchForBlockDiffusion")
-    with pytest.raises(DlmBridgeError, match=r"diffusion_gemma.*NoSuchForBlockDiffusion"):
+    with pytest.raises(DlmBridgeError, match="NoSuchForBlockDiffusion"):
         absent.load("model_class")
 
 
