@@ -12,17 +12,20 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import Command, HelpAll, option_annotation, refuse_two, with_parameters
+from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
 from dlm_bridge.registration import load
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config, put, read_overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PRETRAIN_HELP = """Train a model on text, from its weights or from scratch (--from-scratch).
 
@@ -234,7 +237,18 @@ def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
     from dlm_bridge.train.engine import find_engine
 
-    find_engine(config.engine.engine).train(config, resume)
+    find_engine(config.engine.engine).train(config, resume, run_console())
+
+
+def run_console() -> Console:
+    """Console on stderr that prints the settings in a run's notes as flags."""
+    from rich.console import Console
+
+    class FlagConsole(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(in_flags(each) if isinstance(each, str) else each for each in objects), **options)
+
+    return FlagConsole(stderr=True, markup=False)
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:

@@ -33,9 +33,7 @@ class DlmBridgeError(ValueError):
             "`seq_length`", "`format=torch`"; the command line prints these as its flags.
     """
 
-    def __init__(self, field: object, reason: str | None = None) -> None:
-        if reason is None:
-            field, reason = None, str(field)
+    def __init__(self, field: object, reason: str) -> None:
         self.field = shortened(str(field)) if field not in (None, "") else None
         self.reason = shortened(reason)
         super().__init__(self.field, self.reason)

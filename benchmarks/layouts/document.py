@@ -99,7 +99,7 @@ def _ends(text: str, name: str) -> tuple[int, int]:
     begin, end = text.find(first), text.find(last)
     if not 0 <= begin < end:
         raise DlmBridgeError(
-            f"the document has no lines {first.strip()} and {last}: put them where its table is to be"
+            None, f"the document has no lines {first.strip()} and {last}: put them where its table is to be"
         )
     return begin + len(first), end
 

@@ -227,7 +227,7 @@ class Bench:
     def compare(self, layout: Layout, task: Task, cell: Cell) -> None:
         for precision in (cell.precision, EXACT) if cell.precision == "bf16" else (cell.precision,):
             if not self._reference(task, precision).exists():
-                raise DlmBridgeError(f"one process alone has no result: {self._failure(task, precision)}")
+                raise DlmBridgeError(None, f"one process alone has no result: {self._failure(task, precision)}")
         loss, weights = self.step(task, cell.precision, layout.flags)
         wanted = torch.load(self._reference(task, cell.precision), weights_only=True)
         cell.loss = abs(loss - wanted["loss"]) / abs(wanted["loss"])

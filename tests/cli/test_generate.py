@@ -522,7 +522,7 @@ def test_a_sampling_that_fails_leaves_what_is_finished(
         for row in sampled(sampler):
             calls.append(row)
             if len(calls) == 2:
-                raise DlmBridgeError("the second row fails")
+                raise DlmBridgeError(None, "the second row fails")
             yield row
 
     monkeypatch.setattr(PromptSampler, "__iter__", failing)

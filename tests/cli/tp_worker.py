@@ -65,7 +65,7 @@ def one_and_an_interrupt(rows: Any) -> Any:
 
 def fail(*_: Any, **__: Any) -> Iterator[Any]:
     yield from ()
-    raise DlmBridgeError("a row of this share cannot be sampled")
+    raise DlmBridgeError(None, "a row of this share cannot be sampled")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from dlm_bridge.cli.train import (
     TrainingCommand,
     given_flags,
     quieten,
+    run_console,
     take_words,
     taken_dry_run,
     with_options,
@@ -55,7 +56,7 @@ def _command() -> Callable[..., None]:
         quieten()
         from dlm_bridge.train.rl.accelerate_engine import train
 
-        train(config, resume)
+        train(config, resume, run_console())
 
     helps = {"data": DATA, "global_batch_size": BATCH, "seq_length": SEQUENCE}
     return with_options(command, RLConfig, "rl", helps, START_OPTIONS)
