@@ -76,7 +76,7 @@ class GenerateOptions:
                     )
             if self.json and self.output is None:
                 raise SettingError("json", "prints a summary with `jsonl`: set `output` for the texts")
-        if self.commit_steps and (self.jsonl is None or self.infill):
+        if self.commit_steps and (self.jsonl is None or self.settings.get("infill")):
             raise SettingError("commit_steps", "needs `jsonl`, without `infill`")
         if self.resume and (self.jsonl is None or self.output is None):
             raise SettingError("resume", "needs `jsonl` and `output`")

@@ -44,6 +44,7 @@ from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 from dlm_bridge.registration import load
 
 DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
+NAMED = 10  # failed lines that an error names after the first three
 FILL = "`infill`"  # remedy for masks in a prompt
 
 
@@ -226,6 +227,8 @@ def _failure(
     rows = [prompt.where for prompt in prompts if prompt.where in failed]
     note = "" if unfinished is None else unfinished.note("`resume` continues with these lines corrected or removed")
     others = "" if len(rows) == 1 else f" (the first one; {len(rows)} of {len(prompts)} rows failed)"
+    if len(rows) > 3:  # RowError itself names three
+        others = f"{others[:-1]}, also {', '.join(rows[3 : 3 + NAMED])}{', ...' if len(rows) > 3 + NAMED else ''})"
     return RowError(f"{failed[rows[0]]}{others}{note}", rows)
 
 

@@ -185,14 +185,14 @@ class Runs:
     def begun(self, task: Task) -> tuple[bool, str]:
         """What Megatron FSDP's optimizer begins with, in a run whose weights are bf16 and whose source is fp32."""
         from dlm_bridge.parallel.mcore_patches.fsdp import whole
-        from dlm_bridge.parallel.weights import live_tensors, places, shard_of
+        from dlm_bridge.parallel.weights import live_names, live_tensors, shard_of
 
         with self.assembled("begun", task, "bf16", fsdp=STRATEGIES[-1]) as trainer:
             live = live_tensors([trainer.chunks[0].module.module])
             checkpoint = trainer.source.bridge.checkpoint
             count, other = 0, []
             for param in checkpoint.params:
-                for name in (name for name in places(param) if name in live):
+                for name in (name for name in live_names(param) if name in live):
                     found = whole(live[name]).cpu()
                     wanted = shard_of(param, param.to_megatron(checkpoint.read_param(param)), found)
                     count += 1

@@ -184,8 +184,8 @@ class IndexedWriter:
             self._file.close()
             raise SettingError(
                 "resume",
-                f"the interrupted command that wrote {self.prefix} had other inputs or options: set `resume=False` to "
-                "start again",
+                f"the interrupted command that wrote {self.prefix} had other inputs or options: run it without "
+                "`resume` to start again",
             )
         if os.fstat(self._file.fileno()).st_size < size or len(lengths) != documents * self._lengths.itemsize:
             return 0  # the machine has crashed

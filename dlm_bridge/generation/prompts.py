@@ -313,8 +313,9 @@ def check_ids(tokens: Any, attention_mask: Any) -> torch.Tensor:
         raise SettingError("input_ids", "has no rows")
     if shape[1] and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
         raise SettingError("input_ids", f"must be integers, not {tokens.dtype}")
-    if attention_mask is not None and getattr(attention_mask, "shape", None) != tokens.shape:
-        found = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
+    is_tensor = isinstance(attention_mask, torch.Tensor)
+    if attention_mask is not None and not (is_tensor and attention_mask.shape == tokens.shape):
+        found = tuple(attention_mask.shape) if is_tensor else type(attention_mask).__name__
         raise SettingError("attention_mask", f"must be a tensor of shape {shape} like input_ids, not {found}")
     return tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -216,7 +217,7 @@ def parse_request(raw: bytes, chat: bool | None) -> TextRequest:
         RequestError: for a body that is not valid JSON, and for a field that is unsupported or malformed.
     """
     try:
-        fields = from_json(raw)
+        fields = from_json(raw.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):

@@ -237,7 +237,9 @@ def test_commit_steps_are_those_of_each_rows_denoising(cli: Cli, llada: Path, qw
         assert row["prompt_token_ids"] == ids
         assert row["commit_steps"] == steps[: len(row["token_ids"])]
         assert len(set(steps)) == 6
-    for options, named in ((["--prompt", "x"], "--jsonl"), (["--jsonl", source, "--infill"], "--infill")):
+    refusals = [(["--prompt", "x"], "--jsonl")]
+    refusals += [(["--jsonl", source, *infill], "--infill") for infill in (["--infill"], ["--set", "infill=true"])]
+    for options, named in refusals:
         code, _, err = cli(llada, *options, "--commit-steps")
         assert code == 2
         assert named in err
@@ -354,6 +356,14 @@ def test_a_line_that_cannot_be_sampled_fails_alone(cli: Cli, llada: Path, qwen3:
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
     assert f"{source}:1: {llada}: the tokenizer has no chat template" in cli(llada, *words, *short)[2]
+
+
+def test_failed_lines_are_named_so_that_one_correction_is_enough() -> None:
+    prompts = [generate_run.WrittenPrompt(text="x", where=f"in.jsonl:{number}") for number in range(20)]
+    for count in (1, 3, 5, 20):
+        error = generate_run._failure({prompt.where: "too long" for prompt in prompts[:count]}, prompts, None)
+        named = [prompt.where for prompt in prompts if re.search(rf"{prompt.where}\b", str(error))]
+        assert named == [prompt.where for prompt in prompts[: min(count, 13)]]
 
 
 @pytest.mark.parametrize("remedy", ["corrected", "removed"])

@@ -225,6 +225,7 @@ ONES = torch.ones(1, 4).long()
         ({"inputs": torch.tensor([[-1, 2]])}, RowError, "row 0", "-1"),
         ({"inputs": ONES, "attention_mask": torch.ones(1, 3)}, SettingError, "attention_mask", "(1, 3)"),
         ({"inputs": ONES, "attention_mask": [1]}, SettingError, "attention_mask", "list"),
+        ({"inputs": ONES, "attention_mask": ONES.numpy()}, SettingError, "attention_mask", "ndarray"),
         (
             {"inputs": ONES[:, :3], "attention_mask": torch.tensor([[1, 0, 1]])},
             SettingError,

@@ -109,6 +109,11 @@ def test_the_field_at_fault_is_named(body: Any, param: str | None) -> None:
     assert "\n" not in error["message"]
 
 
+def test_a_byte_order_mark_is_accepted() -> None:
+    """Some clients on Windows send one."""
+    assert parse_request(b'\xef\xbb\xbf{"prompt": "hi"}', None).prompts == ["hi"]
+
+
 @pytest.mark.parametrize(
     ("settings", "param", "named"),
     [
