@@ -33,8 +33,8 @@ class DlmBridgeError(ValueError):
             "`seq_length`", "`format=torch`"; the command line prints these as its flags.
     """
 
-    def __init__(self, field: object, reason: str = "") -> None:
-        if not reason:  # torch's DataLoader makes a worker's error again from its text alone
+    def __init__(self, field: object, reason: str | None = None) -> None:
+        if reason is None:  # torch's DataLoader makes a worker's error again from its text alone
             field, reason = None, str(field)
         self.field = shortened(str(field)) if field not in (None, "") else None
         self.reason = shortened(reason)
