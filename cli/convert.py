@@ -246,7 +246,8 @@ def _show_derived(rows: list[dict[str, Any]]) -> None:
     """Print a config.json that was derived from a checkpoint without a Hub model: each value and its origin."""
     if rows:
         lines = [
-            (row["key"], f"{row['value']}    {'assumed: ' if row['assumed'] else ''}{row['origin']}") for row in rows
+            (row["key"], f"{row['value']}    {'assumed: ' if row['assumed'] else ''}{in_flags(row['origin'])}")
+            for row in rows
         ]
         _table("config.json was derived; to use another one, set --like or --hf-config", lines)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import ChangedTensorsError, CheckpointError, DlmBridgeError, SettingError
 from dlm_bridge.settings import Option, options_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ _command: list[Any] = []  # the running command, if any
 def message(error: DlmBridgeError) -> str:
     """Message of an error with flags of the running command for the settings that it names."""
     reason = in_flags(error.reason)
-    return reason if error.field is None else f"{in_flags(f'`{error.field}`').strip('`')}: {reason}"
+    if error.field is None:
+        return reason
+    is_path = isinstance(error, CheckpointError | ChangedTensorsError)  # a folder may be called "output"
+    return f"{error.field if is_path else in_flags(f'`{error.field}`').strip('`')}: {reason}"
 
 
 def in_flags(text: str) -> str:
@@ -151,6 +154,7 @@ class ModelCommand(Command):
         return ["--model", *super().flags]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _command[:] = [self]
         rest, given = split_option(args, ("--model",))
         models = [value for _, value in given]
         if rest[-1:] == ["--model"] and not ctx.resilient_parsing:

@@ -33,7 +33,9 @@ class DlmBridgeError(ValueError):
             "`seq_length`", "`format=torch`"; the command line prints these as its flags.
     """
 
-    def __init__(self, field: object, reason: str) -> None:
+    def __init__(self, field: object, reason: str | None = None) -> None:
+        if reason is None:  # torch's DataLoader makes a worker's error again from its text alone
+            field, reason = None, str(field)
         self.field = shortened(str(field)) if field not in (None, "") else None
         self.reason = shortened(reason)
         super().__init__(self.field, self.reason)

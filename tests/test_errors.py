@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import dlm_bridge
@@ -126,3 +127,11 @@ def test_every_class_is_provoked_and_exported() -> None:
     declared = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ValueError)}
     assert {kind for _, kind, _ in PROVOCATIONS} | {errors.DlmBridgeError} == declared
     assert all(getattr(dlm_bridge, each.__name__) is each for each in declared)
+
+
+def test_the_class_of_an_error_in_a_data_loaders_worker_is_kept() -> None:
+    def collate(_: list[int]) -> None:
+        raise errors.SettingError("generator", "gives every worker the same noise")
+
+    with pytest.raises(errors.SettingError, match="every worker"):
+        list(DataLoader([1, 2], collate_fn=collate, num_workers=1))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dlm_bridge.convert.workers import Progress, check_processes
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.dtypes import CAST_DTYPES, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-from dlm_bridge.settings import check_minimum, check_value, option, options_of
+from dlm_bridge.settings import check_choice, check_minimum, check_value, option, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +137,10 @@ class ConversionSettings:
     def __post_init__(self) -> None:
         for each in options_of(type(self)).values():
             value = getattr(self, each.name)
-            if isinstance(value, str) or not each.choices:  # otherwise `dtype` is None or torch's
+            if not each.choices:
                 check_value(each, value)
+            elif each.name != "dtype" or isinstance(value, str):  # `dtype` may be None or torch's
+                check_choice(each.name, value, each.choices)
         check_processes(self.processes)
 
     @property

@@ -467,6 +467,8 @@ def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, settings:
         "run_config": isinstance(settings, MegatronSettings) and settings.run_config,
         "config": source.hub.config_bytes().decode("utf-8", "replace"),
         "tensors": {name: [dtype_name(dtype), *shape] for name, (dtype, shape) in plan.specs.items()},
+        # The new rows and the tokenizer of a converted model depend on these.
+        **{name: getattr(settings, name) for name in ("seed", "mask_token") if hasattr(settings, name)},
     }
     return fingerprint(source.folders(), source.folder if source.iteration else None, facts)
 

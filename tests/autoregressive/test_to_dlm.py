@@ -161,6 +161,17 @@ def test_a_padded_vocabulary_is_not_grown(tmp_path: Path) -> None:
     assert files["mask_token"] == files["added_tokens_decoder"]["260"]["content"] == "[MASK]"
 
 
+def test_only_the_same_conversion_is_resumed(tmp_path: Path) -> None:
+    source = write(BY_LABEL["qwen3"], tmp_path / "ar")
+    convert_to_dlm(source, tmp_path / "dlm")
+    before = tree(tmp_path / "dlm")
+    for other in ({"seed": 1}, {"mask_token": "[MASK]"}):  # neither changes the config or a shape
+        with refused(SettingError, "output"):
+            convert_to_dlm(source, tmp_path / "dlm", resume=True, **other)
+    assert any("already complete" in note for note in convert_to_dlm(source, tmp_path / "dlm", resume=True).notes)
+    assert tree(tmp_path / "dlm") == before
+
+
 def test_tokens_are_reused(tmp_path: Path) -> None:
     source = write(BY_LABEL["qwen3"], tmp_path / "ar")
     report = convert_to_dlm(source, tmp_path / "dlm", "<pad>")

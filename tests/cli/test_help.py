@@ -15,7 +15,7 @@ from rich.console import Console
 from dlm_bridge.cli import help
 from dlm_bridge.cli.app import app, main
 from dlm_bridge.cli.help import in_flags, message, parameter_table
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.generation import SAMPLERS
 from dlm_bridge.models.families import families
 from dlm_bridge.objectives.registry import OBJECTIVES
@@ -76,6 +76,7 @@ def test_errors_name_flags_of_the_running_command(words: tuple[str, ...], monkey
             names.add(shown.lstrip("-").replace("-", "_"))
         for name in names:
             assert message(SettingError(name, "is refused")) == f"{shown}: is refused"
+            assert message(CheckpointError(name, "is empty")) == f"{name}: is empty"  # a folder of that name
             assert in_flags(f"set `{name}`, or `{name}=3`") == f"set {shown}, or {shown} 3"
             if getattr(parameter, "secondary_opts", None):
                 assert in_flags(f"`{name}=True` or `{name}=False`") == f"{shown} or {parameter.secondary_opts[0]}"

@@ -57,6 +57,7 @@ def test_averaged_is_another_name_of_ema(capsys: pytest.CaptureFixture[str], tmp
     [
         (MegatronSettings, {"format": "zip"}, "format"),
         (MegatronSettings, {"key_style": "x"}, "key_style"),
+        (MegatronSettings, {"key_style": None}, "key_style"),
         (MegatronSettings, {"vocab_multiple": 0}, "vocab_multiple"),
         (HubSettings, {"shard_size": 0}, "shard_size"),
         (HubSettings, {"workers": 0}, "workers"),
