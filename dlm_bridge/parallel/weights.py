@@ -152,7 +152,7 @@ def load(
         unallocated: size in bytes of each parameter without memory. The result's `fill` loads them and all other
             parameters, except those with a dtype of their own.
 
-    Raises CheckpointError if the mapping does not set a tensor of the model, or if a shape differs.
+    Raises CheckpointError if the mapping does not set each tensor of the model once, or if a shape differs.
     """
     live = live_tensors(chunks)
     unset = set(live)
@@ -160,6 +160,8 @@ def load(
     absent = AbsentWeights(unallocated or {})
     for param in checkpoint.params:
         targets = {name: (piece, live[name]) for piece, name in pieces_at(param) if name in live}
+        if twice := targets.keys() - unset:
+            raise CheckpointError(min(twice), "is a parameter of the Megatron model that the mapping sets twice")
         unset -= targets.keys()
         one = _Load(checkpoint, param, targets)
         parameters = [target for _, target in targets.values() if isinstance(target, torch.nn.Parameter)]

@@ -146,7 +146,8 @@ def add_adapter(
     mask_only = mask_token_id(model) if config.model.lora_mask_only else None
     torch.manual_seed(torch_seed(config.data.seed, STEP, 0))
     source = str(folder or config.model.model)
-    with opening(source, source, f"is not an adapter of {config.model.model}"):
+    problem = "does not take this adapter" if folder is None else f"is not an adapter of {config.model.model}"
+    with opening(source, source, problem):
         if folder is not None:
             with key_is_known():
                 settings = LoraConfig.from_pretrained(str(folder))

@@ -69,12 +69,18 @@ class RunStart:
         step: last completed step, 0 for a new run.
         checkpoint: checkpoint of that step, None for a new run.
         finished: the same checkpoint if that step was the run's last one, else None.
+        steps: number of steps of a resumed run that is given `epochs`, else None.
     """
 
     output: Path
     step: int
     checkpoint: Path | None
     finished: Path | None
+    steps: int | None = None
+
+    def resumed(self, config: Config) -> Config:
+        """Replace `epochs` by the number of steps that the run began with."""
+        return config if self.steps is None else config.replace(steps=self.steps, epochs=None)
 
 
 def start_run(
@@ -95,16 +101,18 @@ def start_run(
         if main:
             open_output(output, resume)
     point = find(config, main, console) if resume else ResumePoint()
-    before = None if point.folder is None else _run_config(config, output)
-    if before is not None and config.schedule.epochs is not None:
-        config = config.replace(steps=before.schedule.steps, epochs=None)
+    before = _run_config(config, output) if resume else None
+    kept = before.schedule.steps if before is not None and config.schedule.epochs is not None else None
+    start = RunStart(output, point.step, point.folder, None, kept)
+    config = start.resumed(config)
     steps = config.schedule.steps
-    finished = point.folder if config.schedule.epochs is None and point.step >= steps else None
-    if finished is not None and main:
-        console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
-    elif before is not None and main and (jump := learning_rate_jump(before, config, point.step)):
+    if config.schedule.epochs is None and point.folder is not None and point.step >= steps:
+        start = dataclasses.replace(start, finished=point.folder)
+    if start.finished is not None and main:
+        console.print(printable(f"the run is finished: step {point.step} of {steps}, {point.folder}"), soft_wrap=True)
+    elif before and point.folder is not None and main and (jump := learning_rate_jump(before, config, point.step)):
         console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
-    return RunStart(output, point.step, point.folder, finished)
+    return start
 
 
 def _run_config(config: Config, output: Path) -> Config | None:

@@ -168,25 +168,27 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"engine": "megatron", "megatron": ["transformer.moe_router_dtype=fp31"]}, 1, "megatron"),
     ({"engine": "megatron", "megatron": ["ddp.bucket_size=many"]}, 1, "megatron"),
     ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bf15"]}, 1, "megatron"),
-    ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bfloat16"]}, 1, "None"),
+    ({"engine": "megatron", "megatron": ["optimizer.exp_avg_dtype=bfloat16"]}, 1, "megatron-core"),
     ({"sample_interval": 2, "sample_prompt": ["@/nowhere/at/all"]}, 1, "/nowhere/at/all"),
     ({"engine": "megatron", "attention_backend": "sdpa"}, 1, "attention_backend"),
     ({"global_batch_size": 7}, 2, "global_batch_size"),
     ({"sharding": "fsdp", "fsdp_replicas": 2, "global_batch_size": 6}, 3, "fsdp_replicas"),
-    ({"data": ["/nowhere/at/all.txt"]}, 1, "data"),
-    ({"model": "/nowhere/at/all"}, 1, "model"),
-    ({"from_scratch": False}, 1, "None"),
+    ({"data": ["/nowhere/at/all.txt"]}, 1, "/nowhere/at/all.txt"),
+    ({"model": "/nowhere/at/all"}, 1, "/nowhere/at/all"),
+    ({"from_scratch": False}, 1, "{model}"),
     ({"seq_length": 128}, 1, "seq_length"),
     ({"objective": "block"}, 1, "objective"),
-    ({"tokenizer": "/nowhere/at/all"}, 1, "tokenizer"),
+    ({"tokenizer": "/nowhere/at/all"}, 1, "/nowhere/at/all"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "gpus", "field"), REFUSED)
-def test_refuses_what_a_run_would_refuse(show: Any, changes: dict[str, Any], gpus: int, field: str) -> None:
+def test_refuses_what_a_run_would_refuse(
+    show: Any, seed_folder: Path, changes: dict[str, Any], gpus: int, field: str
+) -> None:
     with pytest.raises(DlmBridgeError) as raised:
         show(gpus, **{**SHORT, **changes})
-    assert raised.value.field == field, str(raised.value)
+    assert raised.value.field == field.format(model=seed_folder), str(raised.value)
 
 
 def test_an_output_that_holds_a_run(show: Any, tmp_path: Path) -> None:

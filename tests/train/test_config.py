@@ -41,8 +41,10 @@ def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path: Path) -
     assert config.optimizer.beta2 == TrainConfig.from_flags(**GIVEN).optimizer.beta2
 
 
-def test_the_written_configuration_reads_back(tmp_path: Path) -> None:
-    config = TrainConfig.from_flags(**GIVEN, lr=1e-5, micro_batch_size=4, exit_duration=2.5, from_scratch=True)
+@pytest.mark.parametrize("length", [{}, {"epochs": 2}])
+def test_the_written_configuration_reads_back(tmp_path: Path, length: dict[str, int]) -> None:
+    options = {"lr": 1e-5, "micro_batch_size": 4, "exit_duration": 2.5, "from_scratch": True, **length}
+    config = TrainConfig.from_flags(**GIVEN, **options)
     assert load_config({}, _yaml(tmp_path, config.to_yaml())) == config
 
 
@@ -175,6 +177,7 @@ def test_epochs_replace_steps(tmp_path: Path, values: str, steps: int, epochs: i
         ({"lr_schedule": "polynomial"}, "lr_schedule"),
         ({"precision": "fp8", "lora_rank": 4, "lora_quantize": "4bit"}, "lora_quantize"),
         ({"lora_alpha": 8.0}, "lora_alpha"),
+        ({"lora_rank": 4, "lora_targets": ","}, "lora_targets"),
         ({"cpu_offload": True}, "cpu_offload"),
         ({"compile": True, "engine": "megatron"}, "compile"),
         ({"gradient_checkpointing": True, "engine": "megatron"}, "gradient_checkpointing"),

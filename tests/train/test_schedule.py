@@ -187,7 +187,7 @@ def test_epochs_are_the_steps_that_read_the_data_as_often(tmp_path: Path, run: R
     run(tmp_path / "cut", epochs=2, **options, exit_duration=0.0)
     assert load_config({"output": str(tmp_path / "cut"), "epochs": 3}, resume=True).schedule.steps == len(found)
     for _ in range(2):  # the second finds it finished
-        assert without_speed(run(tmp_path / "cut", resume=True, epochs=2, **options)) == wanted
+        assert without_speed(run(tmp_path / "cut", resume=True, epochs=3, **options)) == wanted
     grown = with_steps(config(**RAMP, epochs=3), blocks=10)
     samples = batch_sampler(grown).samples_before
     assert samples(grown.schedule.steps) < 30 <= samples(grown.schedule.steps + 1)

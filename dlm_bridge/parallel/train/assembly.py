@@ -63,6 +63,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
+    config = start.resumed(config)
     main = dist.get_rank() == 0
     step, local = start.step, None
     if config.checkpoint.local_folder is not None:

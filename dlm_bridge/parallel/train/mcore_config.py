@@ -101,6 +101,8 @@ def transformer_overrides(config: TrainConfig, bridge: Bridge, objective: Object
             fields |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     passed = passed_on(config, "transformer")
     described = bridge.mapping.settings(bridge.config)
+    if passed.get("moe_apply_probs_on_input") and described.get("moe_router_topk") != 1:
+        raise SettingError("megatron", "transformer.moe_apply_probs_on_input needs routers that choose one expert")
     if bridge.dims.experts:
         check_experts(config)
         tokens = config.data.global_batch_size * config.data.seq_length * objective.tokens_read
@@ -328,6 +330,8 @@ def check_experts(config: TrainConfig) -> None:
     parallel = config.parallel
     check_sequence_of_experts(parallel.tp, parallel.sharded_sequence)
     check_instances_of_experts(parallel.optimizer_instances, parallel.fsdp)
+    if parallel.moe_dispatcher == "flex" and parallel.ep * parallel.expert_tp == 1:
+        raise SettingError("moe_dispatcher", "flex needs `ep` above 1: use alltoall")
 
 
 def check_overlap(config: TrainConfig, experts: int, predicts: bool, described: dict[str, Any]) -> None:

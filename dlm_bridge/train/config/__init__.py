@@ -79,8 +79,11 @@ class TrainConfig:
         return self.from_flags(**(self.as_flags() | flags))
 
     def to_yaml(self) -> str:
-        """Format the nested configuration as a YAML file."""
-        return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
+        """Format the nested configuration as a YAML file, which `load_config` reads: with `steps` or with `epochs`."""
+        values = dataclasses.asdict(self)
+        if self.schedule.epochs is not None:
+            del values["schedule"]["steps"]
+        return yaml.safe_dump(values, sort_keys=False)
 
     def check_batch(self, processes: int) -> None:
         """Raise LayoutError unless the processes can share the global batch evenly."""
@@ -125,6 +128,8 @@ class TrainConfig:
              "excludes an adapter, which needs a base with trained weights"),
             (model.adapts and self.optimizer.ema_decay, "ema_decay",
              "excludes an adapter: only all weights of a model are averaged"),
+            (model.lora_targets is not None and not model.lora_targets.strip(", "), "lora_targets",
+             "names no layers: leave it out for the family's"),
             (model.lora_mask_only and model.lora_dora, "lora_mask_only",
              "excludes `lora_dora`, whose magnitudes act at every token"),
             (self.parallel.shards and self.precision.precision == "fp16", "precision",

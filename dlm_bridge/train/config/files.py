@@ -60,7 +60,8 @@ def load_config_as(
     if began.get("task", "pretrain") != task:
         raise SettingError("output", f"{values['output']} contains a run of dlm-bridge {began['task']}")
     if values.pop("epochs", None) is not None:
-        _warn_once(f"{own}: a resumed run keeps its number of steps, {began['steps']}; `steps` prolongs it")
+        given = f", {began['steps']}" if "steps" in began else ""
+        _warn_once(f"{own}: a resumed run keeps its number of steps{given}; `steps` prolongs it")
     for name, option in options_of(config_class).items():
         before = began.get(name, option.default_for(task))
         if option.fixed and values.get(name) is not None and values[name] != before:
