@@ -12,7 +12,8 @@ import walk
 # Lines of code of the core. Who raises it says why:
 # - 34,018: when the extensions were taken out of it.
 # - 34,306: aliases and overrides of options, `--help-all`, a model first in every command.
-CORE = 34_306
+# - 34,029: settings declared once, errors with a field (lowered).
+CORE = 34_029
 
 
 def test_the_core_has_not_grown() -> None:

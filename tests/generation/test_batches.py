@@ -199,6 +199,5 @@ def test_padding_without_a_mask_is_warned_of(model: Any, monkeypatch: pytest.Mon
     assert not said
     for ids in (left, right):
         model.generate(ids, gen_length=4)
-    assert [line[:72] for line in said] == [
-        "some rows of input_ids begin or end with the padding token 126, and ther"
-    ] * 2
+    assert len(said) == 2
+    assert all("padding token 126" in line for line in said)

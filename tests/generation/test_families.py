@@ -158,8 +158,8 @@ def test_blocks_that_a_model_was_not_trained_with_are_a_warning(
     assert not said
     assert resolved(block_length=8) == 8
     (line,) = said
-    assert "blocks of 8 " in line
+    assert "block_length 8" in line
     assert line.count("16") == 1
     model.generation_config = DiffusionGenerationConfig(block_length=32, gen_length=64)
     assert resolved() == 32
-    assert "blocks of 32 " in said[1]
+    assert "block_length 32" in said[1]

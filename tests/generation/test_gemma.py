@@ -123,7 +123,7 @@ def test_another_canvas_than_the_model_was_trained_with_is_said(
         (["--prompt", "see <image>"], "image"),
         (["--prompt", ""], "at least one token"),
         (["--prompt", "x", "--gen-length", CONTEXT], f"context of {CONTEXT}"),
-        (["--prompt", "x", "--block-length", 2 * CONTEXT], "draft"),
+        (["--prompt", "x", "--block-length", 2 * CONTEXT], "--block-length"),
         (["--prompt", "x", "--temperature", 0.5], "t_max"),
         (["--prompt", "x", "--set", "nonsense=1"], "nonsense"),
         (["--prompt", "x", "--steps", 0], "steps"),
@@ -144,5 +144,5 @@ def test_an_image_in_a_file_of_prompts_is_named_by_its_line(cli: Cli, folder: Pa
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, err = cli(folder, "--jsonl", tmp_path / "in.jsonl")
     assert code == 2
-    assert "in.jsonl, line 2" in err
+    assert "in.jsonl:2" in err
     assert "image" in err

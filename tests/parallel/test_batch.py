@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dlm_bridge.attention.masks import MaskDescriptor
-from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
+from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.linear_cross_entropy import loss_bucket
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, NextTokenPrediction
@@ -108,7 +108,7 @@ def test_what_the_layers_know_needs_no_mask(attention_pattern: str) -> None:
     alone = micro_batch(noisy, "block_causal", 4)
     assert alone.attention_mask is not None
     assert torch.equal(MaskDescriptor(alone.attention_mask).dense()[0, 0, 5], torch.arange(LENGTH) < 8)
-    with pytest.raises(DlmBridgeError, match="needs a block size"):
+    with refused(SettingError, "block_size"):
         micro_batch(noisy, "block_causal")
 
 

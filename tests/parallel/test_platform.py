@@ -310,7 +310,7 @@ def test_env_shows_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     said = capsys.readouterr().out
     assert "cpu (gloo)" in said
     assert "torch.Tensor" in said
-    assert "which is not the one installed: training refuses" in " ".join(said.split())
+    assert "not the installed version: training is refused" in " ".join(said.split())
 
 
 def test_env_lists_overrides_only_of_an_installed_megatron_core(
