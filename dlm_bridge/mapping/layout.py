@@ -88,7 +88,7 @@ class Layout:
         return pp_rank * (self.world_size // self.pp) + inner
 
     def stages(self, layers: int) -> list[list[list[int]]]:
-        """Global layer numbers as nested lists: [pipeline rank][virtual chunk].
+        """Global layer numbers as nested lists, indexed by pipeline rank and virtual chunk.
 
         Chunk v of every stage precedes chunk v + 1 of any stage, as in Megatron's interleaved schedule. Raises
         LayoutError if the layers cannot be split.
