@@ -1,5 +1,6 @@
-"""The errors that users meet. Callers tell them apart by class; `field` names what is at fault, `reason` says why.
+"""The errors that users meet. Callers distinguish them by class; `field` names what is at fault, `reason` says why.
 
+```text
 DlmBridgeError             base of all
 ├── SettingError           a setting's value is refused, or contradicts another's
 ├── LayoutError            the model or the batch does not fit the parallel layout
@@ -11,6 +12,7 @@ DlmBridgeError             base of all
 ├── WorkerError            another process was killed or does not answer
 └── RowError               rows of a batch or of a file failed, the others can go on
     └── NonFiniteError     logits, a loss or a gradient are NaN or infinite
+```
 """
 
 from __future__ import annotations
