@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dlm_bridge.train import muon
+from dlm_bridge.parallel.train import muon
 from tests.parallel.megatron_worker import LayoutChanges, main
 
 LR = 1e-3
