@@ -52,13 +52,14 @@ def import_(
     from dlm_bridge.convert.checkpoints import open_checkpoint
     from dlm_bridge.convert.lora.megatron import write_megatron_adapter
     from dlm_bridge.convert.lora.peft import PeftAdapter
+    from dlm_bridge.convert.settings import LayoutSettings
 
     opened = open_checkpoint(base, family=family)
     report = write_megatron_adapter(
         PeftAdapter(source, opened),
         opened,
         output,
-        convert.parse_layout(tp, pp, vp, 1, None, pipeline_split),
+        LayoutSettings(tp, pp, vp, pipeline_split=pipeline_split).layout,
         style,
         overwrite,
         accept_changed_tensors,

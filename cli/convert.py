@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import ModelCommand, in_flags, option_annotation, with_parameters
+from dlm_bridge.cli.help import (
+    ModelCommand,
+    declared_parameters,
+    in_flags,
+    option_annotation,
+    values_of,
+    with_parameters,
+)
 from dlm_bridge.convert.settings import (
     HubSettings,
     HubSourceSettings,
@@ -22,9 +29,6 @@ from dlm_bridge.convert.settings import (
 )
 from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.settings import options_of
-
-if TYPE_CHECKING:
-    from dlm_bridge.mapping.layout import Layout
 
 Parameters = dict[str, tuple[Any, Any]]
 
@@ -37,15 +41,11 @@ def _flag(settings: type, name: str) -> Any:
 Tp = Annotated[int, _flag(LayoutSettings, "tp")]
 Pp = Annotated[int, _flag(LayoutSettings, "pp")]
 Vp = Annotated[int, _flag(LayoutSettings, "vp")]
-Ep = Annotated[int, _flag(LayoutSettings, "ep")]
-Etp = Annotated[int | None, _flag(LayoutSettings, "etp")]
 Split = Annotated[str | None, _flag(LayoutSettings, "pipeline_split")]
 Dtype = Annotated[str, _flag(HubSettings, "dtype")]
 Workers = Annotated[int | None, _flag(HubSettings, "workers")]
 Overwrite = Annotated[bool, _flag(HubSettings, "overwrite")]
-Resume = Annotated[bool, _flag(HubSettings, "resume")]
 AcceptChanged = Annotated[bool, _flag(HubSettings, "accept_changed_tensors")]
-DryRun = Annotated[bool, _flag(HubSettings, "dry_run")]
 Family = Annotated[str | None, _flag(HubSourceSettings, "family")]
 Revision = Annotated[str | None, _flag(HubSourceSettings, "revision")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
@@ -61,13 +61,17 @@ def register(app: typer.Typer) -> None:
         "import",
         import_,
         {"source": argument("HF", "Hub folder or Hub id.")} | to_megatron,
-        flags(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
+        declared_parameters(LayoutSettings, HubSourceSettings, MegatronSettings, without=("weights_only",)),
     )
     to_hub = {"output": argument("OUT", "The Hub folder to write.", Path)}
-    add_command(app, "export", export, megatron | to_hub, flags(MegatronSourceSettings, HubSettings))
-    reshard_flags = flags(LayoutSettings, MegatronSourceSettings, MegatronSettings, without=("dtype", "ema"))
-    context = {"context": (typer.Context, Parameter.empty)}
-    add_command(app, "reshard", reshard, context | megatron | to_megatron, reshard_flags)
+    add_command(app, "export", export, megatron | to_hub, declared_parameters(MegatronSourceSettings, HubSettings))
+    add_command(
+        app,
+        "reshard",
+        reshard,
+        {"context": (typer.Context, Parameter.empty)} | megatron | to_megatron,
+        declared_parameters(LayoutSettings, MegatronSourceSettings, MegatronSettings, without=("dtype", "ema")),
+    )
     app.command("inspect", cls=ModelCommand)(inspect)
 
 
@@ -84,23 +88,6 @@ def argument(metavar: str, help: str, kind: type = str) -> tuple[Any, Any]:
     return Annotated[kind, typer.Argument(metavar=metavar, help=help)], Parameter.empty
 
 
-def flags(*settings: type, without: Iterable[str] = ()) -> Parameters:
-    """The parameters of a command that has the settings of these classes, each class's own before inherited ones."""
-    found: Parameters = {}
-    for each in settings:
-        for key in sorted(
-            options_of(each).keys() - set(without), key=[*each.__annotations__, *options_of(each)].index
-        ):
-            option = options_of(each)[key]
-            found[key] = (option_annotation(option), option.default)
-    return found
-
-
-def _chosen(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a command's flags that are settings of a class."""
-    return {key: values[key] for key in options_of(settings) if key in values}
-
-
 def import_(source: str, output: Path, as_json: bool, **values: Any) -> None:
     """Convert a Hub checkpoint to a Megatron checkpoint.
 
@@ -108,10 +95,10 @@ def import_(source: str, output: Path, as_json: bool, **values: Any) -> None:
     """
     from dlm_bridge.bridge import Bridge
 
-    layout = LayoutSettings(**_chosen(LayoutSettings, values)).layout
-    bridge = Bridge.from_hf(source, **_chosen(HubSourceSettings, values))
+    layout = LayoutSettings(**values_of(LayoutSettings, values)).layout
+    bridge = Bridge.from_hf(source, **values_of(HubSourceSettings, values))
     with progress_bar("importing") as progress:
-        report = bridge.to_megatron(output, layout, **_chosen(MegatronSettings, values), progress=progress)
+        report = bridge.to_megatron(output, layout, **values_of(MegatronSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
@@ -122,9 +109,9 @@ def export(source: str, output: Path, as_json: bool, **values: Any) -> None:
     """
     from dlm_bridge.bridge import Bridge
 
-    bridge = Bridge.from_megatron(source, **_chosen(MegatronSourceSettings, values))
+    bridge = Bridge.from_megatron(source, **values_of(MegatronSourceSettings, values))
     with progress_bar("exporting") as progress:
-        report = bridge.to_hf(output, **_chosen(HubSettings, values), progress=progress)
+        report = bridge.to_hf(output, **values_of(HubSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
@@ -135,16 +122,16 @@ def reshard(context: typer.Context, source: str, output: Path, as_json: bool, **
     """
     from dlm_bridge.bridge import Bridge
 
-    chosen = _chosen(LayoutSettings, values)
+    chosen = values_of(LayoutSettings, values)
     origins = [context.get_parameter_source(name) for name in chosen]
     if all(each is None or each.name == "DEFAULT" for each in origins):
         raise SettingError(
             "tp", "the new layout is missing: set `tp` and `pp`, such as `tp=2`; `tp=1` merges the ranks"
         )
     layout = LayoutSettings(**chosen).layout
-    bridge = Bridge.from_megatron(source, **_chosen(MegatronSourceSettings, values))
+    bridge = Bridge.from_megatron(source, **values_of(MegatronSourceSettings, values))
     with progress_bar("resharding") as progress:
-        report = bridge.to_megatron(output, layout, **_chosen(MegatronSettings, values), progress=progress)
+        report = bridge.to_megatron(output, layout, **values_of(MegatronSettings, values), progress=progress)
     show_report(report.as_dict(), as_json)
 
 
@@ -161,11 +148,6 @@ def inspect(
     from dlm_bridge.convert.inspect import inspect_checkpoint
 
     show_facts(inspect_checkpoint(path, revision, family).as_dict(), as_json)
-
-
-def parse_layout(tp: int, pp: int, vp: int, ep: int, etp: int | None, pipeline_split: str | None) -> Layout:
-    """Layout from the command-line options. Raises LayoutError."""
-    return LayoutSettings(tp, pp, vp, ep, etp, pipeline_split).layout
 
 
 @contextmanager

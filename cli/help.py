@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NAMES_WIDTH = 36  # columns for an option's names and metavar; the longest name has 30
-# Titles of panels that several commands share.
-LAYOUT, SOURCE, OUTPUT, RUNNING, LOADING = "Layout", "Source", "Output", "Running", "Loading"
+LAYOUT, LOADING = "Layout", "Loading"  # titles of panels that several commands share
 # Base of all usage errors (a missing argument, an unknown option or command), which Typer does not export.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -79,8 +78,11 @@ class Command(TyperCommand):
     """Command with a help page of two columns, names and explanations, which wrap. (Typer's page has six columns and
     truncates.) The error for an unknown option names the nearest one, including those that only --help-all shows."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
         _command[:] = [self]
+        return super().make_context(*arguments, **options)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for option in self.params:
             if len(option.opts) > 1 and not (getattr(option, "multiple", False) or getattr(option, "is_flag", False)):
                 given = dict(split_option(args, option.opts)[1])
@@ -154,7 +156,6 @@ class ModelCommand(Command):
         return ["--model", *super().flags]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _command[:] = [self]
         rest, given = split_option(args, ("--model",))
         models = [value for _, value in given]
         if rest[-1:] == ["--model"] and not ctx.resilient_parsing:
@@ -318,18 +319,6 @@ def cast_dtypes() -> list[str]:
     return list(CAST_DTYPES)
 
 
-def training_choices(key: str) -> Callable[[], Iterable[str]]:
-    """Choices of an option of `pretrain`, by its key."""
-
-    def choices() -> Iterable[str]:
-        from dlm_bridge.settings import options_of
-        from dlm_bridge.train.config import TrainConfig
-
-        return options_of(TrainConfig)[key].choices
-
-    return choices
-
-
 # Completions of options without declared choices, by key.
 COMPLETED = {
     "algorithm": sampler_names,
@@ -351,19 +340,26 @@ def with_parameters(command: Callable[..., None], parameters: Mapping[str, tuple
     return command
 
 
-def declared_parameters(config_class: type, names: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Parameters for `with_parameters`: options of a dataclass by field name, without `names` and options of
-    sections."""
-    return {
-        each.name: (option_annotation(each), ... if each.default is dataclasses.MISSING else each.default)
-        for each in options_of(config_class).values()
-        if not each.section and each.name not in names
-    }
+def declared_parameters(*classes: type, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Parameters for `with_parameters`: options of flat dataclasses, each class's own before inherited ones."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for config_class in classes:
+        options = options_of(config_class)
+        for name in sorted(options, key=[*config_class.__annotations__, *options].index):
+            if not options[name].section and name not in without:
+                default = options[name].default
+                found[name] = option_annotation(options[name]), ... if default is dataclasses.MISSING else default
+    return found
+
+
+def values_of(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a command's parameters that are options of the dataclass."""
+    return {name: given[name] for name in options_of(config_class) if name in given}
 
 
 def option_annotation(option: Option, help: str = "", task: str = "") -> Any:
     """Typer's annotation of a declared option, in the panel of its section, with the default of `task`."""
-    help = re.sub(r"`(\w+)`", lambda name: f"--{name[1].replace('_', '-')}", help or option.help)
+    help = help or option.help
     is_bool = bool in (option.type, *typing.get_args(option.type))
     names = [f"{option.flag}/{option.negative}"] if is_bool and option.negative else list(option.flags)
     default = option.default_for(task)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
+from dlm_bridge.cli.help import declared_parameters
 from dlm_bridge.convert.settings import ToDlmSettings, UpcycleSettings
 
 
@@ -16,10 +17,10 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     output = {"output": convert.argument("OUT", "The Hub folder to write.", Path)}
     source = {"source": convert.argument("AR_HF", "Hub folder or Hub id of an autoregressive family.")}
-    convert.add_command(app, "convert-to-dlm", convert_to_dlm, source | output, convert.flags(ToDlmSettings))
+    convert.add_command(app, "convert-to-dlm", convert_to_dlm, source | output, declared_parameters(ToDlmSettings))
     source = {"source": convert.argument("DENSE_HF", "Hub folder or Hub id of a dense model.")}
     experts = Annotated[int, typer.Option(metavar="N", help="Number of copies of each MLP.")]
-    options = {"experts": (experts, Parameter.empty)} | convert.flags(UpcycleSettings)
+    options = {"experts": (experts, Parameter.empty)} | declared_parameters(UpcycleSettings)
     convert.add_command(app, "upcycle", upcycle, source | output, options)
 
 

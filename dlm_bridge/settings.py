@@ -154,9 +154,16 @@ def check_option(option: Option, value: Any, task: str, values: Mapping[str, Any
             raise SettingError(option.name, f"needs `{other}{'' if needed is None else f'={needed}'}`")
 
 
+def check_values(settings: Any) -> None:
+    """Raise SettingError for the first option of a flat dataclass whose value `check_value` refuses."""
+    for each in options_of(type(settings)).values():
+        check_value(each, getattr(settings, each.name))
+
+
 def check_value(option: Option, value: Any) -> None:
-    """Raise SettingError for a value that is not among the option's choices or out of its range."""
-    if option.choices and value is not None:
+    """Raise SettingError for a value that is not among the option's choices or out of its range. None is a value only
+    of options whose type says so."""
+    if option.choices and not (value is None and type(None) in typing.get_args(option.type)):
         check_choice(option.name, value, option.choices)
     if isinstance(value, int | float) and not isinstance(value, bool) and not in_range(option, value):
         raise SettingError(option.name, f"must be {range_text(option)}, not {value}")

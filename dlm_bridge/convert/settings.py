@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_bridge.convert.workers import Progress, check_processes
 from dlm_bridge.errors import LayoutError, SettingError
-from dlm_bridge.mapping.dtypes import CAST_DTYPES, parse_dtype, parse_size
+from dlm_bridge.mapping.dtypes import check_dtype, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
-from dlm_bridge.settings import check_choice, check_minimum, check_value, option, options_of
+from dlm_bridge.settings import check_minimum, check_values, option, options_of
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ class ConversionSettings:
         SettingError: a value is refused.
     """
 
-    dtype: CastDtype = _output("keep", "Cast the weights: keep, bf16, fp16 or fp32.", choices=tuple(CAST_DTYPES))
+    dtype: CastDtype = _output("keep", "Cast the weights: keep, bf16, fp16 or fp32.")
     workers: int | None = _running(None, "Number of threads. Default: one per core, at most 8.", minimum=1)
     processes: int = _running(
         1,
@@ -135,12 +135,8 @@ class ConversionSettings:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        for each in options_of(type(self)).values():
-            value = getattr(self, each.name)
-            if not each.choices:
-                check_value(each, value)
-            elif each.name != "dtype" or isinstance(value, str):  # `dtype` may be None or torch's
-                check_choice(each.name, value, each.choices)
+        check_values(self)
+        check_dtype(self.dtype)
         check_processes(self.processes)
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import MissingExtraError, SettingError
-from dlm_bridge.settings import check_value, option, options_of
+from dlm_bridge.settings import check_values, option
 
 SINGLE_ANSWER = ("num_return_sequences", "infill", "span_lengths")  # settings of `generate` that tasks do not support
 _option = functools.partial(option, common=True)
@@ -45,18 +45,18 @@ class EvaluationOptions:
     )
     perplexity: Path | None = _option(None, "Text file whose perplexity is measured.", metavar="FILE")
     output: Path | None = _option(None, "Write results.json and samples.jsonl.", metavar="DIR")
-    overwrite: bool = _option(False, "Replace the results in `output`.", negative=None)
-    resume: bool = _option(False, "Continue an interrupted evaluation in `output`.", negative=None)
+    overwrite: bool = _option(False, "Replace the results in --output.", negative=None)
+    resume: bool = _option(False, "Continue an interrupted evaluation in --output.", negative=None)
     limit: int | None = _measuring(None, "Maximum documents per task, and windows of a text.", minimum=1)
     shots: int | None = _measuring(None, "Few-shot examples per prompt. Default: the task's.", minimum=0)
     chat: bool = _measuring(False, "Format prompts with the tokenizer's chat template.", negative=None)
     system: str | None = _measuring(None, "System message.", metavar="TEXT")
     fewshot_as_multiturn: bool | None = _measuring(
-        None, "With `chat`: few-shot examples are turns of the chat (default)."
+        None, "With --chat: few-shot examples are turns of the chat (default)."
     )
     chat_template_args: dict[str, Any] = _measuring(
         {},
-        "With `chat`: a variable of the chat template, such as enable_thinking=false. Repeatable.",
+        "With --chat: a variable of the chat template, such as enable_thinking=false. Repeatable.",
         metavar="KEY=VALUE",
     )
     confirm_run_unsafe_code: bool = _measuring(
@@ -67,14 +67,13 @@ class EvaluationOptions:
         8, "Rows per forward pass; auto: as many as fit into memory.", minimum=1, metavar="N|auto"
     )
     max_length: int = _measuring(2048, "Maximum tokens of a prompt and its answer.", minimum=2)
-    window: int = _measuring(1024, "Tokens per window of `perplexity`.", minimum=2)
+    window: int = _measuring(1024, "Tokens per window of --perplexity.", minimum=2)
     seed: int = _measuring(0, "Seed of the noise, the few-shot examples and the sampler.", minimum=0)
     set: dict[str, Any] = _measuring({}, "A setting of generate, such as steps=64. Repeatable.", metavar="NAME=VALUE")
 
     def check(self) -> None:
         """Raise SettingError or MissingExtraError for settings that are invalid for every model."""
-        for each in options_of(type(self)).values():
-            check_value(each, getattr(self, each.name))
+        check_values(self)
         if not self.tasks and self.perplexity is None:
             raise SettingError("tasks", "nothing to evaluate: set `tasks` or `perplexity`")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:

@@ -46,11 +46,17 @@ def torch_dtype(stored: str) -> torch.dtype:
     return dtype
 
 
+def check_dtype(choice: str | torch.dtype | None) -> None:
+    """Raise SettingError for a name that `parse_dtype` does not know; does not import torch."""
+    if isinstance(choice, str):
+        check_choice("dtype", choice, CAST_DTYPES)
+
+
 def parse_dtype(choice: str | torch.dtype | None) -> torch.dtype | None:
     """torch's dtype for a value of the setting `dtype`, None for "keep". Raises SettingError."""
+    check_dtype(choice)
     if choice is None or not isinstance(choice, str):
         return choice
-    check_choice("dtype", choice, CAST_DTYPES)
     import torch
 
     name = CAST_DTYPES[choice]

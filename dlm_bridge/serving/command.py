@@ -37,7 +37,7 @@ def register_app(app: typer.Typer) -> None:
 
 
 def _add(app: typer.Typer, name: str, command: Any, options: type) -> None:
-    parameters = {"model": (Model, inspect.Parameter.empty), **declared_parameters(options, NOT_OFFERED)}
+    parameters = {"model": (Model, inspect.Parameter.empty), **declared_parameters(options, without=NOT_OFFERED)}
     app.command(name, cls=ModelCommand)(with_parameters(command, parameters))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dlm_bridge.settings import LoadingOptions, check_value, common_option, options_of
+from dlm_bridge.settings import LoadingOptions, check_values, common_option
 
 _limit_option = functools.partial(common_option, panel="Limits")
 
@@ -17,8 +17,7 @@ class AppOptions(LoadingOptions):
     port: int = common_option(7860, "The page is at http://127.0.0.1:PORT.", minimum=1, maximum=65535)
 
     def __post_init__(self) -> None:
-        for each in options_of(type(self)).values():
-            check_value(each, getattr(self, each.name))
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True)
