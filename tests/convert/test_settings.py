@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.settings import (
     HubSettings,
     HubSourceSettings,
@@ -58,6 +58,8 @@ def test_averaged_is_another_name_of_ema(capsys: pytest.CaptureFixture[str], tmp
         (MegatronSettings, {"format": "zip"}, "format"),
         (MegatronSettings, {"key_style": "x"}, "key_style"),
         (MegatronSettings, {"key_style": None}, "key_style"),
+        (MegatronSettings, {"format": None}, "format"),
+        (MegatronSettings, {"dtype": "int8"}, "dtype"),
         (MegatronSettings, {"vocab_multiple": 0}, "vocab_multiple"),
         (HubSettings, {"shard_size": 0}, "shard_size"),
         (HubSettings, {"workers": 0}, "workers"),
@@ -71,7 +73,7 @@ def test_refused_values(settings: type, values: dict[str, Any], field: str) -> N
 
 @pytest.mark.parametrize("size", ["x", "5XB", "-1", "0", "0.1B", "iB"])
 def test_refused_shard_sizes(size: str) -> None:
-    with pytest.raises(DlmBridgeError):
+    with refused(SettingError, "shard_size"):
         HubSettings(shard_size=size)
 
 
