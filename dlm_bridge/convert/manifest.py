@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 import xxhash
 
 from dlm_bridge.convert.formats.hub_weights import ShardRecord
+from dlm_bridge.convert.settings import Progress
 from dlm_bridge.convert.streaming import Sink, tensor_bands
-from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
+from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
 from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
