@@ -60,9 +60,7 @@ def convert_to_dlm(
         CheckpointError: the source is damaged, or has no tokenizer.json.
     """
     chosen = settings_from(ToDlmSettings, mask_token=mask_token, to=to, **settings)
-    opened = open_hub(
-        os.fspath(source), chosen.revision, chosen.family, chosen.dequantize_fp8, chosen.dequantize_mxfp4
-    )
+    opened = open_hub(source, chosen)
     target = _target(opened, chosen.to)
     if chosen.block_size is not None and target.attention_pattern != "block_causal":
         raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
