@@ -442,7 +442,8 @@ class Mapping:
 
     rules: tuple[Rule, ...]
     dims: Callable[[dict[str, Any]], Dims]  # reads config.json's dict; raises CheckpointError for unsupported settings
-    # Reads megatron-core's keyword arguments (see parallel/) from config.json's dict; not called with `engine_lacks`.
+    # Reads megatron-core's keyword arguments (see parallel/) from config.json's dict; not called with `hub_only`
+    # or `engine_lacks`.
     transformer: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
     passthrough: tuple[Passthrough, ...] = ()
     hub_only: str = ""  # the reason why Megatron's formats cannot store the model, if they cannot
