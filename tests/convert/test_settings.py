@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.settings import (
     HubSettings,
     HubSourceSettings,
@@ -71,7 +71,7 @@ def test_refused_values(settings: type, values: dict[str, Any], field: str) -> N
 
 @pytest.mark.parametrize("size", ["x", "5XB", "-1", "0", "0.1B", "iB"])
 def test_refused_shard_sizes(size: str) -> None:
-    with pytest.raises(DlmBridgeError):
+    with refused(SettingError, "shard_size"):
         HubSettings(shard_size=size)
 
 
