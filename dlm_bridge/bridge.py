@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,15 +58,7 @@ class Bridge:
             settings: the other fields of `HubSourceSettings`.
         """
         chosen = settings_from(HubSourceSettings, revision=revision, family=family, **settings)
-        return cls(
-            open_hub(
-                os.fspath(path_or_id),
-                chosen.revision,
-                chosen.family,
-                chosen.dequantize_fp8,
-                chosen.dequantize_mxfp4,
-            )
-        )
+        return cls(open_hub(path_or_id, chosen))
 
     @classmethod
     def from_model(cls, hf_model: PreTrainedModel, family: str | None = None) -> Bridge:

@@ -17,7 +17,7 @@ DlmBridgeError             base of all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,11 +67,9 @@ class ChangedTensorsError(DlmBridgeError):
 
     def __init__(self, field: object, names: Iterable[str]) -> None:
         self.names = sorted(names)
-        shown = ", ".join(self.names[:3])
-        more = f" (and {len(self.names) - 3} more)" if len(self.names) > 3 else ""
         super().__init__(
             field,
-            f"differs from its recorded digests in {shown}{more}: restore what is damaged, or set "
+            f"differs from its recorded digests in {first_of(self.names, 3)}: restore what is damaged, or set "
             "`accept_changed_tensors` if it was changed on purpose",
         )
 
@@ -108,8 +106,7 @@ class RowError(DlmBridgeError):
     def __init__(self, reason: str, rows: Iterable[Any] = ()) -> None:
         self.rows = tuple(rows)
         names = [f"row {row}" if isinstance(row, int) else str(row) for row in self.rows]
-        more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-        super().__init__(f"{', '.join(names[:3])}{more}" if names else None, reason)
+        super().__init__(_first(names, 3), reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.reason, self.rows)
@@ -152,8 +149,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def first_of(names: Iterable[str]) -> str:
-    """Format names as "a (and 3 more)"."""
-    found = sorted(names)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{found[0]}{more}"
+def first_of(names: Iterable[str], count: int = 1) -> str:
+    """Format the first `count` names in alphabetical order, such as "a (and 3 more)"."""
+    return _first(sorted(names), count)
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    more = f" (and {len(names) - count} more)" if len(names) > count else ""
+    return f"{', '.join(names[:count])}{more}"

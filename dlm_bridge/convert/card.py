@@ -92,7 +92,7 @@ def _card(
         parts.append(_converted(manifest))
     if run is not None:
         parts.append(_trained(run))
-    parts.append(_usage(place, family, base, adapter))
+    parts.append(_usage(place, family, adapter))
     metadata = yaml.safe_dump(known, sort_keys=False, allow_unicode=True)
     return f"---\n{metadata}---\n\n" + "\n\n".join(parts) + "\n"
 
@@ -198,7 +198,7 @@ def _trained(run: dict[str, Any]) -> str:
     return "\n".join(["## Training", "", "| setting | value |", "|---|---|", *lines])
 
 
-def _usage(place: str, family: FamilySpec | None, base: str | None, adapter: dict[str, Any] | None) -> str:
+def _usage(place: str, family: FamilySpec | None, adapter: dict[str, Any] | None) -> str:
     own = family is not None and not family.native
     lines = ["import dlm_bridge  # registers the model with transformers"] if own else []
     if adapter is not None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 import xxhash
 
 from dlm_bridge.convert.formats.hub_weights import ShardRecord
+from dlm_bridge.convert.settings import Progress
 from dlm_bridge.convert.streaming import Sink, tensor_bands
-from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
-from dlm_bridge.errors import CheckpointError, DlmBridgeError, one_line
+from dlm_bridge.convert.workers import run_tasks, worker_count
+from dlm_bridge.errors import CheckpointError, DlmBridgeError, first_of, one_line
 from dlm_bridge.files.reading import bytes_digest, file_digest, read_json
 from dlm_bridge.hub import CONFIG_FILE, HUB_ID, checkpoint_folder, from_hub, read_config
 from dlm_bridge.mapping.dtypes import STORED_DTYPES, cast, dtype_name
@@ -92,7 +93,7 @@ class Manifest:
         """Report note on accepted changes of the source, if any."""
         if not self.changed:
             return []
-        names = _some(self.changed)
+        names = first_of(self.changed, _NAMED)
         return [f"the source differed from its recorded digests (`accept_changed_tensors`): {names}"]
 
     def write(self, folder: Path) -> None:
@@ -107,7 +108,7 @@ def non_finite_note(counts: Mapping[str, int]) -> list[str]:
     found = {name: count for name, count in counts.items() if count}
     if not found:
         return []
-    counted = _some(f"{name} ({count:,})" for name, count in found.items())
+    counted = first_of((f"{name} ({count:,})" for name, count in found.items()), _NAMED)
     return [f"{sum(found.values()):,} values are NaN or infinite: {counted}"]
 
 
@@ -289,13 +290,6 @@ def record_of(tensor: torch.Tensor) -> TensorRecord:
         for _, band in tensor_bands(tensor.contiguous()):
             sink.take(band.reshape(-1).data)
     return TensorRecord(dtype_name(tensor.dtype), tuple(tensor.shape), sink.digest.hexdigest(), sink.non_finite)
-
-
-def _some(names: Iterable[str]) -> str:
-    """Format the first names and the number of names."""
-    found = sorted(names)
-    more = f" ... ({len(found)} in all)" if len(found) > _NAMED else ""
-    return f"{', '.join(found[:_NAMED])}{more}"
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,8 @@ class RunSettings:
 
 def read_settings(root: Path, iteration: Path, common: Mapping[str, Any]) -> RunSettings | None:
     """Settings that a checkpoint was saved with; None if it has none. Raises CheckpointError."""
-    for path in (iteration / RUN_CONFIG, root / RUN_CONFIG):
-        if path.is_file():
-            return RunSettings(_from_run_config(path), RUN_CONFIG)
+    if (path := find_run_config(root, iteration)) is not None:
+        return RunSettings(_from_run_config(path), RUN_CONFIG)
     args = common.get("args")
     return RunSettings(_from_args(args), "args") if isinstance(args, Mapping) and "num_layers" in args else None
 
@@ -278,6 +277,11 @@ def _from_args(args: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("disable_bias_linear") is not None:
         values["add_bias_linear"] = not values["disable_bias_linear"]
     return values
+
+
+def find_run_config(root: Path, iteration: Path) -> Path | None:
+    """Path of a checkpoint's run_config.yaml; the iteration's own is preferred."""
+    return next((path for path in (iteration / RUN_CONFIG, root / RUN_CONFIG) if path.is_file()), None)
 
 
 def read_run_config(path: Path, section: str, key: str) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlm_bridge.convert.workers import Progress, check_processes
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.dtypes import check_dtype, parse_dtype, parse_size
 from dlm_bridge.mapping.layout import Layout, parse_pipeline_split
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 else:  # the types of flags
     CastDtype = ByteSize = PathText = str | None
 
+Progress = Callable[[int, int], None]  # (bytes just written, total bytes); called from any thread
 FORMATS = ("torch_dist", "torch")
 KEY_STYLES = ("te", "te-sequential", "local")
 S = TypeVar("S")
@@ -258,6 +259,14 @@ class UpcycleSettings(NewModelSettings):
     top_k: int = option(2, "Copies per token.", metavar="K", minimum=1, common=True)
     granularity: int = option(1, "Experts per copy, a power of two.", metavar="G", minimum=1, common=True)
     shard_size: ByteSize = _output(None, "Largest weight file. Default: 5GB.", metavar="SIZE")
+
+
+def check_processes(processes: int) -> None:
+    """Raise SettingError if this process cannot be forked."""
+    if processes > 1 and not hasattr(os, "fork"):
+        raise SettingError("processes", f"{processes}: this system cannot fork processes: use `workers`")
+    if processes > 1 and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        raise SettingError("processes", f"{processes}: a process that uses CUDA cannot be forked: use `workers`")
 
 
 def settings_from(cls: type[S], **values: Any) -> S:

@@ -60,9 +60,7 @@ def convert_to_dlm(
         CheckpointError: the source is damaged, or has no tokenizer.json.
     """
     chosen = settings_from(ToDlmSettings, mask_token=mask_token, to=to, **settings)
-    opened = open_hub(
-        os.fspath(source), chosen.revision, chosen.family, chosen.dequantize_fp8, chosen.dequantize_mxfp4
-    )
+    opened = open_hub(source, chosen)
     target = _target(opened, chosen.to)
     if chosen.block_size is not None and target.attention_pattern != "block_causal":
         raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
@@ -220,12 +218,12 @@ def find_mask_token(folder: Path, text: str | None) -> MaskToken:
     config = _read_json(folder, _TOKENIZER_CONFIG)
     own = _token_text(config.get("mask_token"))
     wanted, text = text, own or text or DEFAULT
+    if wanted not in (None, text):
+        raise SettingError("mask_token", f"{wanted} is not the tokenizer's own mask token, {own}: omit it")
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     number = tokenizer.token_to_id(text)
-    if wanted not in (None, text) or (number is not None and text not in special):
-        ordinary = "an ordinary token of the vocabulary: name a new or special token"
-        why = ordinary if wanted in (None, text) else f"not the tokenizer's own mask token, {own}: omit it"
-        raise SettingError("mask_token", f"{wanted or text} is {why}")
+    if number is not None and text not in special:
+        raise SettingError("mask_token", f"{text} is an ordinary token of the vocabulary: name a new or special token")
     added = number is None
     files = {}
     if added:

@@ -105,9 +105,7 @@ def upcycle(
         CheckpointError: the source is damaged.
     """
     chosen = settings_from(UpcycleSettings, **settings)
-    opened = open_hub(
-        os.fspath(source), chosen.revision, chosen.family, chosen.dequantize_fp8, chosen.dequantize_mxfp4
-    )
+    opened = open_hub(source, chosen)
     known = targets()
     if opened.family.name not in known:
         raise SettingError(

@@ -28,8 +28,9 @@ from dlm_bridge.convert.manifest import (
     read_manifest,
     record_of,
 )
+from dlm_bridge.convert.settings import Progress
 from dlm_bridge.convert.streaming import count_non_finite, raw_bytes
-from dlm_bridge.convert.workers import Progress, run_tasks, worker_count
+from dlm_bridge.convert.workers import run_tasks, worker_count
 from dlm_bridge.errors import ChangedTensorsError, CheckpointError, DlmBridgeError
 from dlm_bridge.files.reading import file_digest
 from dlm_bridge.hub import checkpoint_folder

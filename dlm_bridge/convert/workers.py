@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing import connection, get_context
 from typing import TYPE_CHECKING, Any
 
-from dlm_bridge.errors import DlmBridgeError, SettingError, WorkerError
+from dlm_bridge.errors import DlmBridgeError, WorkerError
 from dlm_bridge.files.reading import gc_paused
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked
 from dlm_bridge.settings import check_minimum
@@ -26,7 +25,6 @@ from dlm_bridge.settings import check_minimum
 if TYPE_CHECKING:
     import torch  # imported where tensors are moved
 
-Progress = Callable[[int, int], None]  # (bytes just written, total bytes); called from any thread
 FLOOR = 512 << 20  # bytes that concurrent tasks may always hold
 _SMALL = 1 << 20  # bytes; the process's allocator reuses smaller blocks itself
 _HUGE_PAGE = 2 << 20
@@ -72,14 +70,6 @@ def run_tasks(tasks: Sequence[tuple[int, Callable[[], None]]], workers: int) -> 
     finally:
         stop.set()
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def check_processes(processes: int) -> None:
-    """Raise SettingError if this process cannot be forked."""
-    if processes > 1 and "fork" not in get_all_start_methods():
-        raise SettingError("processes", f"{processes}: this system cannot fork processes: use `workers`")
-    if processes > 1 and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        raise SettingError("processes", f"{processes}: a process that uses CUDA cannot be forked: use `workers`")
 
 
 def run_forked(

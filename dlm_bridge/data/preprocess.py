@@ -27,7 +27,7 @@ from dlm_bridge.processes import end_with_parent, leave_inherited, signals_block
 from dlm_bridge.settings import check_minimum
 
 if TYPE_CHECKING:
-    from dlm_bridge.convert.workers import Progress
+    from dlm_bridge.convert.settings import Progress
 
 CHUNK = 1 << 20  # bytes of text that a process tokenises at once
 CHECKPOINT_EVERY = 64  # chunks, after which an interrupted run resumes

@@ -218,7 +218,8 @@ def replaced_file(path: Path, remedy: str | None = None) -> Iterator[Path]:
 def check_new_file(path: Path, overwrite: bool) -> None:
     """Raise SettingError if `path` exists, unless it is a file and `overwrite`."""
     if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise SettingError("output", f"{path} exists: choose another name" + _or_overwrite(overwrite))
+        remedy = "choose another name" if overwrite else "choose another name or set `overwrite`"
+        raise SettingError("output", f"{path} exists: {remedy}")
 
 
 def append_line(file: io.FileIO, line: str) -> None:
@@ -237,17 +238,13 @@ def check_output(output: Path, sources: Sequence[Path], overwrite: bool) -> None
     if not os.path.lexists(output):
         return
     if not overwrite:
-        raise SettingError("output", f"{output} exists: choose another name{_or_overwrite(False)}")
+        raise SettingError("output", f"{output} exists: choose another name or set `overwrite`")
     if output.is_symlink() or not output.is_dir():
         raise SettingError("output", f"{output} is not a folder, which `overwrite` does not replace: remove it first")
     if real == Path.cwd() or real in Path.cwd().parents or output.is_mount():
         raise SettingError(
             "output", f"{output} is in use (the working folder or a mount), which `overwrite` does not replace"
         )
-
-
-def _or_overwrite(overwrite: bool) -> str:
-    return "" if overwrite else " or set `overwrite`"
 
 
 def sync_tree(folder: Path) -> None:

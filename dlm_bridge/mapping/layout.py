@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlm_bridge.errors import LayoutError, SettingError
-from dlm_bridge.mapping.rules import Dims
+from dlm_bridge.mapping.rules import QUERY_GROUPS, Dims, check_divides
 from dlm_bridge.settings import check_choice
 
 # Values of `cp_comm_type`: megatron-core's names.
@@ -106,12 +106,12 @@ class Layout:
             raise LayoutError("ep" if self.ep > 1 else "etp", "the model has no experts: leave `ep` and `etp` out")
         for field, ranks, what, size in (
             ("ep", self.ep, "experts", dims.experts),
-            ("tp", self.tp, "query groups (key/value heads)", dims.groups),
+            ("tp", self.tp, QUERY_GROUPS, dims.groups),
             ("tp", self.tp, "rows of the MLP", 0 if dims.experts and not dims.dense_layers else dims.ffn),
             ("tp", self.tp, "rows of the shared expert", dims.shared_ffn),
             ("tp" if self.etp is None else "etp", self.expert_tp, "rows of an expert", dims.moe_ffn),
         ):
-            _check_divides(field, ranks, size, what)
+            check_divides(field, ranks, size, what)
         self.stages(dims.layers)
 
     def check_optimizer_instances(self, instances: int, ranks: int, fsdp: bool = False) -> None:
@@ -121,7 +121,7 @@ class Layout:
             (ranks // (self.tp * self.pp), "data and context parallel ranks"),
             (ranks // (self.pp * self.ep * self.expert_tp), "data parallel ranks of experts"),
         ):
-            _check_divides("optimizer_instances", instances, size, what)
+            check_divides("optimizer_instances", instances, size, what)
             if fsdp and size == instances > 1:
                 raise LayoutError(
                     "optimizer_instances",
@@ -207,7 +207,7 @@ class ContextParallelConfig:
         if self.cp == 1 or self.cp_comm_type not in ("a2a", "a2a+p2p"):
             return
         ranks = self.hierarchical_cp_sizes[0] if self.hierarchical_cp_sizes else self.cp
-        for what, heads in (("attention heads", dims.heads), ("query groups (key/value heads)", dims.groups)):
+        for what, heads in (("attention heads", dims.heads), (QUERY_GROUPS, dims.groups)):
             if heads // layout.tp % ranks:
                 raise LayoutError(
                     "cp_comm_type",
@@ -248,13 +248,6 @@ def parse_pipeline_split(text: str, pp: int, vp: int = 1) -> dict[str, Any]:
     if any(size % vp for size in sizes):
         raise LayoutError(SPLIT, f"{text}: `vp={vp}` must divide the layers of every stage")
     return {"pipeline": layout_string([size // vp for size in sizes] * vp)}
-
-
-def _check_divides(field: str, ranks: int, size: int, what: str) -> None:
-    """Raise LayoutError, with the divisors, if the setting `field` with the value `ranks` does not divide `size`."""
-    if size % ranks:
-        fitting = ", ".join(str(n) for n in range(1, min(size, 512) + 1) if size % n == 0)
-        raise LayoutError(field, f"{ranks} does not divide the {size} {what}: choose one of {fitting}")
 
 
 def parse_layout_string(text: str) -> list[str]:

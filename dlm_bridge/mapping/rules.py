@@ -22,6 +22,8 @@ from dlm_bridge.errors import CheckpointError, DlmBridgeError, LayoutError, Sett
 if TYPE_CHECKING:
     import torch  # imported on first use, because a family's table does not need it
 
+QUERY_GROUPS = "query groups (key/value heads)"  # in errors
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -130,11 +132,17 @@ class Rule(ABC):
         if self.tp_axis is None:
             return
         for length in self.segments(dims):
-            if length % tp:
-                raise LayoutError("tp", f"{tp} does not divide {length}, the size that it splits in {self.megatron}")
+            check_divides("tp", tp, length, f"rows or columns that it splits in {self.megatron}")
 
     def holds(self, dims: Dims, layer: int | None = None) -> bool:
         return holds(self.when, dims, layer)
+
+
+def check_divides(field: str, ranks: int, size: int, what: str) -> None:
+    """Raise LayoutError, with the divisors, if the setting `field` with the value `ranks` does not divide `size`."""
+    if size % ranks:
+        fitting = ", ".join(str(n) for n in range(1, min(size, 512) + 1) if size % n == 0)
+        raise LayoutError(field, f"{ranks} does not divide the {size} {what}: choose one of {fitting}")
 
 
 def holds(when: str, dims: Dims, layer: int | None = None) -> bool:
@@ -242,10 +250,7 @@ class QKV(Rule):
 
     def check_tp(self, tp: int, dims: Dims) -> None:
         (groups,) = dims.shape(self.groups)
-        if groups % tp:
-            raise LayoutError(
-                "tp", f"{tp} does not divide the {groups} query groups (key/value heads): choose a divisor of {groups}"
-            )
+        check_divides("tp", tp, groups, QUERY_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -437,7 +442,8 @@ class Mapping:
 
     rules: tuple[Rule, ...]
     dims: Callable[[dict[str, Any]], Dims]  # reads config.json's dict; raises CheckpointError for unsupported settings
-    # Reads megatron-core's keyword arguments (see parallel/) from config.json's dict; not called with `engine_lacks`.
+    # Reads megatron-core's keyword arguments (see parallel/) from config.json's dict; not called with `hub_only`
+    # or `engine_lacks`.
     transformer: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
     passthrough: tuple[Passthrough, ...] = ()
     hub_only: str = ""  # the reason why Megatron's formats cannot store the model, if they cannot

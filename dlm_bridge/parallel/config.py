@@ -65,8 +65,6 @@ def model_config(
         raise SettingError(
             "mtp_num_layers", f"{predicting}, but the model has {dims.mtp} multi-token prediction layers"
         )
-    if mapping.hub_only:
-        raise SettingError("engine", f"megatron-core cannot represent this model: {mapping.hub_only}")
     described = mapping.settings(config)
     if described.get("add_bias_linear") and dims.experts and layout.expert_tp > 1:
         raise LayoutError(

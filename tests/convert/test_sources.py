@@ -16,11 +16,14 @@ import torch
 from huggingface_hub import constants
 
 from dlm_bridge import Bridge, DlmBridgeError, Layout
+from dlm_bridge.convert.formats.hub_weights import HubReader
 from dlm_bridge.convert.inspect import inspect_checkpoint
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.processes import leave_inherited
 from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, run_cli, same, tree
+from tests.refusals import refused
 
 Capture = pytest.CaptureFixture[str]
 
@@ -94,6 +97,12 @@ def test_bad_pickled_weights(llada: Path, tmp_path: Path, capsys: Capture, chang
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_pickled_tensor_is_not_a_weight_file(tmp_path: Path) -> None:
+    torch.save(torch.ones(2, 3), tmp_path / "pytorch_model.bin")
+    with refused(CheckpointError, tmp_path / "pytorch_model.bin"):
+        HubReader(tmp_path)
 
 
 def test_pickled_weights_of_old_torch_and_cut_ones(llada: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dlm_bridge.convert.checkpoint import Checkpoint
 from dlm_bridge.convert.checkpoints.huggingface import HUB_FOLDER, HubCheckpoint, open_hub
+from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.reading import check_plain_files, gc_paused
 from dlm_bridge.hub import CONFIG_FILE, TRACKER, checkpoint_folder
@@ -46,7 +47,7 @@ def find_checkpoint(path: PathLike, revision: str | None = None, family: str | N
     folder = checkpoint_folder(path)
     kind, iteration = _kind(folder)
     if kind is None or kind is HubCheckpoint:
-        return open_hub(os.fspath(folder), revision, family)
+        return open_hub(folder, HubSourceSettings(revision=revision, family=family))
     return kind.open(folder, iteration, family)
 
 
@@ -88,7 +89,7 @@ def open_megatron(
         else:
             why = f"it has no {TRACKER}" if root.is_dir() else "not a folder" if root.exists() else "no such folder"
         raise CheckpointError(root, f"is not a Megatron checkpoint: {why}")
-    twin = None if like is None else open_hub(os.fspath(like), family=family)
+    twin = None if like is None else open_hub(like, HubSourceSettings(family=family))
     checkpoint = find_checkpoint(root, family=family)
     if averaged:
         checkpoint.use_averages()

@@ -81,7 +81,7 @@ class DcpCheckpoint(ByNameCheckpoint):
 
     @cached_property
     def _stored(self) -> dict[str, TensorSpec]:  # type: ignore[override]
-        return {name: self._spec(name, place) for name, place in self._places.items()}
+        return {name: self._spec(place) for name, place in self._places.items()}
 
     def check(self) -> list[str]:
         notes = super().check()
@@ -103,7 +103,7 @@ class DcpCheckpoint(ByNameCheckpoint):
         rows = self._reader.read(place.key, (place.expert,), (place.row + shape[0], *shape[1:]))
         return rows[place.row :]
 
-    def _spec(self, name: str, place: _Location) -> TensorSpec:
+    def _spec(self, place: _Location) -> TensorSpec:
         dtype, shape = self._reader.dtype(place.key), self._reader.tensor(place.key).shape
         if place.expert is None:
             return dtype, shape

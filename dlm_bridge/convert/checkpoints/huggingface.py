@@ -27,6 +27,7 @@ from dlm_bridge.convert.formats.hub_weights import (
     index_text,
 )
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, ChangedFile, Manifest, TensorRecord, record_of
+from dlm_bridge.convert.settings import HubSourceSettings
 from dlm_bridge.convert.streaming import FileRegion, SliceRange
 from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.files.reading import file_digest, gc_paused
@@ -246,24 +247,19 @@ def json_bytes(value: dict[str, Any]) -> bytes:
 
 
 @gc_paused()
-def open_hub(
-    name: str | Path,
-    revision: str | None = None,
-    family: str | None = None,
-    dequantize_fp8: bool = False,
-    dequantize_mxfp4: bool = False,
-) -> HubCheckpoint:
+def open_hub(name: str | os.PathLike[str], settings: HubSourceSettings) -> HubCheckpoint:
     """Open a local folder or a Hub id. Raises CheckpointError and SettingError."""
-    folder = resolve(name, revision)
+    folder = resolve(name, settings.revision)
     if not (folder / CONFIG_FILE).exists():
         for file, what in _OTHER_KINDS.items():
             if (folder / file).is_file():
                 raise CheckpointError(folder, f"has no {CONFIG_FILE}: it is {what}")
     is_local = Path(name).expanduser().is_dir()
-    source = {"name": str(folder.absolute()) if is_local else str(name), "revision": revision}
+    source = {"name": str(folder.absolute()) if is_local else os.fspath(name), "revision": settings.revision}
     if folder.parent.name == "snapshots":  # in the Hub's cache a snapshot's name is its commit
         source["revision"] = folder.name
-    return HubCheckpoint(folder, family, source, dequantize_fp8, dequantize_mxfp4).bind()
+    checkpoint = HubCheckpoint(folder, settings.family, source, settings.dequantize_fp8, settings.dequantize_mxfp4)
+    return checkpoint.bind()
 
 
 @dataclass(frozen=True)

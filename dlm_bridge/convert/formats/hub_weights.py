@@ -184,8 +184,10 @@ def read_bin(path: Path) -> SafetensorsFile:
     from dlm_bridge.mapping.dtypes import SAFETENSORS_NAMES
 
     content = read_torch_file(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(path, "is not a dict of tensors")
     entries = []
-    for name, tensor in content.items() if isinstance(content, Mapping) else [(path.name, content)]:
+    for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, FileTensor):
             raise CheckpointError(path, f"{name!r} is not a tensor: a weight file is a dict of tensors")
         if tensor.dtype not in SAFETENSORS_NAMES:

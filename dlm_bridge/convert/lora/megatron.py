@@ -47,7 +47,7 @@ from dlm_bridge.convert.lora.peft import (
 from dlm_bridge.convert.lora.tensors import STYLES, AdapterTensor, Style, adapter_tensors, possible_tensors
 from dlm_bridge.convert.manifest import ChangedFile
 from dlm_bridge.convert.optimizer_state import is_training_state
-from dlm_bridge.convert.run_settings import RUN_CONFIG, read_run_config
+from dlm_bridge.convert.run_settings import RUN_CONFIG, find_run_config, read_run_config
 from dlm_bridge.convert.streaming import digest, tensor_bands
 from dlm_bridge.errors import CheckpointError, SettingError, first_of
 from dlm_bridge.files.atomic import atomic_output
@@ -357,7 +357,7 @@ def read_adapter_manifest(folder: Path) -> dict[str, Any] | None:
 
 def _bridge_alpha(folder: Path, path: Path) -> float:
     """`peft.alpha` of Megatron Bridge's run_config.yaml."""
-    file = next((file / RUN_CONFIG for file in (folder, path) if (file / RUN_CONFIG).is_file()), None)
+    file = find_run_config(path, folder)
     if file is None:
         raise CheckpointError(
             path, f"has neither {ADAPTER_MANIFEST} nor {RUN_CONFIG}, so the adapter's scale is not known"
