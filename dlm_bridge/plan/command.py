@@ -11,10 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from dlm_bridge.cli import convert
-from dlm_bridge.cli.help import LAYOUT, HelpAll, ModelCommand, option_annotation, with_parameters
+from dlm_bridge.cli.help import (
+    LAYOUT,
+    HelpAll,
+    ModelCommand,
+    declared_parameters,
+    option_annotation,
+    with_parameters,
+)
 from dlm_bridge.cli.train import TrainingCommand
-from dlm_bridge.errors import SettingError
-from dlm_bridge.settings import check_choice, comma_separated, option, options_of
+from dlm_bridge.settings import check_value, comma_separated, option, options_of
 from dlm_bridge.train.config import TrainConfig
 
 TRAINING, HARDWARE = "Training", "Hardware"
@@ -41,10 +47,14 @@ class PlanSettings:
         False, "Assume a trainer that computes the logits of every position at once.", panel=TRAINING
     )
     gpu_memory: str = option("80GB", "Memory of one GPU, such as 80GB or 141GB.", panel=HARDWARE, common=True)
-    gpus_per_node: int = option(8, "GPUs joined by NVLink.", panel=HARDWARE, common=True)
-    gpu_tflops: float = option(989, "Dense bf16 rate of one GPU, in TFLOP/s.", panel=HARDWARE, common=True)
-    nvlink: float = option(450, "GB/s that a GPU sends inside a node.", panel=HARDWARE, common=True)
-    network: float = option(50, "GB/s that a GPU sends to other nodes.", panel=HARDWARE, common=True)
+    gpus_per_node: int = option(8, "GPUs joined by NVLink.", above=0, panel=HARDWARE, common=True)
+    gpu_tflops: float = option(989, "Dense bf16 rate of one GPU, in TFLOP/s.", above=0, panel=HARDWARE, common=True)
+    nvlink: float = option(450, "GB/s that a GPU sends inside a node.", above=0, panel=HARDWARE, common=True)
+    network: float = option(50, "GB/s that a GPU sends to other nodes.", above=0, panel=HARDWARE, common=True)
+
+    def __post_init__(self) -> None:
+        for each in options_of(type(self)).values():
+            check_value(each, getattr(self, each.name))
 
 
 def register(app: typer.Typer) -> None:
@@ -66,14 +76,13 @@ def _parameters() -> dict[str, tuple[Any, Any]]:
     path = typer.Argument(metavar="PATH", help="A folder with a config.json, a Hub id, or a Megatron checkpoint.")
     seq_length = options_of(TrainConfig)["seq_length"]
     recommend = typer.Option("--recommend", help="Propose a layout with reasons; given sizes are compared with it.")
-    own = {key: (option_annotation(each), each.default) for key, each in options_of(PlanSettings).items()}
     return {
         "path": (Annotated[str, path], REQUIRED),
         "gpus": (Annotated[int, typer.Option(help="Number of GPUs.")], REQUIRED),
         "seq_length": (Annotated[int, typer.Option(*seq_length.flags, help=seq_length.help)], REQUIRED),
         **{key: declared(key, default, LAYOUT, common=True) for key, default in OF_LAYOUT.items()},
         **{key: declared(key, default, TRAINING, common=key not in RARE) for key, default in OF_TRAINING.items()},
-        **own,
+        **declared_parameters(PlanSettings),
         "recommend": (Annotated[bool, recommend], False),
         "png": (Annotated[Path | None, typer.Option(metavar="FILE", help="Write a heat map.")], None),
         "family": (convert.Family, None),
@@ -100,10 +109,6 @@ def plan(**given: Any) -> None:
     from dlm_bridge.plan.run import Hardware, PlannedRun, objective_settings
 
     settings = PlanSettings(**{key: given[key] for key in options_of(PlanSettings)})
-    check_choice("gradients", settings.gradients, ("fp32", "bf16"))
-    for name in ("gpus_per_node", "gpu_tflops", "nvlink", "network"):
-        if not getattr(settings, name) > 0:
-            raise SettingError(name, f"must be above 0, not {getattr(settings, name)}")
     model = open_model(given["path"], given["revision"], given["family"])
     layout = convert.parse_layout(*(given[key] for key in OF_LAYOUT if key != "cp"))
     fields = {each.name for each in dataclasses.fields(PlannedRun)}
@@ -129,9 +134,7 @@ def plan(**given: Any) -> None:
         found = recommend(model, run, hardware, given=run if named else None)
     shown = memory_plan(model, run) if found is None else found.best.memory
     if given["png"] is not None:
-        from dlm_bridge.plan.views import draw_heat_map
-
-        draw_heat_map(shown, given["png"], memory)
+        views.draw_heat_map(shown, given["png"], memory)
     views.show_plan(shown, found, memory, given["as_json"])
     if shown.peak.total > memory:
         raise typer.Exit(1)
