@@ -69,28 +69,23 @@ class RunStart:
         step: last completed step, 0 for a new run.
         checkpoint: checkpoint of that step, None for a new run.
         finished: the same checkpoint if that step was the run's last one, else None.
-        steps: number of steps of a resumed run that is given `epochs`, else None.
     """
 
     output: Path
     step: int
     checkpoint: Path | None
     finished: Path | None
-    steps: int | None = None
-
-    def resumed(self, config: Config) -> Config:
-        """Replace `epochs` by the number of steps that the run began with."""
-        return config if self.steps is None else config.replace(steps=self.steps, epochs=None)
 
 
 def start_run(
-    config: TrainConfig,
+    config: Config,
     resume: bool,
     main: bool,
     console: Console,
     find: Callable[[TrainConfig, bool, Console], ResumePoint],
-) -> RunStart:
+) -> tuple[Config, RunStart]:
     """Open the output folder on the `main` process, and `find` the checkpoint from which the run resumes. Collective.
+    Returns the configuration, in which a resumed run has the number of steps that it began with instead of `epochs`.
 
     Raises:
         SettingError: the output folder contains a run and `resume` is False, or the model is not the run's.
@@ -102,17 +97,15 @@ def start_run(
             open_output(output, resume)
     point = find(config, main, console) if resume else ResumePoint()
     before = _run_config(config, output) if resume else None
-    kept = before.schedule.steps if before is not None and config.schedule.epochs is not None else None
-    start = RunStart(output, point.step, point.folder, None, kept)
-    config = start.resumed(config)
+    if before is not None and config.schedule.epochs is not None:
+        config = config.replace(steps=before.schedule.steps, epochs=None)
     steps = config.schedule.steps
-    if config.schedule.epochs is None and point.folder is not None and point.step >= steps:
-        start = dataclasses.replace(start, finished=point.folder)
-    if start.finished is not None and main:
-        console.print(printable(f"the run is finished: step {point.step} of {steps}, {point.folder}"), soft_wrap=True)
+    finished = point.folder if config.schedule.epochs is None and point.step >= steps else None
+    if finished is not None and main:
+        console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
     elif before and point.folder is not None and main and (jump := learning_rate_jump(before, config, point.step)):
         console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
-    return start
+    return config, RunStart(output, point.step, point.folder, finished)
 
 
 def _run_config(config: Config, output: Path) -> Config | None:

@@ -12,8 +12,9 @@ import torch
 
 from dlm_bridge import Bridge
 from dlm_bridge.errors import SettingError
+from dlm_bridge.train import muon
 from dlm_bridge.train.config import TrainConfig
-from dlm_bridge.train.muon import ADAMW_RMS, muon_update, takes_muon
+from dlm_bridge.train.muon import ADAMW_RMS, muon_update, orthogonalised, takes_muon
 from tests.parallel.megatron_cases import Files
 from tests.parallel.megatron_muon_worker import CHANGES, LR
 from tests.parallel.megatron_worker import Results
@@ -73,8 +74,8 @@ def weights(bridge: Bridge) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The iteration in fp32 in both engines: in bf16 a gradient's last bit may change an update's third digit."""
-    monkeypatch.setattr("dlm_bridge.parallel.train.muon.PRECISION", torch.float32)
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    monkeypatch.setattr(muon, "PRECISION", torch.float32)
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", lambda gradient, *_: orthogonalised(gradient))
 
 
 @pytest.mark.parametrize("subject", ["masked", pytest.param("block-moe", marks=pytest.mark.slow)])

@@ -36,6 +36,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
+    Config,
     RunStart,
     check_data,
     load_data,
@@ -60,10 +61,9 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     `config`. Every process of the launcher calls it. Raises DlmBridgeError.
     """
     console = console or Console(stderr=True, markup=False)
-    start = begin_run(config, resume, console)
+    config, start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
-    config = start.resumed(config)
     main = dist.get_rank() == 0
     step, local = start.step, None
     if config.checkpoint.local_folder is not None:
@@ -89,9 +89,9 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     return trainer.run(step)
 
 
-def begin_run(config: TrainConfig, resume: bool, console: Console) -> RunStart:
-    """Check the options, join the other processes, and determine where the run starts. Every process calls it. Raises
-    DlmBridgeError."""
+def begin_run(config: Config, resume: bool, console: Console) -> tuple[Config, RunStart]:
+    """Check the options, join the other processes, and determine where the run starts (see `start_run`). Every process
+    calls it. Raises DlmBridgeError."""
     untested = check_settings(config)
     mcore_config.check_mcore_config(config)
     initialize_parallel(config)

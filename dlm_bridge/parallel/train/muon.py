@@ -26,9 +26,9 @@ from dlm_bridge.parallel.core import (
 )
 from dlm_bridge.parallel.mcore_patches.optimizers import parts_of
 from dlm_bridge.parallel.weights import gather_shards, live_tensors, shard_of
+from dlm_bridge.train import muon
 from dlm_bridge.train.muon import ADAMW_RMS, muon_parameters, muon_update, takes_muon
 
-PRECISION = torch.bfloat16  # of the iteration
 MOMENTUM, BUFFER = "momentum", "momentum_buffer"  # keys of Muon's param groups, and of a parameter's state
 
 
@@ -124,7 +124,7 @@ class MuonAndAdam(torch.optim.Optimizer):
         buffer = self.state[parameter].setdefault(BUFFER, torch.zeros_like(parameter))
         buffer.lerp_(gradient, 1 - momentum)
         nesterov = gradient.lerp(buffer, momentum)
-        update = sharded_update(self._matrices[parameter], nesterov.to(PRECISION))
+        update = sharded_update(self._matrices[parameter], nesterov.to(muon.PRECISION))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * group["lr_mult"])
 

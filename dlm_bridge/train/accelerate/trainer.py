@@ -81,10 +81,9 @@ def run(config: Config, resume: bool, console: Console | None, assembled: Assemb
     console = console or Console(stderr=True, markup=False)
     accelerator = build_accelerator(config)
     config.check_batch(accelerator.num_processes)
-    start = start_run(config, resume, accelerator.is_main_process, console, resume_point)
+    config, start = start_run(config, resume, accelerator.is_main_process, console, resume_point)
     if start.finished is not None:
         return start.finished
-    config = start.resumed(config)
     with assembled(config, accelerator, start, console) as trainer:
         if start.checkpoint is not None:
             trainer.load_checkpoint(start.checkpoint)

@@ -57,7 +57,7 @@ from dlm_bridge.train.trainer import Processes
 
 def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
     """`accelerate_engine.train` with the Megatron engine. Every process of the launcher calls it."""
-    start = begin_run(config, resume, console)
+    config, start = begin_run(config, resume, console)
     if start.finished is not None:
         return start.finished
     source = open_megatron_source(config, start.checkpoint)
