@@ -495,8 +495,7 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) 
 
 def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[Sampler]) -> None:
     """Raise SettingError for parameters of other samplers and unsupported settings of transformers. Checkpoints
-    inherit
-    the latter from autoregressive models: there, they are ignored with a warning."""
+    inherit the latter from autoregressive models: there, they are ignored with a warning."""
     supported = {*kind.parameters(), *GENERAL, *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS}
     names = {name for source in sources if source.where in (KEYWORD, GIVEN, STORED) for name in source.values}
     for name in sorted(names - supported):
