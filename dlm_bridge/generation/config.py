@@ -179,14 +179,14 @@ def sampler_defaults(model: Any) -> Mapping[str, Any]:
     return defaults
 
 
-def published_config(model: Any) -> Any:
+def published_generation_config(model: Any) -> Any:
     """The generation config to save with a model, under the names that the published code of its sampler reads."""
     config = model.generation_config
     kind = SAMPLERS.get(getattr(config, "algorithm", None) or sampler_defaults(model).get("algorithm", ""))
-    if kind is None or not kind.published_config:
+    if kind is None or not kind.published_names:
         return config
     saved = copy.copy(config)
-    for alias in kind.published_config:
+    for alias in kind.published_names:
         name = kind.aliases[alias]
         if getattr(config, alias, None) is None and getattr(config, name, None) is not None:
             setattr(saved, alias, getattr(config, name))

@@ -44,7 +44,7 @@ class RND1Sampler(Sampler):
     name: ClassVar[str] = "rnd1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     aliases: ClassVar[Mapping[str, str]] = {"num_diffusion_steps": "steps"}
-    published_config: ClassVar[tuple[str, ...]] = tuple(aliases)
+    published_names: ClassVar[tuple[str, ...]] = tuple(aliases)
 
     gen_length: int = parameter(256)
     temperature: float = parameter(0.1)
