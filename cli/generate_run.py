@@ -128,10 +128,8 @@ def _sample_file(
         if replicas.leads:
             typer.echo(plan.summary, err=True)
     if replicas.shares > 1 and seeds_of(loaded.model, tokens, settings) is None:
-        settings = {
-            **settings,
-            "seed": replicas.broadcast(int(torch.randint(2**31, (1,)))),
-        }  # processes draw differently
+        # Seeds of all rows derive from one number; otherwise, processes would draw the same random numbers.
+        settings = {**settings, "seed": replicas.broadcast(int(torch.randint(2**31, (1,))))}
     forwards, written = _Count(), _Count()
 
     def line(index: int, facts: Facts) -> str:

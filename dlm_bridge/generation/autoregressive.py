@@ -25,6 +25,7 @@ from transformers import (
 
 from dlm_bridge.errors import DlmBridgeError, NonFiniteError, RowError, SettingError, one_line
 from dlm_bridge.generation.config import check_values, diffusion_fields, eos_token_ids, merge_names
+from dlm_bridge.generation.prompts import check_vocabulary
 from dlm_bridge.generation.request import Ended, Event, Extended, Failed, Request
 from dlm_bridge.generation.stopping import StopCondition, check_stop_strings
 from dlm_bridge.generation.token_sampling import MIN_TEMPERATURE, Noise, draw_token, drawn_seeds, shared_seed
@@ -380,9 +381,7 @@ def check_tokens(prompt: Sequence[int], vocabulary: int, name: object) -> None:
     """Raise RowError for a prompt that is empty or has a token outside the vocabulary."""
     if not len(prompt):
         raise RowError("this model needs a prompt of at least one token", [name])
-    outside = next((token for token in prompt if not 0 <= token < vocabulary), None)
-    if outside is not None:
-        raise RowError(f"contains token {outside}, outside the vocabulary of {vocabulary}", [name])
+    check_vocabulary(prompt, vocabulary, name)
 
 
 def end_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:

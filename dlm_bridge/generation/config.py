@@ -171,15 +171,22 @@ def diffusion_fields() -> list[str]:
     return [*parameters, *GENERAL]
 
 
-def published_config(model: Any) -> Any:
+def sampler_defaults(model: Any) -> Mapping[str, Any]:
+    """The model's own sampler and its defaults; those of the family for classes of other packages; empty without a
+    family."""
+    of_family = getattr(getattr(model, "family", None), "sampler", {})
+    defaults: Mapping[str, Any] = getattr(model, "sampler_defaults", of_family)
+    return defaults
+
+
+def published_generation_config(model: Any) -> Any:
     """The generation config to save with a model, under the names that the published code of its sampler reads."""
     config = model.generation_config
-    defaults = getattr(model, "sampler_defaults", None) or getattr(getattr(model, "family", None), "sampler", {})
-    kind = SAMPLERS.get(getattr(config, "algorithm", None) or defaults.get("algorithm", ""))
-    if kind is None or not kind.published_config:
+    kind = SAMPLERS.get(getattr(config, "algorithm", None) or sampler_defaults(model).get("algorithm", ""))
+    if kind is None or not kind.published_names:
         return config
     saved = copy.copy(config)
-    for alias in kind.published_config:
+    for alias in kind.published_names:
         name = kind.aliases[alias]
         if getattr(config, alias, None) is None and getattr(config, name, None) is not None:
             setattr(saved, alias, getattr(config, name))
@@ -218,7 +225,7 @@ def check_values(values: Mapping[str, Any], where: str = "") -> None:
         else:
             check_value(name, GENERAL.get(name) or TRANSFORMERS_SETTINGS.get(name), value, where)
     algorithm = values.get("algorithm")
-    if algorithm is not None and (not isinstance(algorithm, str) or algorithm not in SAMPLERS):
+    if algorithm is not None and algorithm not in SAMPLERS:
         raise SettingError(
             "algorithm",
             f"{algorithm!r} is unknown: choose one of {', '.join(SAMPLERS)}; register_sampler adds others, before the "

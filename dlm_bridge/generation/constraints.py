@@ -232,9 +232,8 @@ class Constraints:
         """[A, V], True at tokens that complete a bad word or repeat an n-gram after the text from column `begin` up to
         `stop`."""
         count, vocabulary = scores_AV.shape
-        banned_AV = torch.zeros(
-            count, vocabulary + 1, dtype=torch.bool, device=scores_AV.device
-        )  # last column: unused
+        # The last column is unused.
+        banned_AV = torch.zeros(count, vocabulary + 1, dtype=torch.bool, device=scores_AV.device)
         size = self.no_repeat_ngram_size
         if 0 < size <= tokens_AS.shape[1]:
             grams_AWN = tokens_AS.unfold(1, size, 1)

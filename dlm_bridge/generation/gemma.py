@@ -42,7 +42,7 @@ from dlm_bridge.generation.autoregressive import (
 from dlm_bridge.generation.canvas import to_device
 from dlm_bridge.generation.options import check_value
 from dlm_bridge.generation.request import Committed, Ended, Event, Extended, Failed, Request
-from dlm_bridge.generation.runtime.runner import tensor_parallel_group
+from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.generation.settings import check_adapters
 from dlm_bridge.generation.token_sampling import Noise, draw_token, drawn_seeds, row_seeds
 from dlm_bridge.objectives.noise import random_tokens
@@ -75,7 +75,8 @@ class GemmaSettings:
 SETTINGS = options_of(GemmaSettings)
 OTHER_NAMES = {alias: name for name, declared in SETTINGS.items() for alias in declared.aliases}
 IGNORED = ("do_sample", "transformers_version", "use_cache")  # sent by transformers' clients
-FLOATS = ("entropy_bound", "t_min", "t_max", "confidence_threshold")  # transformers does not accept integers
+# transformers does not accept integers for these settings.
+FLOATS = {name for name, declared in SETTINGS.items() if "float" in str(declared.type)}
 IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
@@ -148,7 +149,7 @@ ENCODED_TOGETHER = 4  # rows wait for an encoder pass until they are 1/4 of all 
 
 def supports_drafts(model: Any, settings: Mapping[str, Any]) -> bool:
     """True if `GemmaEngine` can sample from the model under these settings; otherwise transformers' loop has to."""
-    plain = _plain(model)
+    plain = unwrapped(model)
     if not is_gemma(plain) or "self_conditioning_mask" not in inspect.signature(plain.forward).parameters:
         return False  # another model, or a version of transformers whose decoder conditions all rows or none
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
@@ -181,7 +182,7 @@ class GemmaEngine:
         stream: bool = False,
         on_draft: Any = None,
     ) -> None:
-        self._model = _plain(model)
+        self._model = unwrapped(model)
         self._given = gemma_keywords(model, settings)
         self._rows = max_rows
         self._stop = stop_condition(model, tokenizer, settings)
@@ -422,7 +423,7 @@ def gemma_loop(
         check_gemma_prompt(model, prompt, given, number)
     seed = given.pop("seed", None)
     # Count the decoder's forward passes, without the encoder's (one per draft).
-    counted = _plain(model).model.decoder
+    counted = unwrapped(model).model.decoder
     return run_generate(model, counted, _generate, tokenizer, input_ids, mask, given, seed, streamer)
 
 
@@ -771,8 +772,3 @@ def _uniform(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.T
 def _random_tokens(rows: Sequence[_Row], noise: Noise, settings: _Settings) -> torch.Tensor:
     """[A, Q] uniformly random tokens."""
     return random_tokens(_uniform(rows, noise, settings), settings.vocabulary, mask_token_id=-1)
-
-
-def _plain(model: Any) -> Any:
-    """Return the model without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

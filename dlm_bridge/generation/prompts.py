@@ -344,10 +344,7 @@ def check_row(prompt: Sequence[int], name: object, limits: PromptLimits, remedy:
     mask, count, new = limits.mask_token_id, len(prompt), limits.gen_length
     if mask is not None and mask in prompt and not limits.infill and not limits.ordinary_mask:
         raise RowError(f"contains the mask token {mask} at position {prompt.index(mask)}: {remedy}", [name])
-    lowest = MASK if limits.infill else 0
-    outside = next((token for token in prompt if not lowest <= token < limits.vocabulary_size), None)
-    if outside is not None:
-        raise RowError(f"contains token {outside}, outside the vocabulary of {limits.vocabulary_size}", [name])
+    check_vocabulary(prompt, limits.vocabulary_size, name, lowest=MASK if limits.infill else 0)
     if limits.inside:
         masks = sum(token == MASK for token in prompt)
         if masks > new:
@@ -362,6 +359,13 @@ def check_row(prompt: Sequence[int], name: object, limits: PromptLimits, remedy:
             f"{remedy if new else f'shorten it by {-room}'}",
             [name],
         )
+
+
+def check_vocabulary(prompt: Sequence[int], vocabulary: int, name: object, lowest: int = 0) -> None:
+    """Raise RowError for a prompt with a token that is below `lowest` or not below `vocabulary`."""
+    outside = next((token for token in prompt if not lowest <= token < vocabulary), None)
+    if outside is not None:
+        raise RowError(f"contains token {outside}, outside the vocabulary of {vocabulary}", [name])
 
 
 def spans(row: Sequence[int]) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from dlm_bridge.generation.config import (
     diffusion_fields,
     eos_token_ids,
     merge_names,
+    sampler_defaults,
 )
 from dlm_bridge.generation.constraints import CONSTRAINT_SETTINGS
 from dlm_bridge.generation.options import GENERAL, CacheMode, Execution
@@ -240,7 +241,7 @@ def _sampler_and_sources(
     sources = _callers_sources(model, generation_config, keywords)
     for source in sources:
         check_values(source.values, "" if source.where == KEYWORD else f" ({source.where})")
-    defaults = _sampler_defaults(model, family)
+    defaults = sampler_defaults(model)
     kind = _sampler_class(family, noise_process(model.config), sources, defaults["algorithm"])
     _refuse_unknown(keywords, KEYWORD, kind)
     if generation_config is not None:
@@ -256,12 +257,6 @@ def combine_settings(model: Any, defaults: Mapping[str, Any], given: Mapping[str
     algorithm = {"algorithm": given.get("algorithm", defaults.get("algorithm"))}
     kind, _ = _sampler_and_sources(model, _family_of(model), None, algorithm)
     return merge_names(defaults, kind) | merge_names(given, kind)
-
-
-def _sampler_defaults(model: Any, family: FamilySpec) -> Mapping[str, Any]:
-    """The model's own sampler and its defaults; those of the family for classes of other packages."""
-    defaults: Mapping[str, Any] = getattr(model, "sampler_defaults", family.sampler)
-    return defaults
 
 
 def _sampler_class(family: FamilySpec, noise: NoiseName | None, sources: list[_Source], default: str) -> type[Sampler]:
@@ -495,8 +490,7 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, kind: type[Sampler]) 
 
 def _refuse_unsupported(sources: list[_Source], temperature: float, kind: type[Sampler]) -> None:
     """Raise SettingError for parameters of other samplers and unsupported settings of transformers. Checkpoints
-    inherit
-    the latter from autoregressive models: there, they are ignored with a warning."""
+    inherit the latter from autoregressive models: there, they are ignored with a warning."""
     supported = {*kind.parameters(), *GENERAL, *TRANSFORMERS_SETTINGS, *IGNORED_SETTINGS}
     names = {name for source in sources if source.where in (KEYWORD, GIVEN, STORED) for name in source.values}
     for name in sorted(names - supported):

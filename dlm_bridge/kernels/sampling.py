@@ -390,9 +390,8 @@ def _draw_token_kernel(  # type: ignore[no-untyped-def]
             last = tl.max(tl.where(weight > 0, v, 0), 0)
             token = tl.minimum(tl.min(tl.where(reached, v, vocabulary), 0), last)
         before = after
-    tl.store(
-        output + row, tl.where(token == vocabulary, without == 0, token).to(tl.int64)
-    )  # for NaN logits: any other token
+    # For NaN logits: any other token.
+    tl.store(output + row, tl.where(token == vocabulary, without == 0, token).to(tl.int64))
 
 
 @triton.jit

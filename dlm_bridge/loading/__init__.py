@@ -148,8 +148,8 @@ def _load_adapter(
     from peft import PeftConfig, PeftModel
 
     if placement is not None and placement.tensor_parallel:
-        setting = "tp_plan" if placement.tp is None else "tp"
-        raise LayoutError(setting, f"does not support adapters: merge {name} first (dlm-bridge adapter export)")
+        reason = f"does not support adapters: merge {name} first (dlm-bridge adapter export)"
+        raise LayoutError(placement.tp_setting, reason)
     with opening(folder, name, f"is not an adapter of {base}"), key_is_known():
         adapter = PeftConfig.from_pretrained(str(folder))
     refuse_prompt_learning(adapter, name)

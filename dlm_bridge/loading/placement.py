@@ -39,6 +39,11 @@ class Placement:
         return self.tp_plan is not None if self.tp is None else self.tp > 1
 
     @property
+    def tp_setting(self) -> str:
+        """Name of the setting that requests tensor parallelism, for errors."""
+        return "tp_plan" if self.tp is None else "tp"
+
+    @property
     def tp_size(self) -> int:
         """Number of the launcher's processes that share one copy of the model."""
         return (self.tp or world_size()) if self.tensor_parallel else 1
@@ -53,7 +58,7 @@ class Placement:
         """
         processes = world_size()
         check_minimum("tp", self.tp)
-        given = {"device": self.device, "device_map": self.device_map, self._tp_setting: self.tensor_parallel or None}
+        given = {"device": self.device, "device_map": self.device_map, self.tp_setting: self.tensor_parallel or None}
         chosen = [name for name, value in given.items() if value is not None]
         if len(chosen) > 1:
             raise SettingError(chosen[0], f"excludes `{chosen[1]}`: set one of them")
@@ -77,10 +82,6 @@ class Placement:
             return {"device_map": _device_map(self.device_map), **more}
         device = self._device()
         return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
-
-    @property
-    def _tp_setting(self) -> str:
-        return "tp_plan" if self.tp is None else "tp"
 
     def _device(self) -> torch.device:
         best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -125,7 +126,7 @@ class Placement:
         else:
             problem = None
         if problem is not None:
-            raise LayoutError(self._tp_setting, problem)
+            raise LayoutError(self.tp_setting, problem)
         from dlm_bridge.generation.runtime.tensor_parallel import distributed_config
 
         return {"distributed_config": distributed_config(self.tp_size, copies)}

@@ -171,11 +171,11 @@ def log_unused(name: str, tensors: list[str]) -> None:
         logger.warning(printable(f"{name}: the checkpoint has {first_of(tensors)}, which the model does not use"))
 
 
-def check_exists(place: str, name: str) -> None:
+def check_exists(place: str) -> None:
     """Raise CheckpointError if `place` looks like a path (not like a Hub id), and is not a folder."""
     looks_like_path = place.startswith((".", "/", "~")) or place.count("/") > 1
     if looks_like_path and not Path(place).is_dir():
-        raise CheckpointError(name, "no such folder")
+        raise CheckpointError(place, "no such folder")
 
 
 def check_weights(folder: Path, name: str, remedy: str = "") -> None:
@@ -232,7 +232,7 @@ def load_tokenizer(place: str | os.PathLike[str], name: str | None = None, remed
             # False, not unset: transformers would ask on the terminal whether to run the folder's code.
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
 
-    check_exists(str(place), name)
+    check_exists(str(place))
     folder = Path(place)
     if folder.is_dir():
         return fetch(folder / "hf" if (folder / TRACKER).is_file() else folder, False)

@@ -135,7 +135,7 @@ class ModelSource:
         return Bridge.from_hf(self.path, family=self.family)
 
     def _check_place(self) -> None:
-        check_exists(self.path, self.path)
+        check_exists(self.path)
         if (Path(self.path) / ADAPTER_CONFIG).is_file():
             raise SettingError("model", f"{self.path} is an adapter: set `adapter` to it, and `model` to its base")
 

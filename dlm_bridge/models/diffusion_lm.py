@@ -288,10 +288,10 @@ class DiffusionLM:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save like transformers, under the Hub's tensor names and config keys, with copies of the files that
         `auto_map` names, so that tools that run the original remote code can load the result."""
-        from dlm_bridge.generation.config import published_config
+        from dlm_bridge.generation.config import published_generation_config
 
         stored = self.generation_config
-        self.generation_config = published_config(self)
+        self.generation_config = published_generation_config(self)
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:

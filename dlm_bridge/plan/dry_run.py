@@ -168,7 +168,7 @@ def _check_tokens(config: TrainConfig, found: DataSources, model: Any, mask_toke
             if isinstance(source, IndexedTokens):
                 check_token_limits(source, TokenLimits(vocabulary, mask_token))
     if config.model.tokenizer:
-        check_exists(config.model.tokenizer, config.model.tokenizer)
+        check_exists(config.model.tokenizer)
     needs_tokenizer = config.task == "sft" or found.has_text or config.logging.sample_prompt
     if not Path(config.model.tokenizer or config.model.model).is_dir():
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import GenerationConfig
 
 from dlm_bridge.errors import SettingError
 from dlm_bridge.generation import SAMPLERS, DiffusionGenerationConfig, generate
-from dlm_bridge.generation.config import published_config
+from dlm_bridge.generation.config import published_generation_config
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
+from dlm_bridge.train.accelerate.checkpoints import _write_configs
+from tests.families import rnd1
 from tests.generation.standin import StandIn, family
 from tests.generation.test_samplers import CASES, build
 from tests.refusals import refused
@@ -130,12 +133,29 @@ def test_a_file_has_the_names_that_the_authors_code_reads(
 ) -> None:
     model, _ = build(name)
     model.generation_config = config = DiffusionGenerationConfig(**given)
-    published_config(model).save_pretrained(tmp_path)
+    published_generation_config(model).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert {key: value for key, value in written.items() if key != "transformers_version"} == saved
     model.generation_config = DiffusionGenerationConfig.from_pretrained(tmp_path)
     assert all(getattr(settings(model), key) == value for key, value in given.items())
     assert config == DiffusionGenerationConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [lambda model, folder: model.save_pretrained(folder), lambda model, folder: _write_configs(folder, model)],
+    ids=["save_pretrained", "training"],
+)
+def test_a_saved_model_and_a_checkpoint_of_training_have_these_names(
+    save: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    spec = rnd1.CASE.spec
+    model = spec.load("model_class")(spec.load("config_class").from_dict(rnd1.CASE.config))
+    model.generation_config.steps = 8
+    save(model, tmp_path)
+    written = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (written["num_diffusion_steps"], "steps" in written) == (8, False)
+    assert (model.generation_config.steps, model.generation_config.num_diffusion_steps) == (8, None)
 
 
 def test_settings_over_defaults_of_another_name() -> None:

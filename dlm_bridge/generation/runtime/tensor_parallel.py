@@ -4,9 +4,8 @@ The parameters of a layer are this process's shards. A layer sharded by output f
 end with one collective on the current stream. Both functions follow transformers' plan:
 
 - `use_plain_shards` converts a loaded model. `from_pretrained(..., distributed_config=...)` loads shards as DTensors
-  and
-  wraps the forward of every sharded layer, which replaces the DTensors by local tensors in each call: the host takes
-  longer than the GPU. This function keeps the weights and removes the wrappers.
+  and wraps the forward of every sharded layer, which replaces the DTensors by local tensors in each call: the host
+  takes longer than the GPU. This function keeps the weights and removes the wrappers.
 - `cut_model` converts a model on the meta device, whose weights are written later (`Shard.write`).
 """
 

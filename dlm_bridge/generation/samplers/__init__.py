@@ -103,7 +103,7 @@ class Sampler(ABC):
         shifted: the only value of the family's logit shift that it runs with; None: any.
         aliases: other names of its parameters, such as the published code's. A concept has one name in all samplers:
             `threshold` (the confidence that commits a token), `block_length`, `steps` and `temperature`.
-        published_config: its aliases that the published code reads from generation_config.json. Saved files use them.
+        published_names: its aliases that the published code reads from generation_config.json. Saved files use them.
         model_blocks: the default block length is the one in the model's config.
         shortens_block: the default block length is at most `gen_length`, unless the model is block-causal.
         whole_blocks: an explicit block length must divide an explicit `gen_length`. If one of them is a default, the
@@ -121,7 +121,7 @@ class Sampler(ABC):
     families: ClassVar[tuple[str, ...]] = ()
     shifted: ClassVar[bool | None] = None
     aliases: ClassVar[Mapping[str, str]] = {"block_size": "block_length"}
-    published_config: ClassVar[tuple[str, ...]] = ()
+    published_names: ClassVar[tuple[str, ...]] = ()
     model_blocks: ClassVar[bool] = False
     shortens_block: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False

@@ -29,8 +29,7 @@ class DiffuLLaMASampler(Sampler):
     aliases: ClassVar[Mapping[str, str]] = {
         "diffusion_steps": "steps", "logits_temp": "temperature", "topp_temp": "top_p",
     }  # fmt: skip
-
-    published_config: ClassVar[tuple[str, ...]] = tuple(aliases)
+    published_names: ClassVar[tuple[str, ...]] = tuple(aliases)
 
     temperature: float = parameter(0.9, "0: greedy decoding; published as `logits_temp`.")
     steps: int = parameter(64, "Denoising steps in total; published as `diffusion_steps`.")

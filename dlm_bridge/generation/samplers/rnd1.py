@@ -4,8 +4,8 @@
     for k in 1 .. steps:
         tokens = draw(softmax(logits / temperature), top_k, top_p)      # greedy: the best token
         leave the floor(masks * (n - k) / n) positions of highest entropy masked, commit the others
-        # eb_gamma: commit the most probable tokens while the sum of their entropies, without the largest, is <=
-        # eb_gamma
+        # eb_gamma: commit the most probable tokens while the sum of their entropies, without the largest, is at most
+        #     eb_gamma
 
 As published, if there is an end-of-sequence token, the last new token is not sampled: it is padding from the start, or
 the end-of-sequence token with `add_eos_at_end`.
@@ -44,8 +44,7 @@ class RND1Sampler(Sampler):
     name: ClassVar[str] = "rnd1"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     aliases: ClassVar[Mapping[str, str]] = {"num_diffusion_steps": "steps"}
-
-    published_config: ClassVar[tuple[str, ...]] = tuple(aliases)
+    published_names: ClassVar[tuple[str, ...]] = tuple(aliases)
 
     gen_length: int = parameter(256)
     temperature: float = parameter(0.1)

@@ -4,9 +4,8 @@
     for i in range(steps):
         x = softmax(logits / temperature)                 # at temperature 0 the best token's one-hot vector
         "posterior":     z ~ q(z_s | z_t) with a_t = i / steps, a_s = (i + 1) / steps
-        "entropy_bound": draw from x; commit the lowest entropies while their sum, without the largest, is <= the
-        bound;
-                         replace the other positions by noise; the last step takes the best tokens
+        "entropy_bound": draw from x; commit the lowest entropies while their sum, without the largest, is at most
+                         the bound; replace the other positions by noise; the last step takes the best tokens
 
 From noise level t to s a position's token z_t becomes z_s with probability
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from dlm_bridge.attention.masks import mask_for_implementation
 from dlm_bridge.generation.gemma import cache_of, is_gemma
+from dlm_bridge.generation.runtime.runner import unwrapped
 from dlm_bridge.objectives.losses import log_sum_exps
 from dlm_bridge.train.accelerate.transforms import LossHead
 from dlm_bridge.train.config import TrainConfig, refuse
@@ -74,7 +75,7 @@ class CanvasHead(LossHead):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.is_fused = True  # with the soft cap
-        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.base = unwrapped(model)
         self.own_forward = model.forward
         model.forward = self._model_forward
 

@@ -28,7 +28,7 @@ from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardFile, index_text, plan_by_size
 from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import one_line
-from dlm_bridge.generation.config import published_config
+from dlm_bridge.generation.config import published_generation_config
 from dlm_bridge.loading.lazy import first_row
 from dlm_bridge.models.diffusion_lm import copy_remote_code
 from dlm_bridge.train.accelerate.fsdp import full_tensor, reshard_model
@@ -263,5 +263,5 @@ def _write_configs(folder: Path, model: Any) -> None:
     config.save_pretrained(folder)
     publish_config(folder)
     if model.can_generate():
-        published_config(model).save_pretrained(folder)
+        published_generation_config(model).save_pretrained(folder)
     copy_remote_code(config, folder)
