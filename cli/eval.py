@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -10,31 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings, parse_template_args
-from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, option_annotation, with_parameters
+from dlm_bridge.cli.generate_request import parse_options, text_parameters
+from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, with_parameters
 from dlm_bridge.errors import printable
 from dlm_bridge.evaluation.options import EvaluationOptions
-from dlm_bridge.settings import LoadingOptions, comma_separated, options_of
+from dlm_bridge.settings import LoadingOptions, options_of
 
-# Options that the command line takes as text: type of the parameter, and parser.
-PARSED: dict[str, tuple[type, Any]] = {
-    "tasks": (list[str], lambda names: comma_separated(",".join(names))),
-    "batch_size": (str, parse_batch_size),
-    "chat_template_args": (list[str], parse_template_args),
-    "set": (list[str], parse_settings),
-}
 Json = Annotated[bool, typer.Option("--json", help="Print results.json to stdout.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    declared = {each.name: each for each in options_of(EvaluationOptions).values()}
-    parameters = {"model": (Model, ...), **declared_parameters(EvaluationOptions)}
-    for name, (kind, _) in PARSED.items():
-        default = declared[name].default
-        annotation = option_annotation(dataclasses.replace(declared[name], type=kind))
-        parameters[name] = annotation, (str(default) if kind is str else [])
-    parameters |= {**declared_parameters(LoadingOptions), "as_json": (Json, False)}
+    parameters = {
+        "model": (Model, ...),
+        **text_parameters(EvaluationOptions),
+        **declared_parameters(LoadingOptions),
+        "as_json": (Json, False),
+    }
     app.command("eval", cls=ModelCommand)(with_parameters(evaluate, parameters))
 
 
@@ -55,13 +46,9 @@ def evaluate(model: str, as_json: bool = False, **given: Any) -> None:
 
       torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
     """
-    for name, (_, parse) in PARSED.items():
-        if name in given:
-            given[name] = parse(given[name])
-    loading = LoadingOptions(
-        **{each.name: given.pop(each.name) for each in dataclasses.fields(LoadingOptions) if each.name in given}
-    )
-    options = EvaluationOptions(**given)
+    values = parse_options(given)
+    loading = LoadingOptions(**{name: values.pop(name) for name in options_of(LoadingOptions) if name in values})
+    options = EvaluationOptions(**values)
     options.check()
     # Imported after the check, so that a mistyped option is answered at once.
     from transformers.utils import logging

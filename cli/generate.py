@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.generate_request import GenerateOptions, parse_settings
+from dlm_bridge.cli.generate_request import GenerateOptions, parse_options, text_parameters
 from dlm_bridge.cli.help import (
     LOADING,
     Model,
@@ -44,7 +43,7 @@ On several GPUs, with --device-map auto or:
   torchrun --nproc-per-node 8 -m dlm_bridge.cli generate MODEL --tp 2 --jsonl in.jsonl --output out.jsonl
 """
 Set = Annotated[
-    list[str] | None,
+    list[str],
     typer.Option("--set", metavar="NAME=VALUE", rich_help_panel=SAMPLING, help="Any other setting. Repeatable."),
 ]
 
@@ -76,12 +75,13 @@ def register(app: typer.Typer) -> None:
 def _command() -> Callable[..., None]:
     """`generate` with the declared options."""
 
-    def command(**options: Any) -> None:
+    def command(**given: Any) -> None:
+        options = parse_options(given)
         settings = {name: options.pop(name) for name in COMMAND_LINE}
         settings = {name: value for name, value in settings.items() if value is not None}
         if options["infill"]:
             settings["infill"] = True
-        for name, value in parse_settings(options.pop("set") or []).items():
+        for name, value in options.pop("set").items():
             if name in settings:
                 raise SettingError(name, f"has two values: `{name}={settings[name]}` and `set={name}={value}`")
             settings[name] = value
@@ -98,10 +98,10 @@ def _command() -> Callable[..., None]:
     return with_parameters(
         command,
         {
-            "model": (Model, inspect.Parameter.empty),
-            **declared_parameters(GenerateOptions),
+            "model": (Model, ...),
+            **text_parameters(GenerateOptions),
             **sampling,
-            "set": (Set, None),
+            "set": (Set, []),
             **declared_parameters(LoadingOptions),
         },
     )

@@ -1,15 +1,18 @@
-"""Options of `dlm-bridge generate`, and the parsing of their values."""
+"""Options of `dlm-bridge generate`, and the parsing of values that the commands that sample take as text."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlm_bridge.cli.help import declared_parameters, option_annotation
 from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import SettingError
-from dlm_bridge.settings import LoadingOptions, check_minimum, common_option
+from dlm_bridge.settings import LoadingOptions, check_minimum, comma_separated, common_option, options_of
 
 # Arguments of `generate` in Python that are not settings, and settings that the command sets.
 NO_SETTINGS = (
@@ -29,16 +32,16 @@ class GenerateOptions:
     prompt: str | None = common_option(None, "The prompt.", metavar="TEXT")
     chat: bool = common_option(False, "Format the prompt as a user message with the chat template.", negative=None)
     system: str | None = common_option(None, "With --chat: system message.", metavar="TEXT")
-    chat_template_args: list[str] = common_option(
-        [], "Variable of the chat template: enable_thinking=false. Repeatable.", metavar="KEY=VALUE"
+    chat_template_args: dict[str, Any] = common_option(
+        {}, "Variable of the chat template: enable_thinking=false. Repeatable.", metavar="KEY=VALUE"
     )
     infill: bool = common_option(
         False, "Fill in the prompt's [MASK] (one token) or [MASK:n] (n tokens).", negative=None
     )
     jsonl: str | None = common_option(None, "File of prompts, one JSON object per line; - is stdin.", metavar="FILE")
     field: str = common_option("prompt", "With --jsonl: the field that holds the prompt.")
-    batch_size: str = common_option(
-        "8", "With --jsonl: rows per batch; auto: as many as fit into memory.", metavar="N|auto"
+    batch_size: int | None = common_option(
+        8, "With --jsonl: rows per batch; auto: as many as fit into memory.", metavar="N|auto"
     )
     commit_steps: bool = common_option(
         False, "With --jsonl: write prompt_token_ids and commit_steps, for sft on trajectories.", negative=None
@@ -53,19 +56,8 @@ class GenerateOptions:
     svg: Path | None = common_option(None, "Write an animated picture of the denoising.", metavar="FILE")
     json: bool = common_option(False, "Print one JSON object to stdout.", negative=None)
 
-    @property
-    def template_args(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        return parse_template_args(self.chat_template_args)
-
-    @property
-    def rows(self) -> int | None:
-        """Rows per batch; None: as many as fit into memory."""
-        return parse_batch_size(self.batch_size)
-
     def check(self) -> None:
-        """Raise SettingError for an invalid value or options that contradict each other."""
-        self.rows, self.template_args  # noqa: B018
+        """Raise SettingError for options that contradict each other."""
         if self.prompt is None and self.jsonl is None:
             raise SettingError("prompt", "is needed, or a file of prompts: set `prompt` or `jsonl`")
         if self.jsonl is not None:
@@ -130,3 +122,27 @@ def parse_pairs(pairs: list[str], setting: str, example: str) -> dict[str, Any]:
         except ValueError:
             values[name] = text
     return values
+
+
+# Options that the command line takes as text, by name: type of the parameter, and parser.
+PARSED: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "batch_size": (str, parse_batch_size),
+    "chat_template_args": (list[str], parse_template_args),
+    "set": (list[str], parse_settings),
+    "tasks": (list[str], lambda names: comma_separated(",".join(names))),
+}
+
+
+def text_parameters(config_class: type, without: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """`declared_parameters` with text as the type of the options in `PARSED`."""
+    parameters = declared_parameters(config_class, without=without)
+    for name in PARSED.keys() & parameters.keys():
+        declared, (kind, _) = options_of(config_class)[name], PARSED[name]
+        annotation = option_annotation(dataclasses.replace(declared, type=kind))
+        parameters[name] = annotation, str(declared.default) if kind is str else []
+    return parameters
+
+
+def parse_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a command's options, with those in `PARSED` parsed. Raises SettingError."""
+    return {name: PARSED[name][1](value) if name in PARSED else value for name, value in given.items()}

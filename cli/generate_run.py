@@ -59,7 +59,7 @@ def run(request: GenerateOptions) -> None:
     displays = {name: load("features", f"generate --{name}") for name in DISPLAYS if getattr(request, name)}
     prompts = []
     if request.jsonl is not None:
-        prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.template_args)
+        prompts = read_prompts(request.jsonl, request.field, request.chat, request.system, request.chat_template_args)
     placement = Placement.of(request.loading, replicated=request.jsonl is not None)
     with process_group_ends():
         loaded = load_model(request.model, placement, **request.loading.source)
@@ -73,7 +73,7 @@ def _sample_one(
     request: GenerateOptions, loaded: LoadedModel, settings: dict[str, Any], displays: Mapping[str, Callable[..., Any]]
 ) -> None:
     text = str(request.prompt)
-    prompt = as_message(text, request.system, request.template_args) if request.chat else WrittenPrompt(text=text)
+    prompt = as_message(text, request.system, request.chat_template_args) if request.chat else WrittenPrompt(text=text)
     ids = prompt.encode(loaded.tokenizer, request.model, _infills(loaded, settings))
     check_prompts(loaded.model, [("prompt", ids)], settings, FILL)
     trace = None
@@ -120,7 +120,7 @@ def _sample_file(
     sample = _rows_of_calls if closed else partial(_rows, recorded=request.commit_steps)
     unfinished, done, keys = _resumed(request, loaded, prompts, tokens, copies, replicas)
     began = time.perf_counter()
-    size = request.rows
+    size = request.batch_size
     if size is None:
         lengths = [len(ids) for ids in tokens]
         plan = plan_shared_batch(replicas, loaded.model, lengths, settings, diffusion=loaded.diffusion)

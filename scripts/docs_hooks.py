@@ -130,11 +130,9 @@ def configuration() -> str:
         limits += [f"above {option.above:g}"] if option.above is not None else []
         limits += [f"at most {option.maximum:g}"] if option.maximum is not None else []
         limits += [f"below {option.below:g}"] if option.below is not None else []
-        limits += (
-            [f"with `{option.needs[0]}{'' if option.needs[1] is None else f'={option.needs[1]}'}`"]
-            if option.needs
-            else []
-        )
+        if option.needs:
+            other, needed = option.needs
+            limits.append(f"with `{other}{'' if needed is None else f'={needed}'}`")
         limits += [f"`{'`, `'.join(option.tasks)}` only"] if option.tasks != TASKS else []
         limits += ["`rl` only"] if option.section == "rl" else []
         limited = escaped("; ".join(limits))

@@ -123,12 +123,13 @@ def fields_of(row: Mapping[str, Any]) -> str:
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
     """Parse the object in a line of JSONL. Raises InputFileError for anything else."""
+    problem = ""
     try:
         row = json.loads(line)
-        problem = f"it is {type(row).__name__}"
     except (ValueError, RecursionError) as error:
         row, problem = None, str(error)
     if not isinstance(row, dict):
+        problem = problem or f"it is {type(row).__name__}"
         raise InputFileError(where, f"not JSON, one object per line is needed ({problem})")
     if b"\\ud" in line.lower():  # an escaped surrogate, which may be half of a valid pair
         check_characters(row, where)
@@ -369,7 +370,7 @@ def check_tokenizer(tokenizer: Any, vocab_size: int, mask_token_id: int | None) 
 
 def check_mask_token(ids: Sequence[int], mask_token_id: int | None, where: str) -> None:
     """Raise InputFileError for a text that contains the mask token."""
-    if mask_token_id in ids:
+    if mask_token_id is not None and mask_token_id in ids:
         raise InputFileError(where, f"the text contains the mask token (id {mask_token_id}): remove it")
 
 

@@ -210,13 +210,14 @@ class IndexedWriter:
         ids = np.asarray(tokens)
         if len(ids):
             worst = int(ids.max() if ids.min() >= 0 else ids.min())
-            fits = 0 <= worst <= np.iinfo(self.dtype).max
-            _check(self.prefix, fits, f"token id {worst} does not fit {self.dtype}")
+            if not 0 <= worst <= np.iinfo(self.dtype).max:
+                raise InputFileError(self.prefix, f"token id {worst} does not fit {self.dtype}")
         self.parts += 1
         self._file.write(ids.astype(self.dtype, copy=False).tobytes())
         for number, length in enumerate(lengths):
             total = self._open + int(length)
-            _check(self.prefix, total <= LONGEST, f"a document has {total} tokens, more than {LONGEST}: split it")
+            if total > LONGEST:
+                raise InputFileError(self.prefix, f"a document has {total} tokens, more than {LONGEST}: split it")
             goes_on = unfinished and number == len(lengths) - 1
             self._open = total if goes_on else 0
             if not goes_on:
@@ -323,7 +324,7 @@ def _check_documents(path: Path, indices: np.ndarray, sequences: int) -> None:
     for start in range(0, len(indices), CHECKED_AT_ONCE):
         part = indices[start : start + CHECKED_AT_ONCE + 1]
         if len(bad := np.flatnonzero(part[1:] < part[:-1])):
-            _check(path, False, f"document {start + bad[0]} ends before it begins, the file is damaged")
+            raise InputFileError(path, f"document {start + bad[0]} ends before it begins, the file is damaged")
 
 
 def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -335,7 +336,7 @@ def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, item
         begins = pointers[start : start + CHECKED_AT_ONCE]
         if len(bad := np.flatnonzero((part < 0) | (begins != ends - part * itemsize))):
             sequence = f"sequence {start + bad[0]} of {part[bad[0]]} tokens begins at byte {begins[bad[0]]}"
-            _check(path, False, f"{sequence}, not at the end of the one before: the file is damaged")
+            raise InputFileError(path, f"{sequence}, not at the end of the one before: the file is damaged")
         end = int(ends[-1])
     return end
 

@@ -77,7 +77,8 @@ def read_data_rows(source: Source) -> Iterator[DataRecord]:
         with open_data(source, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield DataRecord(parse_object(line, f"{source}:{number}"), f"{source}:{number}")
+                    where = f"{source}:{number}"
+                    yield DataRecord(parse_object(line, where), where)
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRecord]:

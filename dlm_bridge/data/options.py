@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import MISSING, dataclass
 
-from dlm_bridge.settings import option
-
-_option = functools.partial(option, common=True)
+from dlm_bridge.settings import common_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +24,12 @@ class PreprocessOptions:
     """
 
     inputs: list[str]
-    output: str = _option(MISSING, "Writes PREFIX.bin and PREFIX.idx.", metavar="PREFIX")
-    tokenizer: str = _option(MISSING, "Tokenizer folder or Hub id.")
-    append_eod: bool = _option(False, "End each document with the tokenizer's EOS token.", negative=None)
-    json_key: str = _option("text", "Field or column that contains the text.", aliases=("text_key",))
-    workers: int | None = _option(
+    output: str = common_option(MISSING, "Writes PREFIX.bin and PREFIX.idx.", metavar="PREFIX")
+    tokenizer: str = common_option(MISSING, "Tokenizer folder or Hub id.")
+    append_eod: bool = common_option(False, "End each document with the tokenizer's EOS token.", negative=None)
+    json_key: str = common_option("text", "Field or column that contains the text.", aliases=("text_key",))
+    workers: int | None = common_option(
         None, "Number of processes; 1 uses the tokenizer's own threads. Default: one per core.", minimum=1
     )
-    resume: bool = _option(False, "Continue a killed or interrupted run of the same command.", negative=None)
-    overwrite: bool = _option(False, "Replace an existing pair once the new one is complete.", negative=None)
+    resume: bool = common_option(False, "Continue a killed or interrupted run of the same command.", negative=None)
+    overwrite: bool = common_option(False, "Replace an existing pair once the new one is complete.", negative=None)

@@ -37,14 +37,15 @@ from dlm_bridge.data.indexed import (
     split_stream,
     without_fingerprints,
 )
-from dlm_bridge.errors import InputFileError, SettingError, one_line
-from dlm_bridge.files.reading import parse_yaml
+from dlm_bridge.errors import InputFileError, SettingError
+from dlm_bridge.files.reading import parse_yaml, reading
 
 PAIR_SUFFIXES = (".bin", ".idx")
 FILE_SUFFIXES = (*JSON_SUFFIXES, *PAIR_SUFFIXES, ".parquet", ".txt", ".md", ".csv", ".gz", ".zst")
 Part = tuple[Source | IndexedTokens | str, ...]
 Shares = tuple[float, float, float]  # of training, validation and test
 Cut = Callable[[Part, Shares], tuple[Blocks, Blocks]]
+NOT_DATA = "not a file or folder, and not a dataset that can be loaded"
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -228,20 +229,19 @@ def _part(sources: Part, shares: Shares, reader: ReaderSettings, tokenizer: Any)
 def _saved(folder: str, part: str) -> NamedDataset:
     """Load FOLDER[:SPLIT], written by `save_to_disk`."""
     name = f"{folder}:{part}".rstrip(":")
-    return _one_split(name, _load_or_refuse(name, lambda: datasets.load_from_disk(folder)), part)
+    with reading(name, NOT_DATA, kind=InputFileError):
+        found = datasets.load_from_disk(folder)
+    return _one_split(name, found, part)
 
 
 def _loaded(name: str, config: str, part: str, wanted: bool) -> NamedDataset:
     """Load NAME[:CONFIG][:SPLIT]: a dataset of the Hub, or a folder with the same layout."""
     shown = f"{name}:{config}:{part}".rstrip(":")
-
-    def load() -> Any:
+    with reading(shown, NOT_DATA, kind=InputFileError):
         if not Path(name).is_dir() and not constants.HF_HUB_OFFLINE:
             HfApi().dataset_info(name, timeout=10)  # fails immediately, while load_dataset retries many times
         _check_card(Path(name))
-        return datasets.load_dataset(name, config or None) if wanted else None
-
-    found = _load_or_refuse(shown, load)
+        found = datasets.load_dataset(name, config or None) if wanted else None
     return _one_split(shown, found, part) if wanted else NamedDataset(shown, None)
 
 
@@ -261,12 +261,3 @@ def _one_split(name: str, found: Any, part: str) -> NamedDataset:
     if chosen not in splits:
         raise InputFileError(name, f"no split '{chosen}' (it has {', '.join(filter(None, splits)) or 'no splits'})")
     return NamedDataset(name, splits[chosen])
-
-
-def _load_or_refuse(name: str, load: Callable[[], Any]) -> Any:
-    try:
-        return load()
-    except Exception as error:  # datasets may raise anything for damaged files
-        raise InputFileError(
-            name, f"not a file or folder, and not a dataset that can be loaded: {one_line(error)}"
-        ) from error

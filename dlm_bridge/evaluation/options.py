@@ -1,5 +1,5 @@
 """Settings of an evaluation."""
-# ruff: noqa: RUF009 (calls of `option`)
+# ruff: noqa: RUF009 (calls of `common_option`)
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dlm_bridge.errors import MissingExtraError, SettingError
-from dlm_bridge.settings import check_values, option
+from dlm_bridge.settings import check_values, common_option
 
 SINGLE_ANSWER = ("num_return_sequences", "infill", "span_lengths")  # settings of `generate` that tasks do not support
-_option = functools.partial(option, common=True)
-_measuring = functools.partial(option, common=True, panel="Measuring")
+_measuring = functools.partial(common_option, panel="Measuring")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +39,13 @@ class EvaluationOptions:
         set: settings of `generate`, which take precedence over a task's.
     """
 
-    tasks: list[str] = _option(
+    tasks: list[str] = common_option(
         [], "Tasks: orders, sums (built in), lm-evaluation-harness's, or YAML files.", metavar="T[,T]"
     )
-    perplexity: Path | None = _option(None, "Text file whose perplexity is measured.", metavar="FILE")
-    output: Path | None = _option(None, "Write results.json and samples.jsonl.", metavar="DIR")
-    overwrite: bool = _option(False, "Replace the results in --output.", negative=None)
-    resume: bool = _option(False, "Continue an interrupted evaluation in --output.", negative=None)
+    perplexity: Path | None = common_option(None, "Text file whose perplexity is measured.", metavar="FILE")
+    output: Path | None = common_option(None, "Write results.json and samples.jsonl.", metavar="DIR")
+    overwrite: bool = common_option(False, "Replace the results in --output.", negative=None)
+    resume: bool = common_option(False, "Continue an interrupted evaluation in --output.", negative=None)
     limit: int | None = _measuring(None, "Maximum documents per task, and windows of a text.", minimum=1)
     shots: int | None = _measuring(None, "Few-shot examples per prompt. Default: the task's.", minimum=0)
     chat: bool = _measuring(False, "Format prompts with the tokenizer's chat template.", negative=None)

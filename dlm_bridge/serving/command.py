@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import ipaddress
 import os
 import re
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, with_parameters
+from dlm_bridge.cli.generate_request import parse_options, text_parameters
+from dlm_bridge.cli.help import Model, ModelCommand, with_parameters
 from dlm_bridge.errors import MissingExtraError, SettingError, printable
 from dlm_bridge.serving.options import AppOptions, ServeOptions
 from dlm_bridge.settings import LoadingOptions
@@ -37,7 +37,7 @@ def register_app(app: typer.Typer) -> None:
 
 
 def _add(app: typer.Typer, name: str, command: Any, options: type) -> None:
-    parameters = {"model": (Model, inspect.Parameter.empty), **declared_parameters(options, without=NOT_OFFERED)}
+    parameters = {"model": (Model, ...), **text_parameters(options, NOT_OFFERED)}
     app.command(name, cls=ModelCommand)(with_parameters(command, parameters))
 
 
@@ -57,8 +57,7 @@ def serve(model: str, **given: Any) -> None:
     Example: dlm-bridge serve GSAI-ML/LLaDA-8B-Instruct --port 8000
     """
     require_extra("serve", ("fastapi", "uvicorn", "prometheus_client"))
-    options = ServeOptions(**given)
-    from dlm_bridge.cli.generate_request import parse_batch_size, parse_settings
+    options = ServeOptions(**parse_options(given))
     from dlm_bridge.serving.connections import LOOPBACK, bind
     from dlm_bridge.serving.model import ServedModel
     from dlm_bridge.serving.scheduler import Scheduler
@@ -78,7 +77,6 @@ def serve(model: str, **given: Any) -> None:
         r"\*|[a-z][a-z0-9+.-]*://[^\s*/]+",
         "an origin, such as https://example.com",
     )
-    defaults, batch_size = parse_settings(options.set), parse_batch_size(options.batch_size)
     sock = bind(host, options.port)  # before the model is loaded, which can take minutes
     if ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
         hosts += [*LOOPBACK, host]
@@ -90,8 +88,9 @@ def serve(model: str, **given: Any) -> None:
         )
     loaded = _load(model, options)
     name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
-    served = ServedModel(loaded, name, defaults, options.max_length)
+    served = ServedModel(loaded, name, options.set, options.max_length)
     served.check()
+    batch_size = options.batch_size
     if batch_size is None:
         plan = served.plan()
         batch_size = plan.rows

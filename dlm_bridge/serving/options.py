@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from dlm_bridge.settings import LoadingOptions, check_values, common_option
 
@@ -44,13 +45,13 @@ class ServeOptions(AppOptions):
         metavar="ORIGIN",
         panel="Browsers",
     )
-    set: list[str] = common_option(
-        [],
+    set: dict[str, Any] = common_option(
+        {},
         "Sampler setting for requests that do not set it. Repeatable.",
         metavar="NAME=VALUE",
     )
-    batch_size: str = _limit_option(
-        "32", "Maximum number of texts sampled together; auto: as many as memory allows.", metavar="N|auto"
+    batch_size: int | None = _limit_option(
+        32, "Maximum number of texts sampled together; auto: as many as memory allows.", minimum=1, metavar="N|auto"
     )
     queue_size: int = _limit_option(
         256, "Maximum number of texts that wait or are read; further requests get 429.", minimum=1

@@ -83,12 +83,12 @@ class Control:
             return shown
 
 
-SEED = Control("seed", Option("", type=int), hint="equal seeds give equal texts")
+SEED = Control("seed", DECLARED["seed"], hint="equal seeds give equal texts")
 # Controls of every diffusion sampler, in addition to its own parameters.
 GENERAL = (
     Control("cache", DECLARED["cache"]),
     SEED,
-    Control("span_lengths", Option("", type=tuple[int, ...]), hint="lengths to try when filling in, such as [4, 8]"),
+    Control("span_lengths", DECLARED["span_lengths"], hint="lengths to try when filling in, such as [4, 8]"),
 )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_bridge.data.chat_template import set_chat_template
 from dlm_bridge.data.conversations import encode_conversations
 from dlm_bridge.data.messages import DataRecord
-from dlm_bridge.errors import CheckpointError, DlmBridgeError, InputFileError, SettingError
+from dlm_bridge.errors import CheckpointError, InputFileError, SettingError
 from tests.data.chats import MARKED, TEMPLATE, THINKING, calling, chatty, said
 from tests.data.templates import (
     MULTIMODAL,
@@ -108,6 +108,8 @@ def test_a_token_that_reaches_into_the_answer_is_answer(tokenizer: PreTrainedTok
         ({"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"type": "function"}]}]}, "'name'"),
         ({"messages": [TALK[0], calling('["x"]')]}, "'arguments' of tool call 1 of message 2"),
         ({"messages": [TALK[0], calling("{")]}, "'arguments' of tool call 1 of message 2"),
+        ({"messages": [TALK[0], calling('{"x": "\\ud800"}')]}, "surrogate"),
+        ({"messages": [TALK[0], said("assistant", [{"type": "image"}])]}, "'image'"),
         ({"messages": [{**TALK[0], "x": DEEP}, TALK[1]]}, "message 1"),
         ({"messages": TALK[:2], "tools": [DEEP]}, "'tools'"),
         ({"instruction": 3, "output": "x"}, "'instruction'"),
@@ -126,14 +128,6 @@ def test_a_bad_row_is_named(tokenizer: PreTrainedTokenizerFast, row: dict[str, A
     with refused(InputFileError, "chats.jsonl:7", named) as raised:
         list(encode_conversations([DataRecord(row, "chats.jsonl:7")], chatty(tokenizer, strict)))
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("message", [calling('{"x": "\\ud800"}'), said("assistant", [{"type": "image"}])])
-def test_an_invalid_character_and_an_image_are_named(
-    tokenizer: PreTrainedTokenizerFast, message: dict[str, Any]
-) -> None:
-    with pytest.raises(DlmBridgeError, match=r"chats\.jsonl:7"):
-        list(encode_conversations([DataRecord({"messages": [TALK[0], message]}, "chats.jsonl:7")], chatty(tokenizer)))
 
 
 def test_what_stands_before_a_chat_may_depend_on_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:

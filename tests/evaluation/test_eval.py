@@ -531,7 +531,14 @@ def test_a_failure_of_the_model_is_not_the_task_s(run: Eval, monkeypatch: pytest
         ({"tasks": ["sums"], "set": ["gen_length=128"]}, SettingError, ("max_length", "128")),
         ({"tasks": ["sums"], "set": ["num_return_sequences=2"]}, SettingError, ("num_return_sequences",)),
         ({"tasks": ["sums"], "set": ["infill=True"]}, SettingError, ("infill",)),
+        ({"tasks": ["sums"], "set": ["stepz=4"]}, SettingError, ("stepz",)),
+        (
+            {"tasks": ["sums"], "set": ["return_dict_in_generate=True"]},
+            SettingError,
+            ("set", "return_dict_in_generate"),
+        ),
         ({"perplexity": Path("/nowhere.txt")}, InputFileError, ("/nowhere.txt",)),
+        ({"perplexity": Path("/dev/null")}, InputFileError, ("/dev/null",)),
     ],
 )
 def test_bad_input_is_named(
@@ -541,19 +548,6 @@ def test_bad_input_is_named(
     with refused(kind, *named) as error:
         run("llada", **options)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"tasks": ["sums"], "set": ["stepz=4"]}, "stepz"),
-        ({"tasks": ["sums"], "set": ["return_dict_in_generate=True"]}, "return_dict_in_generate"),
-        ({"perplexity": Path("/dev/null")}, "/dev/null"),
-    ],
-)
-def test_errors_of_other_packages_are_passed_on(run: Eval, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(DlmBridgeError, match=named):
-        run("llada", **options)
 
 
 def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
