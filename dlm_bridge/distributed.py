@@ -69,6 +69,11 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
+def named_rank(rank: int) -> str:
+    """A rank in messages."""
+    return f"rank {rank}"
+
+
 # -- the launcher's store, and the default process group
 
 
