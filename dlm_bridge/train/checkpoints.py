@@ -15,7 +15,7 @@ import shutil
 import textwrap
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ RANK_DIGESTS = ".digests_{rank}"  # file with the `RankFiles` of one rank, durin
 RANK_FILES = "__{rank}_*.distcp"  # files that a rank writes of a distributed checkpoint
 DAMAGED = ".damaged"
 LOOK_AGAIN_S = 60.0  # a network file system may show the changes of another host this much later (NFS: acdirmax)
-SHARED = "`output` must be a folder that all hosts share"
+SHARED = "`output` must be one folder that all hosts share and see alike"
 
 T = TypeVar("T")
 RankFiles = dict[str, tuple[int, str]]  # size and digest of each file that a rank wrote of a distributed checkpoint
@@ -281,8 +281,8 @@ def find_resume_point(found: Sequence[tuple[int, Path]], required: str, last: in
         CheckpointError: there are checkpoints, and none is complete, or ranks do not agree about one.
     """
     found = sorted({each for rank in from_all(list(found)) for each in rank})
-    for root in {folder.parent for _, folder in found}:
-        agreed(root, lambda: {folder.name: "a checkpoint" if folder.exists() else None for _, folder in found})
+    if found:
+        agreed(found[0][1].parent, [folder.name for _, folder in found], _kind)
     if last in [step for step, _ in found]:
         found = [each for each in found if each[0] <= last]
     damaged: list[tuple[Path, str]] = []
@@ -300,35 +300,48 @@ def find_resume_point(found: Sequence[tuple[int, Path]], required: str, last: in
     return ResumePoint()
 
 
-def agreed(folder: Path, look: Callable[[], Mapping[str, T]]) -> Mapping[str, T]:
-    """Result of `look`, what a process sees in `folder` by name, once it is the same on all ranks. Collective.
+def agreed(folder: Path, names: Iterable[str], look: Callable[[Path], T]) -> dict[str, T]:
+    """What `look` returns for each path in `folder` of which a rank gives the name, once it is the same on all ranks.
+    Collective.
 
-    A network file system may show changes late. Raises CheckpointError, which names the ranks that see something else
-    than the first one, after `LOOK_AGAIN_S`.
+    A network file system may show another host's changes late. Raises CheckpointError after `LOOK_AGAIN_S`, which names
+    the ranks that see something else than the first one.
     """
+    every = sorted({name for listed in from_all(list(names)) for name in listed})
     deadline = time.monotonic() + LOOK_AGAIN_S
     while True:
-        views, over = zip(*from_all((look(), time.monotonic() >= deadline)), strict=True)
-        first = views[0]
-        name = next((name for name in first if any(view[name] != first[name] for view in views)), None)
-        if name is None:
-            return first
-        if over[0]:
-            others = {rank: view[name] for rank, view in enumerate(views) if view[name] != first[name]}
-            rank, seen = next(iter(others.items()))
-            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            raise CheckpointError(
-                folder / name,
-                f"{named_rank(rank)}{more} sees {_seen(seen)}, {named_rank(0)} sees {_seen(first[name])}: {SHARED}; "
-                "nothing was renamed",
-            )
+        views = from_all({name: look(folder / name) for name in every})
+        differing = next((name for name in every if any(view[name] != views[0][name] for view in views)), None)
+        if differing is None:
+            return views[0]
+        if from_all(time.monotonic() >= deadline)[0]:
+            break
         time.sleep(1)
+    first, *others = [view[differing] for view in views]
+    ranks = [rank for rank, seen in enumerate(others, 1) if seen != first]
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    raise CheckpointError(
+        folder / differing,
+        f"{named_rank(ranks[0])}{more} sees {_seen(views[ranks[0]][differing])}, {named_rank(0)} sees {_seen(first)}: "
+        f"{SHARED}; nothing was renamed",
+    )
+
+
+def _kind(path: Path) -> str | None:
+    return None if file_size(path) is None else "a checkpoint"
+
+
+def _bytes(file: Path) -> str | None:
+    size = file_size(file)
+    return None if size is None else f"{size} bytes"
 
 
 def _agreed_problem(folder: Path, required: str) -> str | None:
     """Problem of a checkpoint, or None. Collective. Raises CheckpointError if ranks do not agree."""
-    names = sorted({name for names in from_all(file_names(folder)) for name in names})
-    agreed(folder, lambda: {name: file_size(folder / name) for name in (*names, FILE_DIGESTS)})
+    names = [FILE_DIGESTS]
+    with contextlib.suppress(OSError):
+        names += file_names(folder)
+    agreed(folder, names, _bytes)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     problems = from_all(_problem(folder, required, rank, ranks))
     finder = next((rank for rank, problem in enumerate(problems) if problem is not None), None)
@@ -340,8 +353,8 @@ def _agreed_problem(folder: Path, required: str) -> str | None:
         if again[other] is None:
             raise CheckpointError(
                 folder,
-                f"{problems[finder]}, as {named_rank(finder)} reads it, but not as {named_rank(other)} does: check the "
-                "memory and the mounts of both hosts; nothing was renamed",
+                f"{problems[finder]}, as {named_rank(finder)} reads it, but not as {named_rank(other)} does: check "
+                "memory and mounts of both hosts; nothing was renamed",
             )
     return problems[finder]
 

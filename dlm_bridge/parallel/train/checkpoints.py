@@ -137,11 +137,11 @@ def find_iteration(output: Path) -> ResumePoint:
     """Iteration that a run resumes from: the one that the tracker names, or the newest intact one before it. Every
     process calls it. Raises CheckpointError if there is none but should be."""
     root = checkpoint_root(output)
-    named = agreed(root, lambda: {TRACKER: _tracked_step(root)})[TRACKER]
+    named = agreed(root, [TRACKER], lambda _: _tracked_step(root))[TRACKER]
     point = find_resume_point(named_checkpoints(root, NAME), DCP_METADATA, last=named)
     if point.folder is None and named is not None:
         raise CheckpointError(root / TRACKER, "names an iteration that does not exist: remove the file to start anew")
-    state = agreed(root, lambda: {MANIFEST: _manifest_state(root)})[MANIFEST]
+    state = agreed(root, [MANIFEST], _manifest_state)[MANIFEST]
     if point.folder is not None and state == CHANGED:
         raise CheckpointError(
             root / MANIFEST,
@@ -150,10 +150,10 @@ def find_iteration(output: Path) -> ResumePoint:
     return point
 
 
-def _manifest_state(root: Path) -> str | None:
-    if not (root / MANIFEST).is_file():
+def _manifest_state(path: Path) -> str | None:
+    if not path.is_file():
         return None
-    return "an intact file" if is_intact(root) else CHANGED
+    return "an intact file" if is_intact(path.parent) else CHANGED
 
 
 def find_checkpoint(config: TrainConfig) -> ResumePoint:
