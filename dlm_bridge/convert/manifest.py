@@ -402,9 +402,9 @@ def check_stored(folder: Path) -> list[ChangedFile]:
 def _tensors_in(folder: Path, name: str) -> str:
     """Format the tensors stored in a damaged file of a Megatron checkpoint, if its metadata can be read."""
     try:
-        from dlm_bridge.convert.formats.dcp import read_metadata
+        from dlm_bridge.convert.formats.dcp import read_contents
 
-        tensors = read_metadata(folder).tensors
+        tensors = read_contents(folder).tensors
     except DlmBridgeError:
         return ""
     stored = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]

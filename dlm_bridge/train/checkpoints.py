@@ -164,7 +164,8 @@ def gather_digests(folder: Path, written: Sequence[RankFiles]) -> None:
                 if time.monotonic() >= deadline:
                     raise CheckpointError(
                         folder / name,
-                        f"{named_rank(rank)} wrote {size} bytes, {named_rank(0)} sees {_seen(found)}: {SHARED}",
+                        f"{named_rank(rank)} wrote {size} bytes, {named_rank(0)} sees {_seen(found)}: {SHARED}; the "
+                        "checkpoint was not written",
                     )
                 time.sleep(1)
         (folder / RANK_DIGESTS.format(rank=rank)).unlink(missing_ok=True)

@@ -57,10 +57,12 @@ def check_refused(ended: bool, said: list[str]) -> None:
 
 @pytest.mark.parametrize("flags", CASES)
 def test_a_save(flags: str, tmp_path: Path, seed_folder: Path, corpus: Path) -> None:
-    start = "" if "lora" in flags else "--from-scratch"
-    check_unshared_save(
-        f"pretrain --model {seed_folder} --data {corpus} --output run {start} {STEPS} {flags}", tmp_path
-    )
+    model = f"{seed_folder} --from-scratch"
+    if "lora" in flags:
+        words = f"pretrain --model {model} --data {corpus} --output base {STEPS}"
+        assert launch(tmp_path, words)[0]
+        model = str(tmp_path / "base/checkpoints/step-0000004")
+    check_unshared_save(f"pretrain --model {model} --data {corpus} --output run {STEPS} {flags}", tmp_path)
 
 
 @pytest.mark.slow

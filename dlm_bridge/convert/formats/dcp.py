@@ -94,7 +94,7 @@ def read_metadata(folder: Path) -> Contents:
     Raises:
         CheckpointError: unreadable, hostile, or inconsistent with the files.
     """
-    contents = _read_contents(folder)
+    contents = read_contents(folder)
     for error in _place_errors(folder, contents):
         raise error
     return contents
@@ -103,12 +103,13 @@ def read_metadata(folder: Path) -> Contents:
 def metadata_errors(folder: Path) -> list[CheckpointError]:
     """Errors that `read_metadata` can raise: one per file that is missing or truncated, or one of `.metadata`."""
     try:
-        return list(_place_errors(folder, _read_contents(folder)))
+        return list(_place_errors(folder, read_contents(folder)))
     except CheckpointError as error:
         return [error]
 
 
-def _read_contents(folder: Path) -> Contents:
+def read_contents(folder: Path) -> Contents:
+    """Same as `read_metadata`, without a comparison with the files. Raises CheckpointError."""
     path = folder / DCP_METADATA
     try:
         check_plain_file(path)
