@@ -18,8 +18,8 @@ DUMP_TIMEOUT_S = 20.0
 
 
 def enable_flight_recorder(folder: Path) -> None:
-    """Set the environment variables with which torch records the last collective operations of NCCL and gloo, and NCCL's
-    own watchdog writes them to `folder` after a timeout. Variables that are set keep their values.
+    """Set the environment variables with which torch records the last collective operations of NCCL and gloo, and
+    NCCL's own watchdog writes them to `folder` after a timeout. Variables that are set keep their values.
 
     To be called before process groups are created. With a GPU the folder is created, because NCCL does not create it,
     and removed at the end of the process if it is empty.
@@ -43,8 +43,8 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def dump(folder: Path, rank: int) -> Path:
-    """Write the Python stacks of all threads to `folder`/stacks_RANK.txt, and the entries of torch's flight recorder, if
-    there are any, to `folder`/flight_recorder_RANK. Returns the first path.
+    """Write the Python stacks of all threads to `folder`/stacks_RANK.txt, and the entries of torch's flight recorder,
+    if there are any, to `folder`/flight_recorder_RANK. Returns the first path.
 
     Ends within `DUMP_TIMEOUT_S`, even if the file system or the flight recorder blocks, and raises nothing: the caller
     is about to end the process.

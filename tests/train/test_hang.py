@@ -1,4 +1,4 @@
-"""Dumps of a hang: stacks of all threads and torch's flight recorder, without blocking the thread that asks for them."""
+"""Dumps of a hang: stacks of all threads and torch's flight recorder, without blocking the caller."""
 
 from __future__ import annotations
 
