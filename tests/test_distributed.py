@@ -8,8 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from dlm_bridge import distributed
-from dlm_bridge.distributed import ALONE, Replicas, first_on_main, process_group_ends, start_process_group
+from dlm_bridge.distributed import first_on_main
 from dlm_bridge.errors import InputFileError, RowError, SettingError
+from dlm_bridge.job import process_group_ends, start_process_group
+from dlm_bridge.replicas import ALONE, Replicas
 from tests.refusals import refused
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
