@@ -13,16 +13,18 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from dlm_bridge import job
 from dlm_bridge.data.blocks import MOCK
 from dlm_bridge.data.documents import find_files
 from dlm_bridge.data.indexed import fingerprint_file, pair
 from dlm_bridge.data.sources import PAIR_SUFFIXES, weight_of
-from dlm_bridge.distributed import is_main
+from dlm_bridge.distributed import is_main, rank, world_size
 from dlm_bridge.errors import InputFileError, ResourceError, SettingError
 from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.files.reading import check_readable
@@ -35,8 +37,9 @@ def stage(items: Sequence[str], cache: str) -> list[str]:
     """Copy the files that `items` of the setting `data` name to the folder `cache`. Returns the items with their paths
     there. Weights, `mock`, names of datasets and paths that do not exist are returned unchanged.
 
-    The first process of a host copies, while the others wait for its lock. A copy is used again if its size and its
-    modification time are those of the source, and removed if its source is removed.
+    Collective. The first process of a host copies, while the others wait for its lock. Then all hosts wait for each
+    other: one of them may need longer than the time limits of collective operations. A copy is used again if its size
+    and its modification time are those of the source, and removed if its source is removed.
 
     Raises:
         SettingError: the cache lies in the data.
@@ -53,6 +56,7 @@ def stage(items: Sequence[str], cache: str) -> list[str]:
             for item, files in named.items():
                 _remove_others(_copy_of(item, root), {_copy_of(file, root) for file in files}, root)
             _copy_all({file for files in named.values() for file in files}, root)
+    _wait_for_all()
     return [str(_copy_of(item, root)) if named[item] else item for item in items]
 
 
@@ -121,6 +125,15 @@ def _copy(source: Path, copy: Path) -> None:
         temporary.unlink()
         raise InputFileError(source, "changed while it was copied to `data_cache`: start again")
     temporary.replace(copy)
+
+
+def _wait_for_all() -> None:
+    """Wait until every rank has its copies. A rank that fails or ends meanwhile is the watchdog's business."""
+    if (joined := job.current()) is not None:
+        store = joined.store("staged")
+        store.set(str(rank()), "")
+        while not store.check([str(other) for other in range(world_size())]):
+            time.sleep(0.2)
 
 
 def _state(file: Path) -> tuple[int, int] | None:

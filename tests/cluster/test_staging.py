@@ -217,6 +217,7 @@ def test_dry_runs_and_previews_copy_nothing(data: Path, seed_folder: Path, tmp_p
     template = data / "template.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}")
     assert (
-        len(list(preview(TrainConfig.from_flags("sft", data=[str(chats)], chat_template=str(template), **flags), 1))) == 1
+        len(list(preview(TrainConfig.from_flags("sft", data=[str(chats)], chat_template=str(template), **flags), 1)))
+        == 1
     )
     assert not cache.exists()

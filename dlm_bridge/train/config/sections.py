@@ -101,8 +101,9 @@ class DataOptions:
         aliases=("validation_file",), common=True,
     )  # fmt: skip
     data_cache: str | None = option(
-        None, "Folder on each host's own disk, to which the files of --data are copied before the run.", metavar="DIR"
-    )
+        None, "Folder on each host's own disk, to which the files of --data are copied before the run.",
+        tasks=TRAINING, metavar="DIR",
+    )  # fmt: skip
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
     seq_length: int = option(
         1024, "Tokens per sequence.", minimum=1, fixed=True, aliases=("max_seq_length", "max_length"), common=True

@@ -50,7 +50,7 @@ def check_settings(config: RLConfig, model: Any) -> None:
 def load_rows(config: RLConfig, kind: type[RLTrainer[Any]], model: Any, tokenizer: Any) -> tuple[list[Any], list[Any]]:
     """The rows to train on and the held-out rows."""
     token = _mask_token(model)
-    rows = kind.load(config, config.data.paths()[0], tokenizer, token)
+    rows = kind.load(config, config.data.data, tokenizer, token)
     held_out = config.rl.eval_data
     return rows, kind.load(config, held_out, tokenizer, token, "eval_data") if held_out else []
 
