@@ -36,7 +36,7 @@ LARGEST_CLOCK_OFFSET_S = 60.0
 COMPARED = ("dlm-bridge", "torch", "transformers", "accelerate", "megatron-core")  # packages
 _HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of an attempt
 _before_end: list[Callable[[], None]] = []
-_group_numbers = itertools.count()
+_calls = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Job:
         hosts: host name of each rank.
         timeout_s: seconds that ranks wait for each other.
         connect: returns a new connection to the store, with a timeout in seconds.
-        hosts_store: True if the first rank hosts the store, not the launcher.
+        server: the store's server on the first rank, unless the launcher has it; otherwise None.
     """
 
     token: str
     hosts: tuple[str, ...]
     timeout_s: float
     connect: Callable[[float], Any]
-    hosts_store: bool
+    server: Any = None
 
     @property
     def several_hosts(self) -> bool:
@@ -69,7 +69,11 @@ class Job:
     def agree(self, name: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what `decide` returns on the first one for the values of all ranks, or raise its error.
         Collective, without a process group. Values are of JSON's types. Raises WorkerError if a rank is missing."""
-        return _agree(self.store("agree"), name, value, decide, self.hosts, self.timeout_s)
+        return _agree(self.store(self.unique("agree")), name, value, decide, self.hosts, self.timeout_s)
+
+    def unique(self, name: str) -> str:
+        """Name with the number of this call, which must be the same on all ranks."""
+        return f"{name}{next(_calls)}"
 
 
 _joined: list[Job] = []
@@ -105,7 +109,8 @@ def join(
             missing[0], f"is not set, but WORLD_SIZE is {world_size()}: start the processes with torchrun or srun"
         )
     address = os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0
-    connect = _open_store(address, timeout_s)
+    server = _open_store(address, timeout_s)
+    connect = functools.partial(_tcp_store, address)
     base = connect(timeout_s + NOTE_S)  # so that the first rank, which names those that are missing, decides
     me = {
         "host": socket.gethostname(),
@@ -134,13 +139,13 @@ def join(
     os.environ.setdefault("LOCAL_RANK", str(peers.index(rank())))
     if len(peers) < len(hosts):
         _choose_interface(found["addresses"][0] if rank() else found["addresses"][-1])
-    _joined.append(Job(token, hosts, timeout_s, connect, not _agent_store()))
+    _joined.append(Job(token, hosts, timeout_s, connect, server))
     return _joined[0]
 
 
 def launcher_store(timeout_s: float) -> Any:
     """New connection to the launcher's store, with keys of all attempts. Raises RuntimeError if it does not answer."""
-    return _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s, is_master=False)
+    return _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s)
 
 
 def named_rank(other: int) -> str:
@@ -180,40 +185,28 @@ def _prefixed(store: Any, *names: str) -> Any:
     return store
 
 
-def _agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+def _open_store(address: tuple[str, int], timeout_s: float) -> Any:
+    """Wait until the store can be reached. The first rank hosts it if the launcher does not: its server is returned.
+    Raises SettingError or WorkerError."""
+    here = socket.gethostname()
+    resolve = f"'{address[0]}' does not resolve on {here}"
+    _wait_for("MASTER_ADDR", lambda: socket.getaddrinfo(*address), min(RESOLVE_S, timeout_s), resolve)
+    if rank() > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        unanswered = f"does not answer at {address[0]}:{address[1]}"
+        _wait_for("rank 0", lambda: socket.create_connection(address, NOTE_S).close(), timeout_s, unanswered)
+        return None
+    try:
+        return _tcp_store(address, timeout_s, is_master=True)
+    except RuntimeError as error:
+        reason = f"{address[1]} cannot be used on {here} ({one_line(error)}): choose another"
+        raise SettingError("MASTER_PORT", reason) from error
 
 
-def _open_store(address: tuple[str, int], timeout_s: float) -> Callable[[float], Any]:
-    """Wait until the store can be reached. The first rank hosts it if the launcher does not. Returns a function that
-    opens a connection with a timeout in seconds. Raises SettingError or WorkerError."""
-    here, host = socket.gethostname(), rank() == 0 and not _agent_store()
-    _wait_for("MASTER_ADDR", lambda: socket.getaddrinfo(*address), min(RESOLVE_S, timeout_s),
-              f"'{address[0]}' does not resolve on {here}")  # fmt: skip
-    server: Any = None
-    if host:
-        try:
-            server = _tcp_store(address, timeout_s, is_master=True)
-        except RuntimeError as error:
-            raise SettingError(
-                "MASTER_PORT", f"{address[1]} cannot be used on {here} ({one_line(error)}): choose another"
-            ) from error
-    else:
-        _wait_for("rank 0", lambda: socket.create_connection(address, NOTE_S).close(), timeout_s,
-                  f"does not answer at {address[0]}:{address[1]}")  # fmt: skip
-
-    def connect(timeout_s: float) -> Any:
-        store = _tcp_store(address, timeout_s, is_master=False)
-        store.server = server  # lives as long as its connections
-        return store
-
-    return connect
-
-
-def _tcp_store(address: tuple[str, int], timeout_s: float, is_master: bool) -> Any:
+def _tcp_store(address: tuple[str, int], timeout_s: float, is_master: bool = False) -> Any:
     timeout = datetime.timedelta(seconds=timeout_s)
+    # Several servers of a process share its port.
     return torch_distributed().TCPStore(
-        *address, None, is_master, timeout, wait_for_workers=False, multi_tenant=is_master
+        *address, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=is_master
     )
 
 
@@ -238,8 +231,8 @@ def _wait_for(field: str, attempt: Callable[[], Any], timeout_s: float, problem:
 
 
 def _welcome_all(base: Any, store: Any, token: str, timeout_s: float) -> None:
-    """On the first rank: answer the others with the token, until all have taken it. A rank of an earlier attempt, whose
-    greeting is still in the store, never takes it."""
+    """On the first rank: answer the others with the token, until all have taken it. Ranks of an earlier attempt, whose
+    greetings are still in the store, never take it."""
     start, noted = time.monotonic(), False
     greeted: dict[int, bytes] = {}
     missing = list(range(1, world_size()))
@@ -272,7 +265,7 @@ def _raise(error: DlmBridgeError) -> None:
 def _agree(
     store: Any, name: str, value: Any, decide: Callable[[list[Any]], Any], hosts: Sequence[str], timeout_s: float
 ) -> Any:
-    store.set(f"{name}/{rank()}", json.dumps(value))
+    store.set(f"{name}/{rank()}", json.dumps(value, default=str))
     if rank() == 0:
 
         def collect() -> Any:
@@ -397,7 +390,7 @@ def start_process_group(backend: str, device: Any = None) -> None:
     if (joined := join()) is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         return
-    store = joined.store(f"group{next(_group_numbers)}")
+    store = joined.store(joined.unique("group"))
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), device_id=device)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge import distributed, processes
-from dlm_bridge.job import Job, current, named_rank
+from dlm_bridge.job import Job, current
 from dlm_bridge.train import hang
 
 INTERVAL_S = 5.0  # between two heartbeats
@@ -116,7 +116,7 @@ class Watchdog:
     """
 
     def __init__(self, job: Job, timeout_s: float, folder: Path) -> None:
-        self.job, self.timeout_s, self.folder = job, timeout_s, folder
+        self.job, self.timeout_s, self.folder, self.name = job, timeout_s, folder, job.unique("ranks")
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.interval_s = min(INTERVAL_S, timeout_s / 8)
         self.most_rounds = math.ceil(timeout_s / self.interval_s)
@@ -136,7 +136,7 @@ class Watchdog:
                 store.compare_set(FAILURE, "", failure)
             store.set(f"left/{self.rank}", "")
             others = [f"left/{other}" for other in range(1, self.world_size)]
-            if self.rank == 0 and self.job.hosts_store:
+            if self.job.server is not None:
                 store.wait(others, datetime.timedelta(seconds=2 * self.interval_s))
 
     def _watch(self) -> None:
@@ -145,7 +145,7 @@ class Watchdog:
             rounds = 0 if self.exchanged != exchanged else rounds + 1
             exchanged = self.exchanged
             if rounds > self.most_rounds:
-                self.silent = f"{named_rank(0)}, whose host has the run's store, {self._no_heartbeat}"
+                self.silent = f"rank 0 ({self.job.hosts[0]}, which has the store) {self._no_heartbeat}"
         if self.closed.is_set():
             return
         processes.report(f"{self.silent}: the run ends; start it again with `resume`; stacks are in {self.folder}")
@@ -165,7 +165,7 @@ class Watchdog:
             self.silent = f"the process of the launcher's store {self._no_heartbeat}"
 
     def _store(self, timeout_s: float) -> Any:
-        return self.job.store("ranks", timeout_s)
+        return self.job.store(self.name, timeout_s)
 
     def _first_watches(self, store: Any) -> str | None:
         """Watch all ranks from the first one. Returns the problem of a rank, or None when the run ends."""
@@ -183,7 +183,7 @@ class Watchdog:
                 signs[rank] = sign
             longest = max(others, key=lambda rank: rounds[rank])
             if rounds[longest] >= self.most_rounds:
-                failure = f"{_named(longest, signs[longest])} {self._no_heartbeat}"
+                failure = f"{self._named(longest, signs[longest])} {self._no_heartbeat}"
                 store.set(FAILURE, failure)
                 return failure
         return None
@@ -200,8 +200,11 @@ class Watchdog:
             rounds = 0 if sign != last else rounds + 1
             last = sign
             if rounds >= self.most_rounds:
-                return f"{_named(0, sign)} {self._no_heartbeat}"
+                return f"{self._named(0, sign)} {self._no_heartbeat}"
         return None
+
+    def _named(self, rank: int, sign: str) -> str:
+        return f"rank {rank} ({self.job.hosts[rank]}, {sign.partition(' ')[2] or 'which has not started'})"
 
     def _send_heartbeat(self, store: Any) -> None:
         store.set(str(self.rank), f"{time.time_ns()} process {os.getpid()}")
@@ -210,10 +213,6 @@ class Watchdog:
 
 def _value(store: Any, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _named(rank: int, sign: str) -> str:
-    return f"{named_rank(rank)}, {sign.partition(' ')[2] or 'which has not started'},"
 
 
 def start_watchdog(timeout_min: float, folder: Path) -> Watchdog | None:

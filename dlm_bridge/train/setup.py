@@ -160,9 +160,9 @@ def training_errors(
     @functools.wraps(train)
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
         output, timeout_min = Path(config.checkpoint.output), config.parallel.rank_timeout
-        defaults = options_of(type(config))
-        given = {name: value for name, value in config.as_flags().items() if value != defaults[name].default}
-        job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, {**given, "resume": resume})
+        defaults = {name: option.default for name, option in options_of(type(config)).items()}
+        changed = {name: value for name, value in config.as_flags().items() if value != defaults.get(name)}
+        job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
         hang.enable_flight_recorder(output / HANG)
         watchdog = start_watchdog(timeout_min, output / HANG)
         failure: str | None = None
