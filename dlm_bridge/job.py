@@ -279,6 +279,7 @@ def _agree(
         return _decided(store, name, collect)
     answer = json.loads(_get(store, name, _name(0, hosts), timeout_s + NOTE_S))
     if "error" in answer:
+        store.set(f"{name}/read/{rank()}", "")
         kind, field, reason = answer["error"]
         raise getattr(errors, kind)(field, reason)
     return answer["result"]
@@ -290,6 +291,9 @@ def _decided(store: Any, name: str, decide: Callable[[], Any]) -> Any:
         result = decide()
     except DlmBridgeError as error:
         store.set(name, json.dumps({"error": [type(error).__name__, error.field, error.reason]}))
+        with contextlib.suppress(RuntimeError):  # the store may end with this process
+            readers = [f"{name}/read/{other}" for other in range(1, world_size())]
+            store.wait(readers, datetime.timedelta(seconds=NOTE_S))
         raise
     store.set(name, json.dumps({"result": result}))
     return result
