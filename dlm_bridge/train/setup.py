@@ -386,7 +386,7 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
         SettingError: `data` names nothing, or a blend is not W PATH W PATH ...
         InputFileError: a Megatron pair is damaged or shorter than a block.
     """
-    found = find_run_data(config.data.data, config.data.valid_data, load)
+    found = find_run_data(*config.data.paths(stage=load), load)
     found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.all_parts:
@@ -405,7 +405,7 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
         InputFileError: the data cannot be read or do not fit the vocabulary.
         CheckpointError: the tokenizer cannot be loaded.
     """
-    found = find_run_data(config.data.data, config.data.valid_data)
+    found = find_run_data(*config.data.paths())
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(
