@@ -35,12 +35,13 @@ from dlm_bridge.convert.manifest import (
     file_names,
     write_digests,
 )
-from dlm_bridge.distributed import from_all, named_rank
+from dlm_bridge.distributed import from_all
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, first_of
 from dlm_bridge.files.atomic import atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
+from dlm_bridge.job import named_rank
 
 STATE = "trainer_state.pt"
 RANK_DIGESTS = ".digests_{rank}"  # file with the `RankFiles` of one rank, during a save in the background

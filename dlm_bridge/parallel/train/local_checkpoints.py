@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.manifest import check_files, digests_of, write_digests
-from dlm_bridge.distributed import from_all, local_world_size, named_rank, raised_everywhere
+from dlm_bridge.distributed import from_all, local_world_size, raised_everywhere
 from dlm_bridge.errors import (
     CheckpointError,
     DlmBridgeError,
@@ -40,6 +40,7 @@ from dlm_bridge.errors import (
 from dlm_bridge.files.atomic import atomic_file, atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import read_json
+from dlm_bridge.job import named_rank
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict, ShardedObject, ShardedTensor, nested_values
 from dlm_bridge.parallel.mcore_patches.process_wide import original_device, replicas_on_cpu
