@@ -81,6 +81,12 @@ class Command:
             self._connection.setblocking(True)
             self._connection.sendall(json.dumps({"signal": number}).encode() + b"\n")
 
+    def close(self) -> None:
+        """End the command, if it runs."""
+        if self.poll() is None:
+            self.code = -signal.SIGKILL
+            self._connection.close()
+
     def said(self) -> str:
         """stdout and stderr."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -94,9 +100,7 @@ class Job:
 
     def wait(self, timeout_s: float = 120.0) -> list[int]:
         """The exit codes, by rank."""
-        wait_for(
-            lambda: all([rank.poll() is not None for rank in self.ranks]), timeout_s, lambda: self.said()[-6000:]
-        )
+        wait_for(lambda: all([rank.poll() is not None for rank in self.ranks]), timeout_s, lambda: self.said()[-6000:])
         return [rank.wait() for rank in self.ranks]
 
     @property
@@ -188,8 +192,7 @@ class Network:
 
     def _close(self) -> None:
         for command in self._commands:
-            if command.poll() is None:
-                command._connection.close()
+            command.close()
         for node in range(2):
             with suppress(ProcessLookupError):
                 self._kill(node)
@@ -222,6 +225,20 @@ class Network:
         self._first[node] = int(self._server.stdout.readline())
         assert self._first[node], f"node {node} has not started"
         self.cable(node, True)
+
+    def restore(self) -> None:
+        """End all commands; both nodes are on, with their cables in, their hosts files and empty disks."""
+        for command in self._commands:
+            command.close()
+        for node in range(2):
+            if self._first[node]:
+                self.cont(node)
+                self.cable(node, True)
+            else:
+                self.boot(node)
+            self.hosts(node, HOSTS)
+            for path in self.disk(node).iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def hosts(self, node: int, text: str) -> None:
         """Write a node's /etc/hosts."""
