@@ -39,7 +39,9 @@ def unavailable() -> str | None:
     if missing := [name for name in tools if shutil.which(name) is None]:
         return f"no {', '.join(missing)}"
     try_out = "ip link add br0 type bridge && ip link add p type veth peer name q && mount -t tmpfs tmpfs /mnt"
-    tried = subprocess.run(["unshare", "--net", "--mount", "sh", "-c", try_out], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "sh", "-c", try_out], check=False, capture_output=True, text=True
+    )
     return f"no right to make namespaces: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -105,7 +107,7 @@ class Job:
 
     @property
     def running(self) -> bool:
-        return any([rank.poll() is None for rank in self.ranks])
+        return None in [rank.poll() for rank in self.ranks]
 
     def signal(self, number: int) -> None:
         for rank in self.ranks:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dlm_bridge.train.metrics import read_rows
 from tests.nodes.cases import LAYOUTS, assert_alike, checkpoints, pretrain
-from tests.nodes.network import ADDRESSES, HOSTS, ROOT, Job, Network, wait_for
+from tests.nodes.network import ADDRESSES, ROOT, Job, Network, wait_for
 from tests.parallel.megatron_cases import Files
 from tests.processes import free_port
 
@@ -298,12 +296,12 @@ def test_one_folder_takes_one_run(network: Network, files: Files, tmp_path: Path
 def test_accelerate_launch_without_ranks_is_refused(network: Network, files: Files, tmp_path: Path) -> None:
     """With --cpu and no MPI it starts one process a machine that knows nothing of the other."""
     port = free_port()
-    machines = "--cpu --num_machines 2 --num_processes 2 --same_network --mixed_precision no --num_cpu_threads_per_process 1".split()
+    machines = "--cpu --num_machines 2 --num_processes 2 --same_network --mixed_precision no"
     run = ["-m", "dlm_bridge.cli", *pretrain(files, tmp_path / "run")]
     ranks = []
     for node in range(2):
         meet = ["--machine_rank", node, "--main_process_ip", ADDRESSES[0], "--main_process_port", port]
-        ranks.append(network.start(node, "accelerate", "launch", *machines, *meet, *run))
+        ranks.append(network.start(node, "accelerate", "launch", *machines.split(), *meet, *run))
     job = Job(ranks)
     assert all(job.wait(120)), job.said()
     assert [line for line in job.lines() if "WORLD_SIZE" in line], job.said()

@@ -62,7 +62,7 @@ def test_sft(
     network: Network,
     seed_folder: Path,
     tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """Rank 0 packs the rows for all."""
     model = tmp_path / "model"
@@ -87,7 +87,7 @@ def test_sft(
 
 
 @pytest.mark.short
-def test_rl(network: Network, policy_folder: Path, problems: Path, reward: str, tmp_path: Path) -> None:  # noqa: F811
+def test_rl(network: Network, policy_folder: Path, problems: Path, reward: str, tmp_path: Path) -> None:
     """Each node samples its completions. The loss is a difference of nearly equal numbers."""
     options: dict[str, Any] = {
         "model": policy_folder,
@@ -125,8 +125,8 @@ def test_generate_and_eval(network: Network, llada: Path, tmp_path: Path) -> Non
     _compare(network, tmp_path, sampled)
     assert (tmp_path / "two").read_text() == (tmp_path / "one").read_text()
     measured = words("eval", str(llada), perplexity=tmp_path / "text.txt", window=12, mc_samples=3, batch_size=4)
-    one, two = map(json.loads, _compare(network, tmp_path, [*measured, "--json"], output=False))
-    assert (one.pop("processes"), two.pop("processes")) == (1, 2)
+    one, two = (json.loads(said) for said in _compare(network, tmp_path, [*measured, "--json"], output=False))
+    assert (one["settings"].pop("processes"), two["settings"].pop("processes")) == (1, 2)
     assert two == one
 
 
