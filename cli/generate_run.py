@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from dlm_bridge.cli.generate_request import GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
-from dlm_bridge.distributed import Replicas, is_main, process_group_ends
+from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
@@ -40,8 +40,10 @@ from dlm_bridge.generation.offline import (
 from dlm_bridge.generation.prompts import WrittenPrompt, as_message, read_prompts
 from dlm_bridge.generation.request import MASK, Failed
 from dlm_bridge.hub import checkpoint_folder
+from dlm_bridge.job import process_group_ends
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
 from dlm_bridge.registration import load
+from dlm_bridge.replicas import Replicas
 
 DISPLAYS = ("show", "html", "svg")  # options of the extension `display`
 NAMED = 10  # failed lines that an error names after the first three

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_bridge import processes
 from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import printable
@@ -26,6 +27,8 @@ from dlm_bridge.train.config.files import load_config, put, read_overrides
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dlm_bridge.train.output import RunEnd
 
 PRETRAIN_HELP = """Train a model on text, from its weights or from scratch (--from-scratch).
 
@@ -237,7 +240,14 @@ def _train(config: TrainConfig, resume: bool) -> None:
     quieten()
     from dlm_bridge.train.engine import find_engine
 
-    find_engine(config.engine.engine).train(config, resume, run_console())
+    exit_if_stopped(config, find_engine(config.engine.engine).train(config, resume, run_console()))
+
+
+def exit_if_stopped(config: TrainConfig, end: RunEnd) -> None:
+    """End the command with `stopped_exit_code` if the run stopped early."""
+    if not end.finished and (code := config.checkpoint.stopped_exit_code):
+        processes.end_process_group(code=code)
+        raise typer.Exit(code)
 
 
 def run_console() -> Console:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,13 +19,13 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dlm_bridge import distributed
+from dlm_bridge import distributed, job
 from dlm_bridge.errors import DlmBridgeError
 
 GRACE_S = 5.0  # time for cleanup after Ctrl-C
 _PR_SET_PDEATHSIG = 1  # constant of linux/prctl.h
 _KILLED = "was killed by signal"
-_CLAIM_TIMEOUT = datetime.timedelta(seconds=10)
+_CLAIM_TIMEOUT_S = 10.0
 
 
 def end_with_parent(parent: int) -> None:
@@ -167,35 +167,46 @@ def kill_children() -> None:
         child.kill()
 
 
-def end_process_group(timeout_s: float = 10.0) -> None:
+def end_process_group(timeout_s: float = 10.0, code: int = 0) -> None:
     """End torch's process groups after success in all processes, as NCCL requires. After `timeout_s` the process ends
-    without."""
-    timer = _end_after(timeout_s, 0)
-    distributed.end_process_group()
+    without, with exit code `code`."""
+    timer = _end_after(timeout_s, code)
+    job.end_process_group()
     timer.cancel()
 
 
 def report(message: str) -> None:
     """Print the reason for the end of this process on one line of stderr.
 
-    Of a job's processes, which all find bad input and all receive Ctrl-C, only the first one prints. torchrun ends the
-    others as soon as one has ended.
+    Of a job's processes, which all find bad input and all receive Ctrl-C, only the first one prints; before they have
+    met, the first one of each node. Launchers end the others as soon as one has ended.
     """
     if _is_first_to_report():
         _print(message)
 
 
 def _print(message: str) -> None:
-    print(f"dlm-bridge: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    with contextlib.suppress(DlmBridgeError):  # the launcher's variables are malformed
+        message = f"{job.prefix()}dlm-bridge: {' '.join(message.split())}"
+    print(message, file=sys.stderr, flush=True)
 
 
 def _is_first_to_report() -> bool:
-    """True in the first process of the job that calls it, and in every process without torchrun's store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    try:
-        if distributed.world_size() == 1:
-            return True
-        return int(distributed.launcher_store(_CLAIM_TIMEOUT).add("reported", 1)) == 1
-    except (RuntimeError, DlmBridgeError):  # the launcher has ended, or its variables are malformed
-        return True
+    """True in the first process of the job that calls it, and in every process that cannot ask the job's store in
+    time."""
+    first: list[bool] = []
+    asking = threading.Thread(target=lambda: first.append(_claims_report()), daemon=True)
+    asking.start()  # a store whose machine has lost its network can block for minutes
+    asking.join(_CLAIM_TIMEOUT_S)
+    return first[0] if first else True
+
+
+def _claims_report() -> bool:
+    with contextlib.suppress(RuntimeError, DlmBridgeError, OSError):  # the launcher has ended, or malformed variables
+        if (joined := job.current()) is not None:
+            return int(joined.store("report", _CLAIM_TIMEOUT_S).add("reported", 1)) == 1
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and distributed.world_size() > 1:
+            # Only processes of this node know its launcher's count of restarts.
+            attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+            return int(job.launcher_store(_CLAIM_TIMEOUT_S).add(f"dlm_bridge/reported/{attempt}", 1)) == 1
+    return True

@@ -23,7 +23,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessorList
 
-from dlm_bridge.distributed import ALONE, Replicas, in_all_processes, serve
 from dlm_bridge.errors import DlmBridgeError, InputFileError, NonFiniteError, RowError, SettingError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_answers, check_finite, is_greedy, likelihood_bounds
 from dlm_bridge.evaluation.options import EvaluationOptions
@@ -39,6 +38,7 @@ from dlm_bridge.generation.request import Failed
 from dlm_bridge.generation.settings import combine_settings, resolve_settings
 from dlm_bridge.generation.token_sampling import row_seeds
 from dlm_bridge.loading import LoadedModel
+from dlm_bridge.replicas import ALONE, Replicas, in_all_processes, serve
 
 # Tasks whose data is part of the package, for evaluation without a network.
 FOLDER = Path(__file__).parent / "tasks"

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from dlm_bridge.attention.masks import MaskDescriptor
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.objectives.base import Objective
@@ -34,6 +33,7 @@ from dlm_bridge.objectives.losses import position_losses
 from dlm_bridge.objectives.noise import Purpose, Uniforms, keyed_generator
 from dlm_bridge.objectives.registry import family_objective
 from dlm_bridge.objectives.single_stream import MaskedDiffusion, ShiftedDiffusion
+from dlm_bridge.replicas import ALONE, Replicas
 
 NO_FIGURE = (
     "the log-likelihood is NaN or infinite: look for NaN in the model's weights; float16 overflows where bfloat16 "

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import CheckpointError, InputFileError, SettingError, rows_named
 from dlm_bridge.evaluation.likelihood import Answer, check_finite, likelihood_bounds
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.files.reading import check_text_file
 from dlm_bridge.generation.gemma import is_gemma
+from dlm_bridge.replicas import ALONE, Replicas
 
 if TYPE_CHECKING:
     from dlm_bridge.loading import LoadedModel

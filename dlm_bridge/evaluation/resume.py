@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_bridge.distributed import Replicas
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
+from dlm_bridge.replicas import Replicas
 
 
 class FinishedParts:

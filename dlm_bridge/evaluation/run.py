@@ -6,7 +6,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from dlm_bridge.distributed import Replicas, process_group_ends
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.evaluation.perplexity import text_perplexity
@@ -15,7 +14,9 @@ from dlm_bridge.evaluation.resume import FinishedParts
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.generation.batch_size import plan_shared_batch
 from dlm_bridge.hub import checkpoint_folder
+from dlm_bridge.job import process_group_ends
 from dlm_bridge.loading import LoadedModel, Placement, join_replicas, load_model
+from dlm_bridge.replicas import Replicas
 from dlm_bridge.settings import LoadingOptions
 
 logger = logging.getLogger(__name__)

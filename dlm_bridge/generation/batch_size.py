@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlm_bridge.distributed import Replicas, local_world_size
+from dlm_bridge.distributed import local_world_size
 from dlm_bridge.generation.canvas import cache_columns
 from dlm_bridge.generation.engine import choose_cache, input_device, sampler_spec
 from dlm_bridge.generation.kv_cache import attention_layers, kv_heads
 from dlm_bridge.generation.runtime.runner import tensor_parallel_group, unwrapped
 from dlm_bridge.generation.settings import resolve_settings
+from dlm_bridge.replicas import Replicas
 
 # The rest is for fragmentation, CUDA graphs and libraries' workspaces.
 USED_FRACTION = 0.8

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import NonFiniteError, RowError, SettingError
 from dlm_bridge.generation import autoregressive, gemma
 from dlm_bridge.generation.engine import SamplingEngine
@@ -17,6 +16,7 @@ from dlm_bridge.generation.prompts import PromptLimits, check_row
 from dlm_bridge.generation.request import MASK, Ended, Engine, Event, Failed, Request
 from dlm_bridge.generation.settings import resolve_settings
 from dlm_bridge.generation.token_sampling import drawn_seeds, row_seeds
+from dlm_bridge.replicas import ALONE, Replicas
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from dlm_bridge.convert.checkpoints import is_megatron, open_checkpoint
 from dlm_bridge.convert.lora import export_adapter, named_base, open_adapter
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
-from dlm_bridge.distributed import from_all, is_main, local_rank, raised_everywhere, start_process_group, world_size
+from dlm_bridge.distributed import from_all, is_main, local_rank, raised_everywhere, world_size
 from dlm_bridge.errors import LayoutError, SettingError, printable
 from dlm_bridge.files.atomic import temporary_folder
 from dlm_bridge.files.pickles import restricted_loading
 from dlm_bridge.files.reading import opening
 from dlm_bridge.generation.settings import refuse_prompt_learning
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, checkpoint_folder, resolve
+from dlm_bridge.job import start_process_group
 from dlm_bridge.loading.placement import Placement, join_replicas
 from dlm_bridge.loading.pretrained import load_hub_model, load_tokenizer
 from dlm_bridge.mapping.dtypes import parse_dtype

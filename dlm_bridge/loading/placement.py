@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from dlm_bridge.distributed import Replicas, local_rank, world_size
+from dlm_bridge.distributed import local_rank, world_size
 from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
+from dlm_bridge.replicas import Replicas
 from dlm_bridge.settings import LoadingOptions, check_choice, check_minimum
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dlm_bridge import distributed
 from dlm_bridge.errors import LayoutError, MissingExtraError, one_line
+from dlm_bridge.job import start_process_group
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout
 from dlm_bridge.parallel import mcore_patches, platform
 from dlm_bridge.parallel.core import (
@@ -102,7 +103,7 @@ def _join(current: Platform, layout: Layout, parallel: ContextParallelConfig) ->
             f"{_sizes(layout, parallel)} needs a multiple of {need} processes, but {world} run: start {need} with "
             "torchrun, or choose another layout",
         )
-    distributed.start_process_group(current.backend, current.group_device())
+    start_process_group(current.backend, current.group_device())
 
 
 def _check_groups(layout: Layout, parallel: ContextParallelConfig, instances: int | None = None) -> None:

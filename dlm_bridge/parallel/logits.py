@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dlm_bridge.bridge import Bridge
-from dlm_bridge.distributed import process_group_ends
+from dlm_bridge.job import process_group_ends
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.parallel import groups, overrides, platform
 from dlm_bridge.parallel.attention import attention_mask, block_size

@@ -23,9 +23,9 @@ from dlm_bridge.train.checkpoints import ResumePoint
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.engine import find_engine
 from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.output import check_output
 from dlm_bridge.train.setup import (
     check_data,
-    check_output,
     empty_model,
     load_tokenizer,
     model_source,

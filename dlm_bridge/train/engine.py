@@ -6,7 +6,6 @@ Extensions register further engines, such as `dlm_bridge.parallel`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_bridge.registration import deferred, load
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from dlm_bridge.objectives.base import Objective
     from dlm_bridge.train.checkpoints import ResumePoint
     from dlm_bridge.train.config import TrainConfig
+    from dlm_bridge.train.output import RunEnd
 
 
 def find_engine(name: str) -> TrainingEngine:
@@ -30,9 +30,8 @@ class TrainingEngine(ABC):
     """Interface between commands and a training engine. Every method raises DlmBridgeError for bad input."""
 
     @abstractmethod
-    def train(self, config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-        """Train until `config.schedule.steps`, SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
-        Every process of the launcher calls it."""
+    def train(self, config: TrainConfig, resume: bool = False, console: Console | None = None) -> RunEnd:
+        """Train until `config.schedule.steps`, SIGTERM or `exit_duration`. Every process of the launcher calls it."""
 
     # -- before a run, on any machine
 

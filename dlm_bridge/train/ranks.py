@@ -10,16 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlm_bridge import distributed, processes
+from dlm_bridge.job import Job, current
+from dlm_bridge.train import hang
 
 INTERVAL_S = 5.0  # between two heartbeats
 STORE_GRACE_S = 30.0  # for a run to end after the process of the store has ended
-VERDICT = "verdict"
+FAILURE = "failure"  # key
 
 TimedWork = float | tuple[torch.Event, torch.Event]  # seconds, or (start, end)
 
@@ -97,52 +100,81 @@ def straggler_report(step: int, found: list[tuple[int, float, str]]) -> str:
 
 
 class Watchdog:
-    """Ends this process when another process of the run has stopped sending heartbeats, and names that process. It is
-    stopped or swapped out, or its host is gone, and the other ranks would wait for it in a collective operation.
+    """Ends this process when another process of the run has failed or has stopped sending heartbeats, and names that
+    process: it is stopped or swapped out, or its host is gone, and the others would wait for it in a collective
+    operation.
 
-    A thread of each rank writes a new number to the launcher's store every few seconds. The first rank reads those of
-    all ranks, the others read the first rank's. Time is counted in rounds of the thread, which do not pass while this
+    One thread of each rank writes a new number to the job's store every few seconds. The first rank reads those of all
+    ranks, the others read the first rank's. As a call to a store whose machine has lost its network can block for
+    minutes, another thread without such calls counts the time. It counts in rounds, which do not pass while this
     process itself is stopped, as by Ctrl-Z.
 
     Args:
+        job: processes of the run.
         timeout_s: seconds without a heartbeat after which the run ends.
+        folder: for what `hang.dump` writes before this process ends.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, job: Job, timeout_s: float, folder: Path) -> None:
+        self.job, self.timeout_s, self.folder, self.name = job, timeout_s, folder, job.unique("ranks")
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
-        self.timeout_s = timeout_s
         self.interval_s = min(INTERVAL_S, timeout_s / 8)
         self.most_rounds = math.ceil(timeout_s / self.interval_s)
         self.closed = threading.Event()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self.exchanged = 0  # rounds of heartbeats
+        self.silent: str | None = None  # problem of another rank
+        for name, run in (("heartbeat", self._exchange), ("watchdog", self._watch)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
-    def close(self) -> None:
-        """Stop watching at the end of the run."""
+    def close(self, failure: str | None = None) -> None:
+        """Stop watching at the end of the run, because of a `failure` of this rank or regularly. The rank that hosts
+        the store waits a moment for the others, which read the failure there."""
         self.closed.set()
+        with contextlib.suppress(RuntimeError):
+            store = self._store(self.interval_s)
+            if failure is not None:
+                store.compare_set(FAILURE, "", failure)
+            store.set(f"left/{self.rank}", "")
+            others = [f"left/{other}" for other in range(1, self.world_size)]
+            if self.job.server is not None:
+                store.wait(others, datetime.timedelta(seconds=2 * self.interval_s))
 
     def _watch(self) -> None:
+        exchanged = rounds = 0
+        while not self.closed.wait(self.interval_s) and self.silent is None:
+            rounds = 0 if self.exchanged != exchanged else rounds + 1
+            exchanged = self.exchanged
+            if rounds > self.most_rounds:
+                self.silent = f"rank 0 ({self.job.hosts[0]}, which has the store) {self._no_heartbeat}"
+        if self.closed.is_set():
+            return
+        processes.report(f"{self.silent}: the run ends; start it again with `resume`; stacks are in {self.folder}")
+        hang.dump(self.folder, self.rank)
+        os._exit(2)
+
+    @property
+    def _no_heartbeat(self) -> str:
+        return f"has sent no heartbeat for {self.timeout_s:g} s (`rank_timeout`)"
+
+    def _exchange(self) -> None:
         try:
-            store = self._store()
-            silent = self._first_watches(store) if self.rank == 0 else self._other_watches(store)
+            store = self._store(self.timeout_s)
+            self.silent = self._first_watches(store) if self.rank == 0 else self._other_watches(store)
         except RuntimeError:  # the process of the store has ended, as at the end of a run, or does not answer
             self.closed.wait(min(self.timeout_s, STORE_GRACE_S))
-            silent = "the process of the launcher's store"
-        if silent is not None and not self.closed.is_set():
-            processes.report(
-                f"{silent} has sent no heartbeat for {self.timeout_s:g} s (`rank_timeout`): the run ends; start it "
-                "again with `resume`"
-            )
-            os._exit(2)
+            self.silent = f"the process of the launcher's store {self._no_heartbeat}"
 
-    def _store(self) -> Any:
-        return dist.PrefixStore("ranks", distributed.launcher_store(datetime.timedelta(seconds=self.timeout_s)))
+    def _store(self, timeout_s: float) -> Any:
+        return self.job.store(self.name, timeout_s)
 
     def _first_watches(self, store: Any) -> str | None:
-        """Watch all ranks from the first one. Returns the name of a silent rank, or None when the run ends."""
+        """Watch all ranks from the first one. Returns the problem of a rank, or None when the run ends."""
         others = list(range(1, self.world_size))
         signs, rounds = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
         while not self.closed.wait(self.interval_s):
             self._send_heartbeat(store)
+            if failure := _value(store, FAILURE):
+                return failure
             there = [rank for rank in others if signs[rank] or store.check([str(rank)])]
             found = dict(zip(there, store.multi_get([str(rank) for rank in there]), strict=True)) if there else {}
             for rank in others:
@@ -151,36 +183,39 @@ class Watchdog:
                 signs[rank] = sign
             longest = max(others, key=lambda rank: rounds[rank])
             if rounds[longest] >= self.most_rounds:
-                verdict = _named(longest, signs[longest])
-                store.set(VERDICT, verdict)
-                return verdict
+                failure = f"{self._named(longest, signs[longest])} {self._no_heartbeat}"
+                store.set(FAILURE, failure)
+                return failure
         return None
 
     def _other_watches(self, store: Any) -> str | None:
-        """Watch the first rank from the others. Returns the silent rank that the first has named, or the first itself,
-        or None when the run ends. Never waits for a key, which may not exist."""
+        """Watch the first rank from the others. Returns the problem that a rank has recorded, or the first rank's, or
+        None when the run ends. Never waits for a key, which may not exist."""
         last, rounds = "", 0
         while not self.closed.wait(self.interval_s):
             self._send_heartbeat(store)
-            if store.check([VERDICT]) and (verdict := store.get(VERDICT).decode()):
-                return str(verdict)
-            sign = store.get("0").decode() if store.check(["0"]) else ""
+            if failure := _value(store, FAILURE):
+                return failure
+            sign = _value(store, "0")
             rounds = 0 if sign != last else rounds + 1
             last = sign
             if rounds >= self.most_rounds:
-                return _named(0, sign)
+                return f"{self._named(0, sign)} {self._no_heartbeat}"
         return None
+
+    def _named(self, rank: int, sign: str) -> str:
+        return f"rank {rank} ({self.job.hosts[rank]}, {sign.partition(' ')[2] or 'which has not started'})"
 
     def _send_heartbeat(self, store: Any) -> None:
-        store.set(str(self.rank), f"{time.time_ns()} {socket.gethostname()}, process {os.getpid()}")
+        store.set(str(self.rank), f"{time.time_ns()} process {os.getpid()}")
+        self.exchanged += 1
 
 
-def _named(rank: int, sign: str) -> str:
-    return f"rank {rank} ({sign.partition(' ')[2] or 'which has not started'})"
+def _value(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
-def start_watchdog(timeout_min: float) -> Watchdog | None:
+def start_watchdog(timeout_min: float, folder: Path) -> Watchdog | None:
     """Start the `Watchdog` of a run of several processes, unless `timeout_min` is zero."""
-    if not timeout_min or distributed.world_size() == 1 or distributed.store_address() is None:
-        return None
-    return Watchdog(60 * timeout_min)
+    job = current()
+    return Watchdog(job, 60 * timeout_min, folder) if timeout_min and job is not None else None

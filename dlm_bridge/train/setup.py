@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import textwrap
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from dlm_bridge import distributed
+from dlm_bridge import distributed, job
 from dlm_bridge.convert.checkpoint import checked_dims
 from dlm_bridge.convert.manifest import read_model_config
 from dlm_bridge.data.blocks import Blocks, Samples, split
@@ -45,6 +44,8 @@ from dlm_bridge.objectives.registry import (
     noise_token_id,
     own_objective,
 )
+from dlm_bridge.settings import options_of
+from dlm_bridge.train import hang
 from dlm_bridge.train.checkpoints import (
     STATE,
     ResumePoint,
@@ -55,10 +56,12 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig, refuse
 from dlm_bridge.train.config.files import Config, read_run_config
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
+from dlm_bridge.train.output import RunEnd, opened_output, write_status
 from dlm_bridge.train.ranks import start_watchdog
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Rest = ParamSpec("Rest")
+HANG = "hang"  # subfolder of a run for the stacks of a hang
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,13 @@ class RunStart:
     Args:
         step: last completed step, 0 for a new run.
         checkpoint: checkpoint of that step, None for a new run.
-        finished: the same checkpoint if that step was the run's last one, else None.
+        finished: end of the run if that step was its last one, else None.
     """
 
     output: Path
     step: int
     checkpoint: Path | None
-    finished: Path | None
+    finished: RunEnd | None
 
 
 def start_run(
@@ -84,25 +87,28 @@ def start_run(
     console: Console,
     find: Callable[[TrainConfig, bool, Console], ResumePoint],
 ) -> tuple[Config, RunStart]:
-    """Open the output folder on the `main` process, and `find` the checkpoint from which the run resumes. Collective.
-    Returns the configuration, in which a resumed run has the number of steps that it began with instead of `epochs`.
+    """Clean the output folder, and `find` the checkpoint from which the run resumes. Collective. Returns the
+    configuration, in which a resumed run has the number of steps that it began with instead of `epochs`.
 
     Raises:
-        SettingError: the output folder contains a run and `resume` is False, or the model is not the run's.
+        SettingError: the model is not the run's.
         CheckpointError: the run has checkpoints, and none is complete.
     """
     output = Path(config.checkpoint.output)
     with raised_everywhere():
         if main:
-            open_output(output, resume)
+            remove_old_checkpoints(output)
     point = find(config, main, console) if resume else ResumePoint()
     before = _run_config(config, output) if resume else None
     if before is not None and config.schedule.epochs is not None:
         config = config.replace(steps=before.schedule.steps, epochs=None)
     steps = config.schedule.steps
-    finished = point.folder if config.schedule.epochs is None and point.step >= steps else None
+    finished = None
+    if config.schedule.epochs is None and point.step >= steps and point.folder is not None:
+        finished = RunEnd(point.folder, point.step)
     if finished is not None and main:
-        console.print(printable(f"the run is finished: step {point.step} of {steps}, {finished}"), soft_wrap=True)
+        console.print(printable(f"the run is finished: step {point.step} of {steps}, {point.folder}"), soft_wrap=True)
+        write_status(output, "finished", point.step, steps)
     elif before and point.folder is not None and main and (jump := learning_rate_jump(before, config, point.step)):
         console.print(printable(jump), markup=False, highlight=False, soft_wrap=True)
     return config, RunStart(output, point.step, point.folder, finished)
@@ -145,34 +151,40 @@ def trains_on_cpu(config: TrainConfig) -> bool:
 
 
 def training_errors(
-    train: Callable[Concatenate[Config, Rest], Path],
-) -> Callable[Concatenate[Config, Rest], Path]:
-    """Decorator of functions that train. Ranks watch each other (`ranks.Watchdog`), and a lost one is a WorkerError.
-    The output folder, and the parents created for it, are removed if a run ends before anything was written there."""
+    train: Callable[Concatenate[Config, bool, Rest], RunEnd],
+) -> Callable[Concatenate[Config, bool, Rest], RunEnd]:
+    """Decorator of functions that train a configuration, resumed or not. The processes of the job meet, and share the
+    output folder. They watch each other (`ranks.Watchdog`): a lost one is a WorkerError, and an error of one rank ends
+    all."""
 
     @functools.wraps(train)
-    def run(config: Config, *arguments: Rest.args, **options: Rest.kwargs) -> Path:
-        output = Path(config.checkpoint.output)
-        main = distributed.is_main()
-        made = [folder for folder in (output, *output.parents) if not folder.exists()] if main else []
-        watchdog = start_watchdog(config.parallel.rank_timeout)
+    def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
+        output, timeout_min = Path(config.checkpoint.output), config.parallel.rank_timeout
+        defaults = {name: option.default for name, option in options_of(type(config)).items()}
+        changed = {name: value for name, value in config.as_flags().items() if value != defaults.get(name)}
+        job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
+        hang.enable_flight_recorder(output / HANG)
+        watchdog = start_watchdog(timeout_min, output / HANG)
+        failure: str | None = None
         try:
-            return train(config, *arguments, **options)
-        except RuntimeError as error:
-            if not lost_process(error):
-                raise
-            reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
-            raise WorkerError(
-                f"rank {distributed.rank()}",
-                f"another process of the run ended or does not answer ({reason}): the launcher names a killed one; "
-                "start again with `resume`",
-            ) from error
+            with opened_output(output, resume):
+                try:
+                    return train(config, resume, *arguments, **options)
+                except RuntimeError as error:
+                    if not lost_process(error):
+                        raise
+                    reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
+                    raise WorkerError(
+                        job.named_rank(distributed.rank()),
+                        f"another process of the run ended or does not answer ({reason}): the launcher names a killed "
+                        "one; start again with `resume`",
+                    ) from error
+        except Exception as error:
+            failure = f"{job.named_rank(distributed.rank())} failed: {one_line(error)}"
+            raise
         finally:
             if watchdog is not None:
-                watchdog.close()
-            with contextlib.suppress(OSError):  # stops at the first folder that is not empty
-                for folder in made:
-                    folder.rmdir()
+                watchdog.close(failure)
 
     return run
 
@@ -180,23 +192,6 @@ def training_errors(
 def lost_process(error: RuntimeError) -> bool:
     """True if a collective operation failed because of another process, or timed out."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def open_output(output: Path, resume: bool) -> None:
-    """Create the output folder, and remove incomplete checkpoints of a killed run. Raises SettingError."""
-    check_output(output, resume)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
-    remove_old_checkpoints(output)
-
-
-def check_output(output: Path, resume: bool) -> None:
-    """Raise SettingError for a folder that contains a run, unless it is resumed."""
-    traces = [name for name in ("config.yaml", "metrics.jsonl", "checkpoints") if (output / name).exists()]
-    if traces and not resume:
-        raise SettingError("output", f"{output} already contains a run ({traces[0]}): add `resume`, or use another")
 
 
 def check_same_model(config: TrainConfig, saved: Path) -> None:

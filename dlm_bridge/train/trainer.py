@@ -42,6 +42,7 @@ from dlm_bridge.train.metrics import (
 )
 from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
+from dlm_bridge.train.output import RunEnd, write_status
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
 
 EVALUATION_STEP = 0  # step in the noise key of evaluations, so that every evaluation has the same noise
@@ -140,8 +141,8 @@ class TrainingLoop(abc.ABC):
         metrics, stop = self.start_step(step, want_stop)
         return metrics(), stop
 
-    def run(self, step: int) -> Path:
-        """Train from after `step`. Returns the folder of the last checkpoint."""
+    def run(self, step: int) -> RunEnd:
+        """Train from after `step`."""
         config = self.config
         monitor = RunMonitor(config, self.output, self.processes.device, self.console, step, self.main)
         samples = None
@@ -152,6 +153,8 @@ class TrainingLoop(abc.ABC):
         limit = config.schedule.exit_duration
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
         steps = config.schedule.steps
+        if self.main:
+            write_status(self.output, "running", step, steps)
         with catch_sigterm() as terminated, monitor:
             pending: Callable[[], StepMetrics] | None = None  # of a step that the device may still work on
             while True:
@@ -182,9 +185,10 @@ class TrainingLoop(abc.ABC):
         self.finish()
         monitor.close()
         if self.main:
+            write_status(self.output, "finished" if step == steps else "stopped", step, steps)
             done = "done" if step == steps else f"stopped early (continue with `resume`), step {step}"
             self.console.print(printable(f"{done}: the model is at {folder}"), highlight=False, soft_wrap=True)
-        return folder
+        return RunEnd(folder, step, finished=step == steps)
 
     def save(self, step: int, metrics: MetricsFile | None) -> Path:
         """Write the checkpoint of `step`. Every process calls it; `metrics` is None on all but the main one."""
@@ -193,6 +197,7 @@ class TrainingLoop(abc.ABC):
         with raised_everywhere():
             if metrics is not None:
                 plot_loss(metrics.rows, self.output / "loss.png")
+                write_status(self.output, "running", step, self.config.schedule.steps)
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
@@ -278,7 +283,7 @@ class Trainer(TrainingLoop):
                 soft_wrap=True,
             )
 
-    def run(self, step: int) -> Path:
+    def run(self, step: int) -> RunEnd:
         self.prefetcher = Prefetcher(self.produce, step + 1)
         try:
             return super().run(step)

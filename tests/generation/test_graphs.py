@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from dlm_bridge.distributed import process_group_ends
 from dlm_bridge.generation.engine import SamplingEngine
 from dlm_bridge.generation.request import Ended, Failed, Request
 from dlm_bridge.generation.runtime import graphs, runner
+from dlm_bridge.job import process_group_ends
 from tests.families.case import FamilyCase, some_slow
 from tests.generation.conftest import load, prompts
 from tests.generation.recorded import stand_in

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig
 
-from dlm_bridge.distributed import Replicas
 from dlm_bridge.errors import LayoutError
 from dlm_bridge.generation.token_sampling import shared_seed
 from dlm_bridge.loading.placement import Placement, check_tensor_parallel_split
 from dlm_bridge.models.modeling_llada2_moe import LLaDA2MoeConfig
+from dlm_bridge.replicas import Replicas
 from tests.refusals import refused
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 4}

@@ -9,7 +9,6 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.attention.masks import MaskDescriptor
-from dlm_bridge.errors import MissingExtraError, SettingError
 from dlm_bridge.parallel import groups
 from dlm_bridge.parallel.attention import attention_mask
 from dlm_bridge.parallel.parallelize import build_megatron_model
@@ -17,7 +16,6 @@ from dlm_bridge.parallel.self_attention import rotary_angles
 from dlm_bridge.parallel.weights import expert_name
 from tests.interop import engine
 from tests.interop.cases import REFUSED, Files, models
-from tests.refusals import refused
 
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
@@ -53,24 +51,21 @@ def an_ignored_mask_is_refused(files: Files) -> None:
         chunks = build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout(), **overrides)
         return engine.run(chunks, models()[model].tokens()[:1, :12], models()[model].vocab, mask=given)
 
-    for model, given, named in (
-        ("sdar", None, ["block-causal"]),
-        ("mistral_window", mask, ["sliding window"]),
-        ("gqa", mask.float(), ["[1 or 1, 12, 5]", "torch.float32"]),
-        ("gqa", mask[:, :11], ["torch.int32 [1, 11, 5]"]),
-        ("gqa", mask[..., 0].bool(), ["torch.bool [1, 12]"]),
+    for model, given, overrides, named in (
+        ("sdar", None, {}, ["attention_mask", "block-causal"]),
+        ("mistral_window", mask, {}, ["attention_mask", "sliding window"]),
+        ("qwen2", None, {"attention_dropout": 0.1}, ["attention_dropout"]),
+        ("gqa", mask.float(), {}, ["[1 or 1, 12, 5]", "torch.float32"]),
+        ("gqa", mask[:, :11], {}, ["torch.int32 [1, 11, 5]"]),
+        ("gqa", mask[..., 0].bool(), {}, ["torch.bool [1, 12]"]),
+        ("gqa", None, {"window_size": (4, 0)}, ["window", "bidirectional"]),
+        ("mixtral", None, {"moe_grouped_gemm": True}, ["moe_grouped_gemm"]),
     ):
-        with refused(SettingError, "attention_mask", *named):
-            logits(model, given)
-    with refused(SettingError, "engine", "window", "bidirectional"):
-        logits("gqa", None, window_size=(4, 0))
-    with refused(MissingExtraError, "attention_dropout"):
-        logits("qwen2", None, attention_dropout=0.1)
-    with refused(MissingExtraError, "moe_grouped_gemm"):
-        logits("mixtral", None, moe_grouped_gemm=True)
-    with refused(SettingError, "block_size"):
+        with engine.refused(*named):
+            logits(model, given, **overrides)
+    with engine.refused("block"):
         attention_mask("block_causal", positions)
-    with refused(SettingError, "engine", "prefix"):
+    with engine.refused("prefix"):
         attention_mask("prefix", positions)
 
 
@@ -96,7 +91,7 @@ def rope_matches_beyond_the_original_context(files: Files) -> None:
 def what_megatron_core_cannot_hold_is_refused(files: Files) -> None:
     for model in REFUSED:
         groups.destroy()
-        with refused(SettingError, "engine", "QK norm"):
+        with engine.refused("QK norm"):
             build_megatron_model(Bridge.from_hf(files.hub(model)).checkpoint, Layout())
 
 

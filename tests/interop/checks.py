@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dlm_bridge import Bridge, Layout
-from dlm_bridge.errors import CheckpointError, LayoutError, SettingError
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.parallel import groups, mcore_patches, overrides, platform
 from dlm_bridge.parallel.attention import attention_mask, block_size
@@ -24,7 +23,6 @@ from dlm_bridge.parallel.weights import live_tensors
 from tests.groups import make_way
 from tests.interop import engine
 from tests.interop.cases import LAYOUTS, SEED, Files, models
-from tests.refusals import refused
 
 ROUTER_BIAS = ("expert_bias", "e_score_correction_bias")
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
@@ -80,7 +78,7 @@ def one_process_without_torchrun(files: Files) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name)
-        with refused(LayoutError, "layout", "multiple of 4", "1 run"):
+        with engine.refused("multiple of 4", "1 run"):
             groups.initialize(Layout(tp=2, pp=2))
         bridge = Bridge.from_hf(files.hub("gqa"))
         chunks = build_megatron_model(bridge.checkpoint, Layout())
@@ -220,7 +218,7 @@ def half_precision_is_kept(files: Files) -> None:
 def mixed_dtypes_need_a_choice(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("mixed"))
-    with refused(SettingError, "dtype", "wte.weight", "bfloat16", "ln_f.weight", "float32"):
+    with engine.refused("wte.weight", "bfloat16", "ln_f.weight", "float32"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2))
 
 
@@ -284,18 +282,18 @@ def sharded_tensors_know_the_groups_of_today(files: Files) -> None:
 def bad_input_is_named(files: Files) -> None:
     groups.destroy()
     bridge = Bridge.from_hf(files.hub("gqa"))
-    with refused(LayoutError, "layout", "multiple of 4", "2 run"):
+    with engine.refused("multiple of 4", "2 run"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2, pp=2))
-    with refused(LayoutError, "tp", "2 query groups"):
+    with engine.refused("tp", "2 query groups"):
         build_megatron_model(bridge.checkpoint, Layout(tp=4))
-    with refused(SettingError, "megatron-core", "tensor_parallelism"):
+    with engine.refused("tensor_parallelism"):
         build_megatron_model(bridge.checkpoint, Layout(tp=2), tensor_parallelism=2)
     chunks = build_megatron_model(bridge.checkpoint, Layout(tp=2))
-    with refused(LayoutError, "tp", "groups"):
+    with engine.refused("tp", "groups"):
         build_megatron_model(bridge.checkpoint, Layout(pp=2))
     tied = Bridge.from_hf(files.hub("tied"))
-    with refused(CheckpointError, "tie_word_embeddings", "Hub config"):
+    with engine.refused("Hub config"):
         list(stream_hf_weights(tied.checkpoint, chunks))
     smaller = Bridge.from_hf(files.hub("odd_vocabulary"))
-    with refused(CheckpointError, None, "linear_qkv.weight", "(64, 64)", "(96, 64)"):
+    with engine.refused("linear_qkv.weight", "(64, 64)", "(96, 64)"):
         list(stream_hf_weights(smaller.checkpoint, chunks))

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from dlm_bridge.errors import DlmBridgeError
+
 OF_NORMS = re.compile(r"decoder\.(.+\.)?(final|q|k|input|pre_mlp)_layernorm\._extra_state")
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+@contextmanager
+def refused(*named: str) -> Iterator[None]:
+    """Expect a DlmBridgeError whose message contains these words."""
+    with pytest.raises(DlmBridgeError) as raised:
+        yield
+    for name in named:
+        assert name in str(raised.value)
 
 
 def run(

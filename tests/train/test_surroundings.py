@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import SettingError
+from dlm_bridge.job import Job
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
@@ -82,39 +82,40 @@ def test_the_slowest_rank_is_named_among_those_of_its_stage() -> None:
 
 
 def test_a_first_rank_that_is_silent_from_its_start_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, ended = dist.HashStore(), threading.Semaphore(0)
     store.set_timeout(datetime.timedelta(seconds=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(Watchdog, "_store", lambda self: store)
     monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
-    Watchdog(2.0)
+    Watchdog(Job("", ("node0", "node1"), 2.0, lambda _: store), 2.0, tmp_path)
     assert ended.acquire(timeout=20)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "rank 0 (which has not started)" in line
+    assert "rank 0 (node0, which has not started)" in line
+    assert (tmp_path / "stacks_1.txt").is_file()
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
 def test_a_silent_rank_ends_the_run_by_its_name(
-    stopped: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stopped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, ended = dist.HashStore(), threading.Semaphore(0)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(Watchdog, "_store", lambda self: store)
     monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
+    job = Job("", ("node0", "node1", "node1"), 2.0, lambda _: store)
+    monkeypatch.setattr(Job, "unique", lambda self, name: name)  # one process stands for three
     watchdogs = {}
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
-        watchdogs[rank] = Watchdog(2.0)
+        watchdogs[rank] = Watchdog(job, 2.0, tmp_path)
     assert not ended.acquire(timeout=3)
-    watchdogs[stopped].close()  # its thread is as one of a process that is stopped
+    watchdogs[stopped].closed.set()  # its thread is as one of a process that is stopped
     for _ in range(2):
         assert ended.acquire(timeout=20)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all(f"rank {stopped} ({socket.gethostname()}, process {os.getpid()})" in line for line in lines)
+    assert all(f"rank {stopped} (node{min(stopped, 1)}, process {os.getpid()})" in line for line in lines)
 
 
 def test_ranks_compare_their_times(tmp_path: Path) -> None:

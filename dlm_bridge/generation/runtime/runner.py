@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_bridge.distributed import before_end
 from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.generation.kv_cache import KVCache, attention_layers, head_sizes, is_attention
 from dlm_bridge.generation.options import Execution
@@ -20,6 +19,7 @@ from dlm_bridge.generation.request import MASK
 from dlm_bridge.generation.runtime import attention
 from dlm_bridge.generation.runtime.graphs import BodyInputs, GraphedBody, at_places, batch_size_for, run_body
 from dlm_bridge.generation.runtime.varlen import MAX_HEAD_SIZE, PackedTokens, Packing, varlen_attention
+from dlm_bridge.job import before_end
 
 # With a KV cache, a view is packed only if at most this fraction of its columns is real, because attention then copies
 # the cached keys and values and takes two or three times as long (H100, 64 rows with 100 to 300 cached columns).

@@ -34,6 +34,7 @@ from dlm_bridge.parallel.train.trainer import MegatronTrainer
 from dlm_bridge.parallel.weights import load_main_params
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.lora import with_lora
+from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     Config,
@@ -54,8 +55,8 @@ T = TypeVar("T")
 
 
 @training_errors
-def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`, and return the last checkpoint's folder.
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> RunEnd:
+    """Train until `config.schedule.steps`, a SIGTERM or `exit_duration`.
 
     With `resume` the run continues from its newest checkpoint, or from the start if it has none, at the layout of
     `config`. Every process of the launcher calls it. Raises DlmBridgeError.

@@ -56,6 +56,7 @@ from dlm_bridge.parallel.train.schedule import (
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.metrics import MetricsFile, StepMetrics
 from dlm_bridge.train.monitoring import TextSamples
+from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.ranks import StragglerDetector
 from dlm_bridge.train.trainer import Processes, StepInputs, Trainer
 
@@ -111,7 +112,7 @@ class MegatronTrainer(Trainer):
             line = describe_mtp(layers, self.config.objective.mtp_loss_scaling_factor)
             self.console.print(line, highlight=False, soft_wrap=True)
 
-    def run(self, step: int) -> Path:
+    def run(self, step: int) -> RunEnd:
         if self.config.logging.sample_interval and self.main:
             self.sampling_model  # noqa: B018 (built now: on a resume, `keep_last` may remove the checkpoint it is from)
         return super().run(step)

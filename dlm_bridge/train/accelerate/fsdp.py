@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dlm_bridge.distributed import process_group_ends, start_process_group
 from dlm_bridge.errors import LayoutError, SettingError
+from dlm_bridge.job import process_group_ends, start_process_group
 from dlm_bridge.loading.lazy import LazyWeights, ShardSource, replace_parameters, shard_source
 from dlm_bridge.loading.pretrained import decoder_layers
 from dlm_bridge.train.config import TrainConfig

@@ -17,7 +17,9 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from dlm_bridge.data.blocks import Samples
+from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import SettingError, printable
+from dlm_bridge.job import start_process_group
 from dlm_bridge.loading.lazy import shard_source
 from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.base import Objective
@@ -39,6 +41,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ema import AveragedModel, averaged_folder
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
 from dlm_bridge.train.norms import HubLayerNorms
+from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     Config,
@@ -62,8 +65,8 @@ Assembled = Callable[[Config, Accelerator, RunStart, Console], AbstractContextMa
 
 
 @training_errors
-def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `config.schedule.steps`, SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
+def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> RunEnd:
+    """Train until `config.schedule.steps`, SIGTERM or `exit_duration`.
 
     Args:
         resume: continue from the newest checkpoint, or start if there is none. Otherwise an output folder with a run
@@ -75,9 +78,9 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     return run(fsdp.with_launcher_settings(config), resume, console, assembled)
 
 
-def run(config: Config, resume: bool, console: Console | None, assembled: Assembled[Config]) -> Path:
-    """Run from the output folder to the last checkpoint, whose folder is returned. `assembled` constructs the trainer
-    of a configuration, before the state of a checkpoint is loaded."""
+def run(config: Config, resume: bool, console: Console | None, assembled: Assembled[Config]) -> RunEnd:
+    """Run from the output folder to the last checkpoint. `assembled` constructs the trainer of a configuration, before
+    the state of a checkpoint is loaded."""
     console = console or Console(stderr=True, markup=False)
     accelerator = build_accelerator(config)
     config.check_batch(accelerator.num_processes)
@@ -90,9 +93,9 @@ def run(config: Config, resume: bool, console: Console | None, assembled: Assemb
         if trainer.main:
             write_config(trainer.config, start.output)
         trainer.announce(start.step)
-        folder = trainer.run(start.step)
+        end = trainer.run(start.step)
         accelerator.wait_for_everyone()
-        return folder
+        return end
 
 
 @contextlib.contextmanager
@@ -308,6 +311,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     precision, is_rl = config.precision.precision, config.task == "rl"
     if precision == "fp8":
         transforms.check_float8()
+    if world_size() > 1:  # Accelerate's own group would find stale keys after a restart by torchrun
+        accelerator = torch.accelerator.current_accelerator()
+        start_process_group("gloo" if cpu else dist.get_default_backend_for_device(str(accelerator)))
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}[precision]
     # FSDP, and a single process that computes with copies of the weights, do not use autocast.
     copies = precision in HALF and not is_rl and PartialState(cpu=cpu).num_processes == 1

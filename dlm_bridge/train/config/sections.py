@@ -382,6 +382,11 @@ class CheckpointOptions:
     keep_last: int = option(
         0, "Number of checkpoints to keep; 0: all.", minimum=0, aliases=("save_total_limit",), common=True
     )
+    stopped_exit_code: int = option(
+        0,
+        "Exit code of a run that stopped early, by SIGTERM or --exit-duration, such as 75 for a scheduler.",
+        minimum=0,
+    )
     async_save: bool = megatron_option(False, "Write checkpoints in the background.", tasks=TRAINING)
     local_folder: str | None = megatron_option(
         None, "Folder on each node's own disk, or in its memory, for local checkpoints.", tasks=TRAINING

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from dlm_bridge.convert.formats.hub_weights import SINGLE_FILE
 from dlm_bridge.convert.lora.experts import stacked_product
 from dlm_bridge.convert.lora.peft import merged_weight
-from dlm_bridge.distributed import ALONE
 from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.files.reading import reading
 from dlm_bridge.loading.pretrained import check_whole, model_without_weights
 from dlm_bridge.loading.source import StartingModel
 from dlm_bridge.objectives.batches import NoisyBatch
+from dlm_bridge.replicas import ALONE
 from dlm_bridge.train.accelerate import fsdp
 from dlm_bridge.train.accelerate.attention import set_attention
 from dlm_bridge.train.accelerate.checkpoints import (
@@ -46,6 +46,7 @@ from dlm_bridge.train.accelerate.trainer import largest_peak_memory, processes_o
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import SAMPLED
 from dlm_bridge.train.lora import Adapter, add_adapter, with_lora
+from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
 from dlm_bridge.train.rl.trainer import (
@@ -66,8 +67,8 @@ _ADAPTED = re.compile(r"(.+?)((?:\.base_layer)+)\.(.+)")
 
 
 @training_errors
-def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> Path:
-    """Train until `steps`, a SIGTERM or `exit_duration`. Returns the folder of the last checkpoint.
+def train(config: RLConfig, resume: bool = False, console: Console | None = None) -> RunEnd:
+    """Train until `steps`, a SIGTERM or `exit_duration`.
 
     With `resume` the run in `output` continues from its newest checkpoint.
 

@@ -11,6 +11,7 @@ import typer
 from dlm_bridge.cli.train import (
     START_OPTIONS,
     TrainingCommand,
+    exit_if_stopped,
     given_flags,
     quieten,
     run_console,
@@ -56,7 +57,7 @@ def _command() -> Callable[..., None]:
         quieten()
         from dlm_bridge.train.rl.accelerate_engine import train
 
-        train(config, resume, run_console())
+        exit_if_stopped(config, train(config, resume, run_console()))
 
     helps = {"data": DATA, "global_batch_size": BATCH, "seq_length": SEQUENCE}
     return with_options(command, RLConfig, "rl", helps, START_OPTIONS)

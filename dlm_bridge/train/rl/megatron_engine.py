@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
-from dlm_bridge.distributed import Replicas, first_on_main, raised_everywhere
+from dlm_bridge.distributed import first_on_main, raised_everywhere
 from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.files.atomic import disk_errors
 from dlm_bridge.loading.pretrained import model_without_weights
@@ -36,10 +36,12 @@ from dlm_bridge.parallel.train.checkpoints import CheckpointManager, checkpoint_
 from dlm_bridge.parallel.train.lora import LoraRun
 from dlm_bridge.parallel.train.schedule import eval_mode, gathered_weights, optimizer_weights, set_learning_rate
 from dlm_bridge.parallel.train.trainer import ClippedOptimizerStep, largest_peak_memory, megatron_processes
+from dlm_bridge.replicas import Replicas
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.config.reinforcement import AUTOREGRESSIVE, SAMPLED
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.metrics import MAKE_ROOM
+from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.rl.methods import check_model, load_rows
 from dlm_bridge.train.rl.pipelined import PipelinedModel
 from dlm_bridge.train.rl.replica import RolloutModel, room_makers, sampler_ranks
@@ -55,7 +57,7 @@ from dlm_bridge.train.setup import open_megatron_source, write_config
 from dlm_bridge.train.trainer import Processes
 
 
-def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> Path:
+def train_with_megatron(config: RLConfig, resume: bool, console: Console) -> RunEnd:
     """`accelerate_engine.train` with the Megatron engine. Every process of the launcher calls it."""
     config, start = begin_run(config, resume, console)
     if start.finished is not None:

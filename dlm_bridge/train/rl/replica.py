@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dlm_bridge.convert.checkpoints.in_memory import stored_tensors
-from dlm_bridge.distributed import ALONE, Replicas, raised_everywhere
+from dlm_bridge.distributed import raised_everywhere
 from dlm_bridge.errors import LayoutError, ResourceError, SettingError
 from dlm_bridge.generation.batch_size import free_memory
 from dlm_bridge.generation.runtime.runner import release
 from dlm_bridge.generation.runtime.tensor_parallel import Shard, cut_model
 from dlm_bridge.loading.lazy import HubRange, NotInRangesError, hub_ranges, replace_parameters
 from dlm_bridge.loading.placement import check_tensor_parallel_split
+from dlm_bridge.replicas import ALONE, Replicas
 from dlm_bridge.train.config import RLConfig
 
 GIB = 2**30

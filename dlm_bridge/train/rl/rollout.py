@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.offline import open_engine
 from dlm_bridge.generation.request import MASK, Ended, Failed, Request
 from dlm_bridge.objectives.noise import Purpose, keyed_generator
 from dlm_bridge.objectives.registry import mask_token_id
+from dlm_bridge.replicas import ALONE, Replicas
 from dlm_bridge.train.rl.likelihood import NEVER_COMMITTED, Sequences
 from dlm_bridge.train.rl.replica import no_room
 from dlm_bridge.train.rl.reward_worker import RewardScores, RewardWorkers

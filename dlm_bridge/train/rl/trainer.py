@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 
-from dlm_bridge.distributed import ALONE, Replicas
 from dlm_bridge.errors import NonFiniteError, SettingError
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import torch_seed
+from dlm_bridge.replicas import ALONE, Replicas
 from dlm_bridge.train.config import RLConfig
 from dlm_bridge.train.metrics import StepMetrics
 from dlm_bridge.train.rl.rows import Shuffled

@@ -1,0 +1,419 @@
+"""A job: how the processes of a launcher meet, what they check before they start, and torch's default process group.
+
+The ranks of an attempt find each other in the launcher's store by random keys. torchrun's store outlives an attempt,
+and its count of restarts differs between nodes, so neither distinguishes an attempt from an earlier one. Process
+groups of an engine (megatron-core's parallel state) belong to the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import ipaddress
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from dlm_bridge import errors
+from dlm_bridge.distributed import is_initialized, launched, number, rank, torch_distributed, world_size
+from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError, WorkerError, one_line
+
+logger = logging.getLogger(__name__)
+JOIN_TIMEOUT_S = 600.0
+RESOLVE_S = 60.0  # for the name of a pod that was just started
+NOTE_S = 5.0  # until a note says what is waited for
+LARGEST_CLOCK_OFFSET_S = 60.0
+COMPARED = ("dlm-bridge", "torch", "transformers", "accelerate", "megatron-core")  # packages
+_HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of an attempt
+_before_end: list[Callable[[], None]] = []
+_calls = itertools.count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that a launcher has started together, in one attempt: a job that is restarted has another token.
+
+    Args:
+        token: random text, the same on all ranks.
+        hosts: host name of each rank.
+        timeout_s: seconds that ranks wait for each other.
+        connect: returns a new connection to the store, with a timeout in seconds.
+        server: the store's server on the first rank, unless the launcher has it; otherwise None.
+    """
+
+    token: str
+    hosts: tuple[str, ...]
+    timeout_s: float
+    connect: Callable[[float], Any]
+    server: Any = None
+
+    @property
+    def several_hosts(self) -> bool:
+        return len(set(self.hosts)) > 1
+
+    def store(self, name: str, timeout_s: float | None = None) -> Any:
+        """New connection to the store, with keys of this attempt and of `name`. A thread needs its own. Raises
+        RuntimeError if the store does not answer."""
+        return _prefixed(self.connect(timeout_s or self.timeout_s), self.token, name)
+
+    def agree(self, name: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Return on every rank what `decide` returns on the first one for the values of all ranks, or raise its error.
+        Collective, without a process group. Values are of JSON's types. Raises WorkerError if a rank is missing."""
+        return _agree(self.store(self.unique("agree")), name, value, decide, self.hosts, self.timeout_s)
+
+    def unique(self, name: str) -> str:
+        """Name with the number of this call, which must be the same on all ranks."""
+        return f"{name}{next(_calls)}"
+
+
+_joined: list[Job] = []
+
+
+def current() -> Job | None:
+    """The job, once its processes have joined. None before, and for a single process."""
+    return _joined[0] if _joined else None
+
+
+def join(
+    timeout_s: float = JOIN_TIMEOUT_S, settings: Mapping[str, Any] | None = None, compare: bool = True
+) -> Job | None:
+    """Meet the other processes of the job, and check what must be the same on all of them: versions, settings and
+    clocks. Collective; a second call returns the same job. Returns None for a single process.
+
+    Args:
+        timeout_s: seconds to wait for the other ranks.
+        settings: of a run, which must be equal everywhere.
+        compare: False to accept differences of versions, settings and clocks.
+
+    Raises:
+        SettingError: MASTER_ADDR or MASTER_PORT cannot be used, or versions, settings or clocks differ.
+        WorkerError: ranks are missing.
+    """
+    if _joined:
+        return _joined[0]
+    if world_size() == 1:
+        _refuse_rankless_launchers()
+        return None
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise SettingError(
+            missing[0], f"is not set, but WORLD_SIZE is {world_size()}: start the processes with torchrun or srun"
+        )
+    address = os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0
+    server = _open_store(address, timeout_s)
+    connect = functools.partial(_tcp_store, address)
+    base = connect(timeout_s + NOTE_S)  # so that the first rank, which names those that are missing, decides
+    me = {
+        "host": socket.gethostname(),
+        "address": _own_address(address[0]),
+        "versions": _versions(),
+        "settings": dict(settings or {}),
+    }
+    if rank() == 0:
+        token = secrets.token_hex(8)
+        store = _prefixed(base, token, "join")
+        _welcome_all(base, store, token, timeout_s)
+    else:
+        nonce = secrets.token_hex(8)
+        base.set(f"{_HELLO}/{rank()}", nonce)
+        token = _get(base, f"{_WELCOME}/{nonce}", "rank 0", timeout_s).decode()
+        store = _prefixed(base, token, "join")
+        store.set(f"arrived/{rank()}", "")
+    unknown = ("",) * world_size()
+    found = _agree(store, "members", me, functools.partial(_members, compare), unknown, timeout_s)
+    offset = time.time() - found["time"]
+    hosts = tuple(found["hosts"])
+    if compare:
+        _agree(store, "clocks", offset, functools.partial(_check_clocks, hosts), hosts, timeout_s)
+    peers = [other for other, host in enumerate(hosts) if host == me["host"]]
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(peers)))
+    os.environ.setdefault("LOCAL_RANK", str(peers.index(rank())))
+    if len(peers) < len(hosts):
+        _choose_interface(found["addresses"][0] if rank() else found["addresses"][-1])
+    _joined.append(Job(token, hosts, timeout_s, connect, server))
+    return _joined[0]
+
+
+def launcher_store(timeout_s: float) -> Any:
+    """New connection to the launcher's store, with keys of all attempts. Raises RuntimeError if it does not answer."""
+    return _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s)
+
+
+def named_rank(other: int) -> str:
+    """Name of a rank, with its host in a job of several hosts: "rank 1 (node1)"."""
+    job = current()
+    return _name(other, job.hosts if job is not None and job.several_hosts else ())
+
+
+def prefix() -> str:
+    """What begins an error line of this process in a job of several hosts: "[rank 1, node1] ", otherwise nothing."""
+    job = current()
+    if (job is not None and job.several_hosts) or (
+        number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1
+    ) > 1:
+        return f"[rank {rank()}, {socket.gethostname()}] "
+    return ""
+
+
+def _name(other: int, hosts: Sequence[str]) -> str:
+    return f"rank {other} ({hosts[other]})" if hosts and hosts[other] else f"rank {other}"
+
+
+def _refuse_rankless_launchers() -> None:
+    """Raise SettingError for launchers that start several processes which do not know of each other."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "1") != "1" and not launched():
+            raise SettingError("WORLD_SIZE", f"is not set, but {name} is {os.environ[name]}: use torchrun or srun")
+    if "ACCELERATE_USE_CPU" in os.environ and "MASTER_PORT" in os.environ and not launched():
+        raise SettingError(
+            "WORLD_SIZE", "is not set: accelerate launch does not rank processes on CPUs: start them with torchrun"
+        )
+
+
+def _prefixed(store: Any, *names: str) -> Any:
+    for name in names:
+        store = torch_distributed().PrefixStore(name, store)
+    return store
+
+
+def _open_store(address: tuple[str, int], timeout_s: float) -> Any:
+    """Wait until the store can be reached. The first rank hosts it if the launcher does not: its server is returned.
+    Raises SettingError or WorkerError."""
+    here = socket.gethostname()
+    resolve = f"'{address[0]}' does not resolve on {here}"
+    _wait_for("MASTER_ADDR", lambda: socket.getaddrinfo(*address), min(RESOLVE_S, timeout_s), resolve)
+    if rank() > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        unanswered = f"does not answer at {address[0]}:{address[1]}"
+        _wait_for("rank 0", lambda: socket.create_connection(address, NOTE_S).close(), timeout_s, unanswered)
+        return None
+    try:
+        return _tcp_store(address, timeout_s, is_master=True)
+    except RuntimeError as error:
+        reason = f"{address[1]} cannot be used on {here} ({one_line(error)}): choose another"
+        raise SettingError("MASTER_PORT", reason) from error
+
+
+def _tcp_store(address: tuple[str, int], timeout_s: float, is_master: bool = False) -> Any:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # Several servers of a process share its port.
+    return torch_distributed().TCPStore(
+        *address, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=is_master
+    )
+
+
+def _wait_for(field: str, attempt: Callable[[], Any], timeout_s: float, problem: str) -> None:
+    """Repeat `attempt` until it raises no OSError. After some seconds a note says why. Raises SettingError for a field
+    in capitals, which is a variable, otherwise WorkerError."""
+    start, noted = time.monotonic(), False
+    while True:
+        try:
+            attempt()
+            return
+        except OSError as error:
+            waited = time.monotonic() - start
+            reason = f"{problem} ({error.strerror or error})"
+        if waited >= timeout_s:
+            kind = SettingError if field.isupper() else WorkerError
+            raise kind(field, f"{reason} for {timeout_s:g} s: check the address and the network, then start again")
+        if waited >= NOTE_S and not noted:
+            noted = True
+            logger.warning("%s%s %s: waiting", prefix(), field, reason)
+        time.sleep(0.2)
+
+
+def _welcome_all(base: Any, store: Any, token: str, timeout_s: float) -> None:
+    """On the first rank: answer the others with the token, until all have taken it. Ranks of an earlier attempt, whose
+    greetings are still in the store, never take it."""
+    start, noted = time.monotonic(), False
+    greeted: dict[int, bytes] = {}
+    missing = list(range(1, world_size()))
+    while missing:
+        for other in missing:
+            if base.check([f"{_HELLO}/{other}"]) and (nonce := base.get(f"{_HELLO}/{other}")) != greeted.get(other):
+                greeted[other] = nonce
+                base.set(f"{_WELCOME}/{nonce.decode()}", token)
+        missing = [other for other in missing if not store.check([f"arrived/{other}"])]
+        waited = time.monotonic() - start
+        if missing and waited >= timeout_s:
+            reason = f"has not started within {timeout_s:g} s: see its output, and start all {world_size()} processes"
+            error = WorkerError(_ranks(missing), reason)
+            _decided(store, "members", functools.partial(_raise, error))
+        if missing and waited >= NOTE_S and not noted:
+            noted = True
+            logger.warning("%swaiting for %s of %d", prefix(), _ranks(missing), world_size())
+        if missing:
+            time.sleep(0.02 if waited < 1 else 0.2)
+
+
+def _ranks(others: Sequence[int]) -> str:
+    return f"rank {errors.first_of([str(other) for other in others], 8)}"
+
+
+def _raise(error: DlmBridgeError) -> None:
+    raise error
+
+
+def _agree(
+    store: Any, name: str, value: Any, decide: Callable[[list[Any]], Any], hosts: Sequence[str], timeout_s: float
+) -> Any:
+    store.set(f"{name}/{rank()}", json.dumps(value, default=str))
+    if rank() == 0:
+
+        def collect() -> Any:
+            deadline = time.monotonic() + timeout_s
+            values = []
+            for other in range(world_size()):
+                left = max(deadline - time.monotonic(), 0.1)
+                values.append(json.loads(_get(store, f"{name}/{other}", _name(other, hosts), left)))
+            return decide(values)
+
+        return _decided(store, name, collect)
+    answer = json.loads(_get(store, name, _name(0, hosts), timeout_s + NOTE_S))
+    if "error" in answer:
+        kind, field, reason = answer["error"]
+        raise getattr(errors, kind)(field, reason)
+    return answer["result"]
+
+
+def _decided(store: Any, name: str, decide: Callable[[], Any]) -> Any:
+    """Result of `decide`, sent to the other ranks; its error is sent too, and raised."""
+    try:
+        result = decide()
+    except DlmBridgeError as error:
+        store.set(name, json.dumps({"error": [type(error).__name__, error.field, error.reason]}))
+        raise
+    store.set(name, json.dumps({"result": result}))
+    return result
+
+
+def _get(store: Any, key: str, owner: str, timeout_s: float) -> bytes:
+    """Value of a key that `owner` sets. Raises WorkerError if it does not within `timeout_s`."""
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout_s))
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise WorkerError(
+            owner, f"has not answered within {timeout_s:g} s ({one_line(error)}): see its output, then start again"
+        ) from error
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in COMPARED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _members(compare: bool, members: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hosts and addresses of the ranks. Raises SettingError for what differs between them, if they are compared."""
+    hosts = [member["host"] for member in members]
+    first = members[0]
+    for other, member in enumerate(members if compare else ()):
+        for kind, remedy in (
+            ("versions", "install the same version on every host"),
+            ("settings", "start every process with the same settings"),
+        ):
+            mine, own = first[kind], member[kind]
+            for name in sorted(mine.keys() | own.keys()):
+                if mine.get(name) != own.get(name):
+                    raise SettingError(
+                        name,
+                        f"{own.get(name, 'none')} on {_name(other, hosts)}, but {mine.get(name, 'none')} on "
+                        f"{_name(0, hosts)}: {remedy}",
+                    )
+    return {"hosts": hosts, "addresses": [member["address"] for member in members], "time": time.time()}
+
+
+def _check_clocks(hosts: Sequence[str], offsets: list[float]) -> None:
+    worst = max(range(len(offsets)), key=lambda other: abs(offsets[other]))
+    if abs(offsets[worst]) > LARGEST_CLOCK_OFFSET_S:
+        raise SettingError(
+            "clock",
+            f"of {_name(worst, hosts)} differs by {offsets[worst]:+.0f} s from that of {_name(0, hosts)}: synchronise "
+            "them (NTP), then start again",
+        )
+
+
+def _own_address(host: str) -> str:
+    """Address from which this machine reaches `host`. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def _choose_interface(peer: str) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches `peer`, on a machine whose name is a loopback address, as
+    Debian and Ubuntu set it up: gloo listens on the address of the name."""
+    import psutil
+
+    name = socket.gethostname()
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+            return
+    own = _own_address(peer)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses) and interface != "lo":
+            logger.warning(
+                "%s%s is a loopback address here: gloo uses %s (GLOO_SOCKET_IFNAME)", prefix(), name, interface
+            )
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            return
+    raise LayoutError(
+        "GLOO_SOCKET_IFNAME",
+        f"{name} is a loopback address on {name} itself: set it to the interface that reaches the other hosts",
+    )
+
+
+# -- the default process group
+
+
+def start_process_group(backend: str, device: Any = None) -> None:
+    """Initialise torch's process group with the launcher's processes or this one alone, unless it exists."""
+    dist = torch_distributed()
+    if dist.is_initialized():
+        return
+    if (joined := join()) is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        return
+    store = joined.store(joined.unique("group"))
+    dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), device_id=device)
+
+
+def end_process_group() -> None:
+    """Call the functions registered with `before_end`, then destroy torch's process groups, if any."""
+    if is_initialized():
+        for release in _before_end:
+            release()
+        torch_distributed().destroy_process_group()
+
+
+def before_end(release: Callable[[], None]) -> Callable[[], None]:
+    """Decorator that registers a function to be called before process groups are destroyed."""
+    _before_end.append(release)
+    return release
+
+
+@contextmanager
+def process_group_ends() -> Iterator[None]:
+    """Context manager that destroys a process group created inside it. An older one stays."""
+    joined = is_initialized()
+    try:
+        yield
+    finally:
+        if not joined:
+            end_process_group()

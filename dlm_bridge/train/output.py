@@ -1,0 +1,176 @@
+"""Output folder of a run: one run writes there, every rank sees it, and it says how the run ended.
+
+`.lock` contains host, process and start of the run that writes, and a token that every rank must read before anything
+starts: on a folder that is not shared, each node would keep its own part of every checkpoint. status.json contains the
+state of the run: running, finished, stopped (early, with a checkpoint) or failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from dlm_bridge import distributed, job
+from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.files.atomic import disk_errors, replaced_file
+
+LOCK, STATUS = ".lock", "status.json"
+SHARED_WITHIN_S = 30.0  # for a new file to become visible on a network file system
+RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
+_HELD = (errno.EACCES, errno.EAGAIN)
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """End of a run.
+
+    Args:
+        folder: last checkpoint.
+        step: step of that checkpoint.
+        finished: False if the run stopped early, by SIGTERM or `exit_duration`.
+    """
+
+    folder: Path
+    step: int
+    finished: bool = True
+
+
+@contextlib.contextmanager
+def opened_output(output: Path, resume: bool) -> Iterator[None]:
+    """Context manager that creates and locks the output folder of a run. Collective. The folder, and the parents
+    created for it, are removed if nothing was written there.
+
+    Raises:
+        SettingError: the folder contains a run and `resume` is False, another run writes there, or a rank does not see
+            it.
+    """
+    joined = job.current()
+    made = [folder for folder in (output, *output.parents) if not folder.exists()] if distributed.is_main() else []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        refusal, token = None, ""
+        if distributed.is_main():
+            try:
+                token = stack.enter_context(_locked(output, resume))
+            except DlmBridgeError as error:
+                refusal = error
+        if joined is not None:
+            # All ranks wait for the first one, then for each other.
+            token = joined.agree("lock", token, lambda tokens: _or_raise(refusal, tokens[0]))
+            unseen = "" if _reads(output / LOCK, token) else socket.gethostname()
+            joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts))
+        _or_raise(refusal, None)
+        try:
+            yield
+        except BaseException:
+            if distributed.is_main():
+                _record_failure(output)
+            raise
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Raise SettingError for a folder that contains a run, unless it is resumed."""
+    traces = [name for name in RUN_FILES if (output / name).exists()]
+    if traces and not resume:
+        raise SettingError("output", f"{output} already contains a run ({traces[0]}): add `resume`, or use another")
+
+
+def write_status(output: Path, state: str, step: int, steps: int) -> None:
+    """Write status.json on the first process, with the step of the newest checkpoint. Raises ResourceError if the disk
+    is full."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    with replaced_file(output / STATUS) as file:
+        file.write_text(json.dumps({"state": state, "step": step, "steps": steps, "time": now}) + "\n")
+
+
+def _record_failure(output: Path) -> None:
+    with contextlib.suppress(OSError, ValueError, KeyError, DlmBridgeError):  # the reason of the failure matters more
+        status = json.loads((output / STATUS).read_text())
+        write_status(output, "failed", status["step"], status["steps"])
+
+
+@contextlib.contextmanager
+def _locked(output: Path, resume: bool) -> Iterator[str]:
+    """Context manager that creates the folder and holds its lock, whose token it yields. The kernel releases the lock
+    of a process that was killed; a file system without locks is not protected."""
+    check_output(output, resume)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
+    lock = output / LOCK
+    with disk_errors(lock), lock.open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                raise SettingError("output", f"{output} is used by another run ({_owner(file)}): wait for it, or use "
+                                             "another folder") from None  # fmt: skip
+        check_output(output, resume)  # the run that held the lock may have ended in between
+        token = secrets.token_hex(8)
+        file.truncate(0)
+        start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": start, "token": token}, file)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            yield token
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _owner(file: IO[str]) -> str:
+    """Host, process and start of the run that holds the lock."""
+    file.seek(0)
+    try:
+        found = json.loads(file.read())
+        return f"process {found['pid']} on {found['host']}, since {found['start']}"
+    except (ValueError, KeyError, TypeError):
+        return "which has just started"
+
+
+def _reads(lock: Path, token: str) -> bool:
+    """True as soon as this process reads the token in the lock file; False if it does not in time."""
+    deadline = time.monotonic() + SHARED_WITHIN_S
+    while True:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            # An open file of a POSIX lock must not be closed by its own process.
+            if distributed.is_main() or json.loads(lock.read_text())["token"] == token:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            os.listdir(lock.parent)  # lets NFS read the folder again
+        time.sleep(0.1)
+
+
+def _check_shared(output: Path, hosts: Sequence[str]) -> None:
+    if unseen := sorted(filter(None, hosts)):
+        raise SettingError(
+            "output",
+            f"{output} is not the same folder on {', '.join(dict.fromkeys(unseen))} as on {socket.gethostname()}: use "
+            "one on a file system that all hosts share",
+        )
+
+
+def _or_raise(error: DlmBridgeError | None, value: Any) -> Any:
+    if error is not None:
+        raise error
+    return value
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):  # stops at the first folder that is not empty
+        for folder in folders:
+            folder.rmdir()
