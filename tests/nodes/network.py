@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -102,7 +103,7 @@ class Job:
 
     def wait(self, timeout_s: float = 120.0) -> list[int]:
         """The exit codes, by rank."""
-        wait_for(lambda: all([rank.poll() is not None for rank in self.ranks]), timeout_s, lambda: self.said()[-6000:])
+        wait_for(lambda: not self.running, timeout_s, lambda: self.said()[-6000:])
         return [rank.wait() for rank in self.ranks]
 
     @property
@@ -118,7 +119,8 @@ class Job:
 
     def lines(self) -> list[str]:
         """The lines that say why the job ended, in order of rank."""
-        return [line for rank in self.ranks for line in rank.said().splitlines() if "dlm-bridge: " in line]
+        found = re.compile(r"(\[rank \d, node\d\] )?dlm-bridge: ")
+        return [line for rank in self.ranks for line in rank.said().splitlines() if found.match(line)]
 
 
 class Network:

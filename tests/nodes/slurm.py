@@ -6,6 +6,7 @@ The daemons end with the context manager. Jobs' scripts, logs and the daemons' f
 from __future__ import annotations
 
 import functools
+import getpass
 import os
 import re
 import shutil
@@ -21,11 +22,12 @@ from tests.nodes.network import Command, Network, environment, wait_for
 from tests.processes import free_port
 
 DAEMON_S = 30.0  # for daemons to find each other
+PROGRAM = ("python", "-m", "tests.nodes.worker", "0.3")  # whose steps take that long
 NODE_DOWN_S = 30  # after which a node that does not answer is down
 COMMON = """\
 ClusterName=one
-SlurmUser=root
-SlurmdUser=root
+SlurmUser={user}
+SlurmdUser={user}
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -66,13 +68,11 @@ PartitionName=high Nodes=node[0-1] PriorityTier=10 PreemptMode=OFF State=UP
 
 
 @functools.cache
-def no_slurm() -> str | None:
+def no_slurm(munge: bool = False) -> str | None:
     """The reason why there can be no Slurm here, None if there can."""
-    tools = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
+    tools = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", *(["munged"] * munge))
     missing = [name for name in tools if shutil.which(name) is None]
-    if missing or os.geteuid():
-        return f"no {', '.join(missing)} (slurm-wlm)" if missing else "slurmd needs root"
-    return None
+    return f"no {', '.join(missing)} (slurm-wlm, munge)" if missing else None
 
 
 class Cluster:
@@ -114,15 +114,32 @@ class Cluster:
         wait_for(lambda: self.state(job) in states, timeout_s, lambda: f"{self.show(job)}\n{self.log(job)[-5000:]}")
         return self.show(job)
 
-    def start_now(self, job: int) -> None:
-        """Let a requeued job start without the two minutes that it waits."""
-        with suppress(AssertionError, subprocess.CalledProcessError):  # it has started, or completes
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    def wait_for_restart(self, job: int, number: int = 1, timeout_s: float = 180.0) -> None:
+        """Until the job runs again for the nth time, or has run, without the two minutes that it would wait."""
+
+        def again() -> bool:
+            shown = self.show(job)
+            if shown["JobState"] == "PENDING":
+                with suppress(AssertionError, subprocess.CalledProcessError):  # it starts, or still completes
+                    self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            return int(shown["Restarts"]) >= number and shown["JobState"] not in ("PENDING", "COMPLETING")
+
+        wait_for(again, timeout_s, lambda: f"{self.show(job)}\n{self.log(job)[-5000:]}")
+
+    @staticmethod
+    def requeuing(run: Sequence[str], stopped: int) -> str:
+        """A batch script that is requeued where its run has stopped early, with exit code `stopped`, or was ended by
+        SIGTERM before its first step."""
+        return (
+            "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --requeue\ntrap '' TERM\n"
+            f'srun --kill-on-bad-exit=1 {" ".join([*PROGRAM, *run])}\ncode=$?\necho "srun ended with $code"\n'
+            f"case $code in {stopped}|143) scontrol requeue $SLURM_JOB_ID ;; esac\nexit $code\n"
+        )
 
     def _write(self, text: str, **values: object) -> None:
         for name in ("state", "spool/node0", "spool/node1"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
-        (self.root / "slurm.conf").write_text((COMMON + text).format(root=self.root, **values))
+        (self.root / "slurm.conf").write_text((COMMON + text).format(root=self.root, user=getpass.getuser(), **values))
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
     def _wait_until_idle(self) -> None:
@@ -160,7 +177,7 @@ class OneHost(Cluster):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(subprocess.SubprocessError):
-            self.run("scancel", "--user=root", "--signal=KILL", "--full")
+            self.run("scancel", f"--user={getpass.getuser()}", "--signal=KILL", "--full")
         self._close()
 
     def _close(self) -> None:
