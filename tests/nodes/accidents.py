@@ -132,10 +132,7 @@ class Accidents:
 
     def _check_lines(self, kind: str, node: int, job: Job, codes: list[int]) -> None:
         """A rank that ended with 2 is named by a line, or ended with one that printed it for all."""
-        said, lines = (
-            job.said(),
-            [line for line in job.lines() if re.match(r"(\[rank \d, node\d\] )?dlm-bridge: ", line)],
-        )
+        said, lines = job.said(), job.lines()
         if "Traceback" in said:
             raise FaultError(f"a traceback\n{said[-8000:]}")
         if 2 in codes and not lines:

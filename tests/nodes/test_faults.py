@@ -94,7 +94,7 @@ def test_a_restarted_job_of_torchrun_goes_on(network: Network, files: Files, alo
     start = ["torchrun", "--nnodes", 2, "--nproc-per-node", 1, *meet, "-m", "tests.nodes.worker", 0.6, *run]
     job = Job([network.start(node, *start) for node in range(2)])
     wait_for_step(output, 6, job)
-    killed = network.run(1, "pkill", "-KILL", "-f", "^[^ ]*python.* -m tests.nodes.worker")
+    killed = network.run(1, "pkill", "-KILL", "-f", "python -u -m tests.nodes.worker")  # not torchrun
     assert killed.code == 0
     assert job.wait(300) == [0, 0], job.said()
     assert "has sent no heartbeat" not in job.said()
