@@ -179,8 +179,8 @@ def ours(arguments: argparse.Namespace, precision: str, batch: int) -> dict[str,
             length_variation=0.0,
             lr=1e-5,
             eval_interval=0,
-            **({"sharding": "fsdp"} if WORLD > 1 else {}),
-            **{name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in arguments.set)},
+            **({"sharding": "fsdp"} if WORLD > 1 else {})
+            | {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in arguments.set)},
         )
         trainer = assemble(config)
         rows = []

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from dlm_bridge import processes
+from dlm_bridge import job, processes
 from dlm_bridge.cli import (
     adapter,
     convert,
@@ -150,11 +150,13 @@ def _warning(message: Warning | str, category: type[Warning], filename: str, *ar
 
 
 class _PrintableRecord(logging.LogRecord):
-    """Log record whose message has control characters escaped, since it may quote a file."""
+    """Log record whose message has control characters escaped, since it may quote a file. On several hosts it begins
+    with rank and host."""
 
     def getMessage(self) -> str:  # noqa: N802
         text = super().getMessage()
-        return shortened(in_flags(text)) if self.name.split(".")[0] == "dlm_bridge" else printable(text)
+        text = shortened(in_flags(text)) if self.name.split(".")[0] == "dlm_bridge" else printable(text)
+        return f"{job.prefix()}{text}"
 
 
 def _usage(error: Any) -> str:

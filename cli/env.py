@@ -7,6 +7,7 @@ import os
 import platform as machine
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -67,11 +68,28 @@ def register(app: typer.Typer) -> None:
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the hosts of a run and their network. Start it like the run.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With --cluster: output folder of the run.")
+    ] = None,
 ) -> None:
     """Show platform, devices, versions, and the active patches of megatron-core.
 
+    With --cluster every process of a launcher takes part. The exit code is 1 if something would end a run: other
+    versions, a clock that is off, an output folder that is not shared, a network that does not work.
+
     Example: dlm-bridge env --json
+
+    Example: srun dlm-bridge env --cluster --output /shared/run
     """
+    if cluster:
+        from dlm_bridge.registration import load
+
+        raise typer.Exit(load("features", "env --cluster")(output, as_json))
+    if output is not None:
+        raise typer.BadParameter("--output needs --cluster")
     found = environment()
     if as_json:
         import json

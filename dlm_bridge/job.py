@@ -31,6 +31,7 @@ from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError, WorkerE
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
 RESOLVE_S = 60.0  # for the name of a pod that was just started
+REPORT_GRACE_S = 2.0  # for other ranks to find the same error
 NOTE_S = 5.0  # until a note says what is waited for
 LARGEST_CLOCK_OFFSET_S = 60.0
 COMPARED = ("dlm-bridge", "torch", "transformers", "accelerate", "megatron-core")  # packages
@@ -77,11 +78,30 @@ class Job:
 
 
 _joined: list[Job] = []
+_met: list[Job] = []  # without hosts, even if the processes found out that they do not fit together
 
 
 def current() -> Job | None:
     """The job, once its processes have joined. None before, and for a single process."""
     return _joined[0] if _joined else None
+
+
+def is_first_to_report(timeout_s: float) -> bool:
+    """True in the first process of the attempt that calls this function; if the processes have not met, in the first
+    one of a node that torchrun has started. Raises RuntimeError if the store does not answer, and SettingError."""
+    if _met:
+        store = _met[0].store("report", timeout_s)
+        first = store.add("count", 1) == 1
+        deadline = time.monotonic() + REPORT_GRACE_S
+        while _met[0].server is not None and store.add("count", 0) < world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)  # the store ends with this process
+        return first
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world_size() > 1:
+        # Only processes of this node know its launcher's count of restarts.
+        attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+        store = _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s)
+        return int(store.add(f"dlm_bridge/reported/{attempt}", 1)) == 1
+    return True
 
 
 def join(
@@ -129,6 +149,7 @@ def join(
         store = _prefixed(base, token, "join")
         store.set(f"arrived/{rank()}", "")
     unknown = ("",) * world_size()
+    _met.append(Job(token, unknown, timeout_s, connect, server))
     found = _agree(store, "members", me, functools.partial(_members, compare), unknown, timeout_s)
     offset = time.time() - found["time"]
     hosts = tuple(found["hosts"])
@@ -143,11 +164,6 @@ def join(
     return _joined[0]
 
 
-def launcher_store(timeout_s: float) -> Any:
-    """New connection to the launcher's store, with keys of all attempts. Raises RuntimeError if it does not answer."""
-    return _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s)
-
-
 def named_rank(other: int) -> str:
     """Name of a rank, with its host in a job of several hosts: "rank 1 (node1)"."""
     job = current()
@@ -155,7 +171,7 @@ def named_rank(other: int) -> str:
 
 
 def prefix() -> str:
-    """What begins an error line of this process in a job of several hosts: "[rank 1, node1] ", otherwise nothing."""
+    """What begins lines of this process on stderr in a job of several hosts: "[rank 1, node1] ", otherwise nothing."""
     job = current()
     if (job is not None and job.several_hosts) or (
         number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1
@@ -226,7 +242,7 @@ def _wait_for(field: str, attempt: Callable[[], Any], timeout_s: float, problem:
             raise kind(field, f"{reason} for {timeout_s:g} s: check the address and the network, then start again")
         if waited >= NOTE_S and not noted:
             noted = True
-            logger.warning("%s%s %s: waiting", prefix(), field, reason)
+            logger.warning("%s %s: waiting", field, reason)
         time.sleep(0.2)
 
 
@@ -249,7 +265,7 @@ def _welcome_all(base: Any, store: Any, token: str, timeout_s: float) -> None:
             _decided(store, "members", functools.partial(_raise, error))
         if missing and waited >= NOTE_S and not noted:
             noted = True
-            logger.warning("%swaiting for %s of %d", prefix(), _ranks(missing), world_size())
+            logger.warning("waiting for %s of %d", _ranks(missing), world_size())
         if missing:
             time.sleep(0.02 if waited < 1 else 0.2)
 
@@ -279,6 +295,7 @@ def _agree(
         return _decided(store, name, collect)
     answer = json.loads(_get(store, name, _name(0, hosts), timeout_s + NOTE_S))
     if "error" in answer:
+        store.set(f"{name}/read/{rank()}", "")
         kind, field, reason = answer["error"]
         raise getattr(errors, kind)(field, reason)
     return answer["result"]
@@ -290,6 +307,9 @@ def _decided(store: Any, name: str, decide: Callable[[], Any]) -> Any:
         result = decide()
     except DlmBridgeError as error:
         store.set(name, json.dumps({"error": [type(error).__name__, error.field, error.reason]}))
+        with contextlib.suppress(RuntimeError):  # the store may end with this process
+            readers = [f"{name}/read/{other}" for other in range(1, world_size())]
+            store.wait(readers, datetime.timedelta(seconds=NOTE_S))
         raise
     store.set(name, json.dumps({"result": result}))
     return result
@@ -368,9 +388,7 @@ def _choose_interface(peer: str) -> None:
     own = _own_address(peer)
     for interface, addresses in psutil.net_if_addrs().items():
         if any(each.address == own for each in addresses) and interface != "lo":
-            logger.warning(
-                "%s%s is a loopback address here: gloo uses %s (GLOO_SOCKET_IFNAME)", prefix(), name, interface
-            )
+            logger.warning("%s is a loopback address here: gloo uses %s (GLOO_SOCKET_IFNAME)", name, interface)
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             return
     raise LayoutError(

@@ -11,7 +11,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -195,18 +194,13 @@ def _is_first_to_report() -> bool:
     """True in the first process of the job that calls it, and in every process that cannot ask the job's store in
     time."""
     first: list[bool] = []
-    asking = threading.Thread(target=lambda: first.append(_claims_report()), daemon=True)
+    asking = threading.Thread(target=lambda: first.append(_ask_store()), daemon=True)
     asking.start()  # a store whose machine has lost its network can block for minutes
     asking.join(_CLAIM_TIMEOUT_S)
     return first[0] if first else True
 
 
-def _claims_report() -> bool:
-    with contextlib.suppress(RuntimeError, DlmBridgeError, OSError):  # the launcher has ended, or malformed variables
-        if (joined := job.current()) is not None:
-            return int(joined.store("report", _CLAIM_TIMEOUT_S).add("reported", 1)) == 1
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and distributed.world_size() > 1:
-            # Only processes of this node know its launcher's count of restarts.
-            attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-            return int(job.launcher_store(_CLAIM_TIMEOUT_S).add(f"dlm_bridge/reported/{attempt}", 1)) == 1
+def _ask_store() -> bool:
+    with contextlib.suppress(RuntimeError, DlmBridgeError, OSError):  # the store has ended, or malformed variables
+        return job.is_first_to_report(_CLAIM_TIMEOUT_S)
     return True

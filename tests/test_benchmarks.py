@@ -168,6 +168,10 @@ SLOW = (
         "throughput.py", "--size tiny --batch 2 --new-tokens 16 --block-length 8 --ways plain eager",
         (r"^\| tiny/2/none/plain \|", r"^\| tiny/2/dual-ragged/eager \|"),
     ),
+    Case(
+        "network.py", "--model tiny --batch 2 --seq-length 16 --steps 2 --precision fp32",
+        tuple(rf'"layout": "{layout}", "one node": {NUMBER}, "two nodes": {NUMBER}' for layout in ("ddp", "fsdp2")),
+    ),
     Case("support_matrix.py", "--json {out}/matrix.json", (r"^\| tp2 \| equal \|",)),
 )  # fmt: skip
 # Peers that a checkout or a package brings: the script, the side, and the package, or the variable with the checkout.

@@ -182,6 +182,7 @@ REFUSED: dict[str, list[tuple[str, ...]]] = {
     "kernels": [],
     "extra_samplers": [],  # which takes a model: tests/extra_samplers
     "original": [("verify", "m", "--against-original", "--trust-remote-code")],
+    "cluster": [("env", "--cluster"), (*TRAIN, "--data-cache", "c")],
 }
 WITHOUT = """
 import contextlib, importlib, io, pkgutil, sys

@@ -343,11 +343,11 @@ def check_files(
     ranks: int = 1,
     only: Collection[str] | None = None,
 ) -> list[ChangedFile]:
-    """Compare files of a folder with their recorded digests.
+    """Compare files of a folder with their recorded digests, and with what a `.metadata` in it lists.
 
     Args:
-        rank, ranks: each process of `ranks` reads a part of the files.
-        only: compare only these files.
+        rank, ranks: each process of `ranks` reads a part of the files, the first one each `.metadata`.
+        only: compare only these files, and only with their digests.
 
     Returns:
         Files that are missing, new or changed.
@@ -379,15 +379,32 @@ def check_files(
         if now != recorded[name]:
             detail = f"was changed{_tensors_in(folder, name)}"
             findings.append(ChangedFile(name, detail, recorded[name], now))
+    if rank == 0 and only is None:
+        named = {finding.file for finding in findings if not finding.is_new}
+        findings += [finding for finding in check_stored(folder) if finding.file not in named]
     return sorted(findings, key=lambda finding: finding.file)
+
+
+def check_stored(folder: Path) -> list[ChangedFile]:
+    """Find files that are missing or truncated in the distributed checkpoints in a folder and its subfolders, by the
+    `.metadata` of each."""
+    from dlm_bridge.convert.formats.dcp import DCP_METADATA, metadata_errors
+
+    findings = []
+    for metadata in sorted(folder.rglob(DCP_METADATA)):
+        for error in metadata_errors(metadata.parent):
+            path = Path(str(error.field))
+            shown = path if path.parent == metadata.parent else metadata  # a very long name was shortened
+            findings.append(ChangedFile(shown.relative_to(folder).as_posix(), error.reason))
+    return findings
 
 
 def _tensors_in(folder: Path, name: str) -> str:
     """Format the tensors stored in a damaged file of a Megatron checkpoint, if its metadata can be read."""
     try:
-        from dlm_bridge.convert.formats.dcp import read_metadata
+        from dlm_bridge.convert.formats.dcp import read_contents
 
-        tensors = read_metadata(folder).tensors
+        tensors = read_contents(folder).tensors
     except DlmBridgeError:
         return ""
     stored = [key for key, tensor in tensors.items() if any(chunk.place.file == name for chunk in tensor.chunks)]

@@ -145,12 +145,12 @@ def find_data(items: Sequence[str], load: bool = True, setting: str = "data") ->
         InputFileError: a path does not exist or cannot be read.
         SettingError: a weight has no path, a path has no weight, or a weight is not positive.
     """
-    if _weight(items[0]) is None:
+    if weight_of(items[0]) is None:
         return DataSources((tuple(source for item in items for source in find_sources(item, load)),), ())
     weights, parts = [], []
     for index in range(0, len(items), 2):
-        weight = _weight(items[index])
-        has_path = index + 1 < len(items) and _weight(items[index + 1]) is None
+        weight = weight_of(items[index])
+        has_path = index + 1 < len(items) and weight_of(items[index + 1]) is None
         if weight is None or not has_path or not (math.isfinite(weight) and weight > 0):
             missing = "no weight before" if weight is None else "no positive weight:" if has_path else "no path after"
             raise SettingError(
@@ -197,7 +197,7 @@ def _in_a_folder(name: str) -> bool:
     return "/" in name and Path(name).parent.is_dir()
 
 
-def _weight(item: str) -> float | None:
+def weight_of(item: str) -> float | None:
     """Parse an item as a weight; None if it is not a number, or if a file has this name."""
     if Path(item).exists():
         return None

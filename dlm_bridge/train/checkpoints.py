@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 import textwrap
+import time
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +27,31 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
-from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
+from dlm_bridge.convert.manifest import (
+    FILE_DIGESTS,
+    check_files,
+    check_stored,
+    digests_of,
+    file_names,
+    write_digests,
+)
 from dlm_bridge.distributed import from_all
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, NonFiniteError, first_of
 from dlm_bridge.files.atomic import atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
+from dlm_bridge.job import named_rank
 
 STATE = "trainer_state.pt"
-RANK_DIGESTS = ".digests_"  # prefix of a file with one rank's digests, during a save
+RANK_DIGESTS = ".digests_{rank}"  # file with the `RankFiles` of one rank, during a save in the background
 RANK_FILES = "__{rank}_*.distcp"  # files that a rank writes of a distributed checkpoint
 DAMAGED = ".damaged"
+LOOK_AGAIN_S = 60.0  # a network file system may show the changes of another host this much later (NFS: acdirmax)
+SHARED = "`output` must be one folder that all hosts share and see alike"
 
 T = TypeVar("T")
+RankFiles = dict[str, tuple[int, str]]  # size and digest of each file that a rank wrote of a distributed checkpoint
 
 
 def step_folder(output: Path, step: int) -> Path:
@@ -104,28 +116,75 @@ def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
     )
 
 
-def write_state(folder: Path, step: int, tokenizer: Any, state: dict[str, Any]) -> None:
-    """Write the other files of a checkpoint: tokenizer, `state` (which `load_state` returns) and, last, digests."""
+def write_state(
+    folder: Path, step: int, tokenizer: Any, state: dict[str, Any], written: Sequence[RankFiles] = ()
+) -> None:
+    """Write the other files of a checkpoint: tokenizer, `state` (which `load_state` returns) and, last, digests.
+    `written` as in `gather_digests`."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     with (folder / STATE).open("wb") as stream:  # torch's own file object hides the cause of a failed write
         torch.save({"step": step, **state}, stream)
-    gather_digests(folder)
+    gather_digests(folder, written)
+
+
+def rank_files(folder: Path, rank: int) -> RankFiles:
+    """Size and digest of the files that a rank wrote, from `write_rank_digests` or computed. Called by that rank."""
+    with contextlib.suppress(OSError, ValueError):  # none, or not written on a full disk
+        return {name: (size, digest) for name, (size, digest) in _read_notes(folder, rank).items()}
+    return _rank_files(folder, rank)
 
 
 def write_rank_digests(folder: Path, rank: int) -> None:
-    """Write the digests of this rank's files of a distributed checkpoint, for `gather_digests` on the first rank."""
+    """Write what `rank_files` returns to a file, in the process that writes this rank's part in the background."""
+    (folder / RANK_DIGESTS.format(rank=rank)).write_text(json.dumps(_rank_files(folder, rank)))
+
+
+def _read_notes(folder: Path, rank: int) -> RankFiles:
+    found: RankFiles = json.loads((folder / RANK_DIGESTS.format(rank=rank)).read_text())
+    return found
+
+
+def _rank_files(folder: Path, rank: int) -> RankFiles:
     own = [file.relative_to(folder).as_posix() for file in folder.rglob(RANK_FILES.format(rank=rank))]
-    (folder / f"{RANK_DIGESTS}{rank}").write_text(json.dumps(digests_of(folder, own)))
+    return {name: ((folder / name).stat().st_size, digest) for name, digest in digests_of(folder, own).items()}
 
 
-def gather_digests(folder: Path) -> None:
-    """Write all ranks' digests to one file, with digests of the remaining files."""
-    digests: dict[str, str] = {}
-    for notes in folder.glob(f"{RANK_DIGESTS}*"):
-        digests |= json.loads(notes.read_text())
-        notes.unlink()
-    write_digests(folder, digests | digests_of(folder, [name for name in file_names(folder) if name not in digests]))
+def gather_digests(folder: Path, written: Sequence[RankFiles]) -> None:
+    """Write digests of all files of a checkpoint that is complete; called by one process.
+
+    Args:
+        written: `rank_files` of every rank of a distributed checkpoint, by rank.
+
+    Raises CheckpointError if a rank's file is not visible to this process with its size within `LOOK_AGAIN_S`.
+    """
+    deadline = time.monotonic() + LOOK_AGAIN_S
+    for rank, files in enumerate(written):
+        for name, (size, _) in files.items():
+            while (found := file_size(folder / name)) != size:
+                if time.monotonic() >= deadline:
+                    raise CheckpointError(
+                        folder / name,
+                        f"{named_rank(rank)} wrote {size} bytes, {named_rank(0)} sees {_seen(found)}: {SHARED}; the "
+                        "checkpoint was not written",
+                    )
+                time.sleep(1)
+        (folder / RANK_DIGESTS.format(rank=rank)).unlink(missing_ok=True)
+    digests = {name: digest for files in written for name, (_, digest) in files.items()}
+    others = [name for name in file_names(folder) if name not in digests]
+    write_digests(folder, digests | digests_of(folder, others))
+
+
+def file_size(file: Path) -> int | None:
+    """Size of a file in bytes, None if this process does not see it."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return None
+
+
+def _seen(value: object) -> str:
+    return "nothing" if value is None else str(value)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -209,21 +268,28 @@ class ResumePoint:
                 os.rename(folder, _aside(folder))
 
 
-def find_resume_point(found: Sequence[tuple[int, Path]], required: str) -> ResumePoint:
+def find_resume_point(found: Sequence[tuple[int, Path]], required: str, last: int | None = None) -> ResumePoint:
     """Find the newest complete checkpoint. Collective: each process reads a part of the files.
+
+    A checkpoint is damaged only if that is not a matter of one host: all ranks see the same files, and a second rank
+    finds the problem too.
 
     Args:
         found: (step, folder) of the checkpoints, oldest first.
         required: name of a file that each must have.
+        last: step of the last one to consider, if there is a checkpoint of that step.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is complete.
+        CheckpointError: there are checkpoints, and none is complete, or ranks do not agree about one.
     """
-    found = from_all(list(found))[0]
+    found = sorted({each for rank in from_all(list(found)) for each in rank})
+    if found:
+        agreed(found[0][1].parent, [folder.name for _, folder in found], _kind)
+    if last in [step for step, _ in found]:
+        found = [each for each in found if each[0] <= last]
     damaged: list[tuple[Path, str]] = []
     for step, folder in reversed(found):
-        problems = from_all(_problem(folder, required))
-        problem = next((each for each in problems if each is not None), None)
+        problem = _agreed_problem(folder, required)
         if problem is None:
             return ResumePoint(step, folder, tuple(damaged))
         damaged.append((folder, problem))
@@ -236,15 +302,73 @@ def find_resume_point(found: Sequence[tuple[int, Path]], required: str) -> Resum
     return ResumePoint()
 
 
-def _problem(folder: Path, required: str) -> str | None:
-    """Problem that this process finds in its part of a checkpoint, or None."""
+def agreed(folder: Path, names: Iterable[str], look: Callable[[Path], T]) -> dict[str, T]:
+    """What `look` returns for each path in `folder` of which a rank gives the name, once it is the same on all ranks.
+    Collective.
+
+    A network file system may show another host's changes late. Raises CheckpointError after `LOOK_AGAIN_S`, which names
+    the ranks that see something else than the first one.
+    """
+    every = sorted({name for listed in from_all(list(names)) for name in listed})
+    deadline = time.monotonic() + LOOK_AGAIN_S
+    while True:
+        views = from_all({name: look(folder / name) for name in every})
+        differing = next((name for name in every if any(view[name] != views[0][name] for view in views)), None)
+        if differing is None:
+            return views[0]
+        if from_all(time.monotonic() >= deadline)[0]:
+            break
+        time.sleep(1)
+    first, *others = [view[differing] for view in views]
+    ranks = [rank for rank, seen in enumerate(others, 1) if seen != first]
+    more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+    raise CheckpointError(
+        folder / differing,
+        f"{named_rank(ranks[0])}{more} sees {_seen(views[ranks[0]][differing])}, {named_rank(0)} sees {_seen(first)}: "
+        f"{SHARED}; nothing was renamed",
+    )
+
+
+def _kind(path: Path) -> str | None:
+    return None if file_size(path) is None else "a checkpoint"
+
+
+def _bytes(file: Path) -> str | None:
+    size = file_size(file)
+    return None if size is None else f"{size} bytes"
+
+
+def _agreed_problem(folder: Path, required: str) -> str | None:
+    """Problem of a checkpoint, or None. Collective. Raises CheckpointError if ranks do not agree."""
+    names = [FILE_DIGESTS]
+    with contextlib.suppress(OSError):
+        names += file_names(folder)
+    agreed(folder, names, _bytes)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problems = from_all(_problem(folder, required, rank, ranks))
+    finder = next((rank for rank, problem in enumerate(problems) if problem is not None), None)
+    if finder is None:
+        return None
+    others = {0, ranks - 1} - {finder}  # two hosts, if there are several
+    again = from_all(_problem(folder, required, finder, ranks) if rank in others else None)
+    for other in others:
+        if again[other] is None:
+            raise CheckpointError(
+                folder,
+                f"{problems[finder]}, as {named_rank(finder)} reads it, but not as {named_rank(other)} does: check "
+                "memory and mounts of both hosts; nothing was renamed",
+            )
+    return problems[finder]
+
+
+def _problem(folder: Path, required: str, part: int, parts: int) -> str | None:
+    """Problem in one of `parts` parts of a checkpoint, or None."""
     try:
         if not (folder / required).is_file():
             return f"is incomplete: it has no {required}"
         if not (folder / FILE_DIGESTS).is_file():
             return _incomplete(folder)
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        changed = [each for each in check_files(folder, rank=rank, ranks=ranks) if not each.is_new]
+        changed = [each for each in check_files(folder, rank=part, ranks=parts) if not each.is_new]
     except (DlmBridgeError, OSError) as error:
         return f"is damaged: {error}"
     if not changed:
@@ -266,6 +390,8 @@ def _incomplete(folder: Path) -> str | None:
         named = {str(name) for name in dict(read_json(folder / SAFETENSORS_INDEX).get("weight_map", {})).values()}
         if missing := [name for name in named if not (folder / name).is_file()]:
             return f"is incomplete: it has no {first_of(missing)}"
+    if absent := check_stored(folder):
+        return f"is incomplete: {absent[0]}"
     torn = [file.name for file in (*folder.glob("*.pt"), *folder.glob("*.pth")) if not zipfile.is_zipfile(file)]
     return f"is damaged: {first_of(torn)} is truncated" if torn else None
 

@@ -21,8 +21,8 @@ def enable_flight_recorder(folder: Path) -> None:
     """Set the environment variables with which torch records the last collective operations of NCCL and gloo, and
     NCCL's own watchdog writes them to `folder` after a timeout. Variables that are set keep their values.
 
-    To be called before process groups are created. With a GPU the folder is created, because NCCL does not create it,
-    and removed at the end of the process if it is empty.
+    To be called before process groups are created. With a GPU the folder is created in the output folder, because NCCL
+    does not create it, and removed at the end of the process if it is empty.
     """
     for name, older, value in (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", str(ENTRIES)),
@@ -32,7 +32,7 @@ def enable_flight_recorder(folder: Path) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if torch.cuda.is_available():
         with contextlib.suppress(OSError):  # the run reports a folder that cannot be written
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
         atexit.register(remove_if_empty, folder)
 
 

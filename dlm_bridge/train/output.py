@@ -2,7 +2,8 @@
 
 `.lock` contains host, process and start of the run that writes, and a token that every rank must read before anything
 starts: on a folder that is not shared, each node would keep its own part of every checkpoint. status.json contains the
-state of the run: running, finished, stopped (early, with a checkpoint) or failed.
+state of the run: running, finished, stopped (early, with a checkpoint) or failed. hang/ contains stacks of a run that
+hung.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dlm_bridge import distributed, job
 from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.files.atomic import disk_errors, replaced_file
 
-LOCK, STATUS = ".lock", "status.json"
+LOCK, STATUS, HANG = ".lock", "status.json", "hang"
 SHARED_WITHIN_S = 30.0  # for a new file to become visible on a network file system
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -58,7 +59,7 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
     joined = job.current()
     made = [folder for folder in (output, *output.parents) if not folder.exists()] if distributed.is_main() else []
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove_empty, made)
+        stack.callback(_remove_empty, [output / HANG, *made])
         refusal, token = None, ""
         if distributed.is_main():
             try:
@@ -171,6 +172,6 @@ def _or_raise(error: DlmBridgeError | None, value: Any) -> Any:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):  # stops at the first folder that is not empty
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):
             folder.rmdir()

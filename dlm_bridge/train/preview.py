@@ -36,7 +36,7 @@ class PreviewExample:
 def preview(config: TrainConfig, count: int) -> Iterator[PreviewExample]:
     """Yield the first `count` rows of the data in their order. Reads no weights and writes nothing. Raises the same
     errors as the run."""
-    found = check_data(config)
+    found = check_data(config.replace(data_cache=None))
     model = empty_model(config, None)
     config, objective = resolve_objective(config, model)
     tokenizer, settings = conversation_settings(config, model, objective.mask_token)

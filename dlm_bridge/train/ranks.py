@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dlm_bridge import distributed, processes
-from dlm_bridge.job import Job, current
+from dlm_bridge.errors import one_line
+from dlm_bridge.job import Job, current, named_rank
 from dlm_bridge.train import hang
 
 INTERVAL_S = 5.0  # between two heartbeats
@@ -215,7 +216,19 @@ def _value(store: Any, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def start_watchdog(timeout_min: float, folder: Path) -> Watchdog | None:
-    """Start the `Watchdog` of a run of several processes, unless `timeout_min` is zero."""
+@contextlib.contextmanager
+def watched(timeout_min: float, folder: Path) -> Iterator[None]:
+    """Context manager of a run, with a `Watchdog` if it has several processes, unless `timeout_min` is zero. An error
+    of this rank ends the other ranks."""
     job = current()
-    return Watchdog(job, 60 * timeout_min, folder) if timeout_min and job is not None else None
+    if not timeout_min or job is None:
+        yield
+        return
+    watchdog, failure = Watchdog(job, 60 * timeout_min, folder), None
+    try:
+        yield
+    except Exception as error:
+        failure = f"{named_rank(distributed.rank())} failed: {one_line(error)}"
+        raise
+    finally:
+        watchdog.close(failure)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, cast
@@ -56,12 +57,11 @@ from dlm_bridge.train.checkpoints import (
 from dlm_bridge.train.config import TrainConfig, refuse
 from dlm_bridge.train.config.files import Config, read_run_config
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
-from dlm_bridge.train.output import RunEnd, opened_output, write_status
-from dlm_bridge.train.ranks import start_watchdog
+from dlm_bridge.train.output import HANG, RunEnd, opened_output, write_status
+from dlm_bridge.train.ranks import watched
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Rest = ParamSpec("Rest")
-HANG = "hang"  # subfolder of a run for the stacks of a hang
 
 
 @dataclass(frozen=True)
@@ -163,30 +163,27 @@ def training_errors(
         defaults = {name: option.default for name, option in options_of(type(config)).items()}
         changed = {name: value for name, value in config.as_flags().items() if value != defaults.get(name)}
         job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
-        hang.enable_flight_recorder(output / HANG)
-        watchdog = start_watchdog(timeout_min, output / HANG)
-        failure: str | None = None
-        try:
-            with opened_output(output, resume):
-                try:
-                    return train(config, resume, *arguments, **options)
-                except RuntimeError as error:
-                    if not lost_process(error):
-                        raise
-                    reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
-                    raise WorkerError(
-                        job.named_rank(distributed.rank()),
-                        f"another process of the run ended or does not answer ({reason}): the launcher names a killed "
-                        "one; start again with `resume`",
-                    ) from error
-        except Exception as error:
-            failure = f"{job.named_rank(distributed.rank())} failed: {one_line(error)}"
-            raise
-        finally:
-            if watchdog is not None:
-                watchdog.close(failure)
+        with watched(timeout_min, output / HANG), opened_output(output, resume), _named_losses():
+            hang.enable_flight_recorder(output / HANG)
+            return train(config, resume, *arguments, **options)
 
     return run
+
+
+@contextlib.contextmanager
+def _named_losses() -> Iterator[None]:
+    """Context manager that raises the error of a collective operation without an answer as WorkerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lost_process(error):
+            raise
+        reason = textwrap.shorten(one_line(error).split(". ")[0], 300, placeholder=" ...")
+        raise WorkerError(
+            job.named_rank(distributed.rank()),
+            f"another process of the run ended or does not answer ({reason}): the launcher names a killed one; start "
+            "again with `resume`",
+        ) from error
 
 
 def lost_process(error: RuntimeError) -> bool:
@@ -389,7 +386,7 @@ def check_data(config: TrainConfig, load: bool = True) -> DataSources:
         SettingError: `data` names nothing, or a blend is not W PATH W PATH ...
         InputFileError: a Megatron pair is damaged or shorter than a block.
     """
-    found = find_run_data(config.data.data, config.data.valid_data, load)
+    found = find_run_data(*config.data.paths(stage=load), load)
     found.check(config.data.seq_length)
     if config.task == "sft":
         for part in found.all_parts:
@@ -408,7 +405,7 @@ def load_data(config: TrainConfig, model: Any, mask_token: int | None) -> tuple[
         InputFileError: the data cannot be read or do not fit the vocabulary.
         CheckpointError: the tokenizer cannot be loaded.
     """
-    found = find_run_data(config.data.data, config.data.valid_data)
+    found = find_run_data(*config.data.paths())
     if config.task == "sft":
         return load_conversations(config, model, found, mask_token)
     reader = ReaderSettings(

@@ -34,6 +34,7 @@ from tests.train.test_schedule import check_jump
 from tests.train.test_sft import chat, chats
 from tests.train.test_sft import options as answers
 from tests.train.test_text_samples import options as sampling
+from tests.train.test_unshared_output import STEPS, check_unshared_save
 
 pytest.importorskip("megatron.core")
 
@@ -175,3 +176,10 @@ def test_a_disk_without_room(room: int, small_disk: Path, on_megatron: Run, monk
 def test_two_processes(flags: str, tmp_path: Path, seed_folder: Path, corpus: Path) -> None:
     flags = f"--engine megatron --tp 2 {flags}"
     check_two_processes(flags, 8_000, "__1_0.distcp", tmp_path, seed_folder, corpus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--tp 2", "--tp 2 --async-save", "--pp 2 --ema-decay 0.5"])
+def test_an_output_that_is_not_shared(flags: str, tmp_path: Path, seed_folder: Path, corpus: Path) -> None:
+    words = f"pretrain --model {seed_folder} --data {corpus} --output run --from-scratch {STEPS}"
+    check_unshared_save(f"{words} --engine megatron {flags}", tmp_path)

@@ -21,7 +21,7 @@ from tests.convert.helpers import run_cli
 from tests.parallel.conftest import megatron_alone
 from tests.refusals import refused
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
-from tests.train.test_damaged_checkpoints import flip
+from tests.train.test_damaged_checkpoints import flip, lose
 from tests.train.test_full_disk import limited_files
 
 pytest.importorskip("megatron.core")
@@ -78,6 +78,22 @@ def test_a_flipped_bit_in_any_file_is_found(finished: Path, tmp_path: Path) -> N
         ((folder, problem),) = point.damaged
         assert folder == copy / "checkpoints" / LAST
         assert name in problem
+
+
+def test_a_file_that_only_metadata_lists(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an iteration that was published without the files of another host."""
+    from dlm_bridge.parallel.train.checkpoints import find_iteration
+
+    folder = finished / "checkpoints" / LAST
+    file = next(folder.glob("*.distcp"))
+    lose(file, folder)
+    code, out, _ = run_cli(capsys, "verify", finished)
+    assert code == 1
+    assert file.name in out
+    point = find_iteration(finished)
+    assert point.step == 2
+    ((_, problem),) = point.damaged
+    assert file.name in problem
 
 
 def test_a_run_goes_on_from_the_iteration_before(

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
+from dlm_bridge.convert.manifest import digests_of, file_names, write_digests
+from dlm_bridge.convert.verify import verify_manifest
 from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
 from dlm_bridge.parallel.weights import is_vocabulary, live_tensors
 from tests.convert.helpers import hub_tensors, same
@@ -19,6 +21,7 @@ from tests.families.case import FamilyCase
 from tests.interop.cases import PREDICTING, models
 from tests.parallel import delayed_scaling
 from tests.refusals import refused
+from tests.train.test_damaged_checkpoints import lose
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -93,6 +96,20 @@ def test_rows_come_back_on_another_number_of_ranks(name: str, tmp_path: Path) ->
     exported = hub_tensors(tmp_path / "out")
     assert exported.keys() == hub_tensors(hub).keys()
     assert all(same(tensor, hub_tensors(hub)[key]) for key, tensor in exported.items())
+
+
+def test_a_lost_file_is_found(tmp_path: Path) -> None:
+    from dlm_bridge.parallel.train import checkpoints
+
+    models()["gqa"].write(tmp_path / "hub")
+    (model,) = Bridge.from_hf(tmp_path / "hub").build_megatron_model(Layout())
+    whole, folder = Rank(model, 0, 1), tmp_path / "iter_0000007"
+    checkpoints.save_fsdp(folder, 7, {}, whole, whole.optimizer, {})
+    write_digests(folder, digests_of(folder, file_names(folder)))
+    assert verify_manifest(folder).equal
+    file = next(folder.glob("*.distcp"))
+    lose(file, folder)
+    assert [found.name for found in verify_manifest(folder).differences] == [file.name]
 
 
 class TensorParallelPart:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
-from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, file_names
+from dlm_bridge.convert.manifest import FILE_DIGESTS, check_files, digests_of, file_names, write_digests
 from dlm_bridge.errors import CheckpointError
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.accelerate.trainer import train
@@ -30,6 +32,16 @@ def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+def lose(file: Path, folder: Path, length: int | None = None) -> None:
+    """Remove or cut a file of a checkpoint, whose digests are then of what is left: as if it had been published without
+    the files of another host."""
+    data = file.read_bytes()
+    file.unlink()
+    if length is not None:
+        file.write_bytes(data[:length])
+    write_digests(folder, digests_of(folder, file_names(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -181,15 +193,6 @@ def test_processes_share_the_reading(finished: Path) -> None:
     assert sorted(name for files in found for name in files) == names
 
 
-def test_a_process_that_finds_damage_is_heard(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have read other files of the checkpoint, and choose as it does."""
-    answers = iter([[[(2, Path("a")), (4, Path("b"))]], [None, "is damaged: by another"], [None, None]])
-    monkeypatch.setattr(checkpoints, "from_all", lambda value: next(answers))
-    point = checkpoints.find_resume_point([], checkpoints.STATE)
-    assert (point.step, point.folder) == (2, Path("a"))
-    assert point.damaged == ((Path("b"), "is damaged: by another"),)
-
-
 def test_verify_reads_a_checkpoint_and_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = finished / "checkpoints" / LAST
     for path in (folder, finished):
@@ -199,6 +202,32 @@ def test_verify_reads_a_checkpoint_and_a_run(finished: Path, capsys: pytest.Capt
         code, out, _ = run_cli(capsys, "verify", path)
         assert code == 1
         assert "trainer_state.pt" in out
+
+
+@pytest.mark.parametrize("length", [None, 100])
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("place", ["optimizer", "value/optimizer"])
+def test_files_that_only_metadata_lists(
+    place: str, digests: bool, length: int | None, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the optimizer of a sharded model, and of that of a value model."""
+    folder = finished / "checkpoints" / LAST
+    dcp.save({"optimizer": {"step": torch.ones(100)}}, checkpoint_id=folder / place, no_dist=True)
+    write_digests(folder, digests_of(folder, file_names(folder)))
+    assert run_cli(capsys, "verify", finished)[0] == 0
+    assert resume_point(finished).step == 4
+    (file,) = (folder / place).glob("*.distcp")
+    lose(file, folder, length)
+    name = f"{place}/{file.name}"
+    code, out, _ = run_cli(capsys, "verify", finished)
+    assert code == 1
+    assert name in out
+    if not digests:
+        (folder / FILE_DIGESTS).unlink()
+    point = resume_point(finished)
+    assert point.step == 2
+    ((_, problem),) = point.damaged
+    assert name in problem
 
 
 @pytest.mark.extension("plan")

@@ -20,6 +20,7 @@ from dlm_bridge.convert.formats.dcp import (
     ChunkedReader,
     Contents,
     StoredTensor,
+    read_contents,
     read_metadata,
 )
 from dlm_bridge.convert.formats.legacy_writer import rank_names
@@ -45,7 +46,7 @@ class FsdpDtensorCheckpoint(DistributedCheckpoint):
     def recognises(cls, folder: Path) -> bool:
         if not (folder / DCP_METADATA).is_file() or (folder / BACKEND_FILE).exists():
             return False
-        return bool(_fsdp_names(read_metadata(folder)))
+        return bool(_fsdp_names(read_contents(folder)))
 
     @classmethod
     def open(cls, path: Path, folder: Path, family: str | None = None) -> FsdpDtensorCheckpoint:

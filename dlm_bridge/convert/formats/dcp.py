@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise, product
 from math import prod
@@ -94,6 +94,22 @@ def read_metadata(folder: Path) -> Contents:
     Raises:
         CheckpointError: unreadable, hostile, or inconsistent with the files.
     """
+    contents = read_contents(folder)
+    for error in _place_errors(folder, contents):
+        raise error
+    return contents
+
+
+def metadata_errors(folder: Path) -> list[CheckpointError]:
+    """Errors that `read_metadata` can raise: one per file that is missing or truncated, or one of `.metadata`."""
+    try:
+        return list(_place_errors(folder, read_contents(folder)))
+    except CheckpointError as error:
+        return [error]
+
+
+def read_contents(folder: Path) -> Contents:
+    """Same as `read_metadata`, without a comparison with the files. Raises CheckpointError."""
     path = folder / DCP_METADATA
     try:
         check_plain_file(path)
@@ -106,13 +122,9 @@ def read_metadata(folder: Path) -> Contents:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
         raise CheckpointError(path, f"is not a checkpoint's metadata: {one_line(error)[:300]}") from None
-    sizes: dict[str, int] = {}
     for name, tensor in contents.tensors.items():
         for chunk in tensor.chunks:
             _check_inside(path, name, tensor, chunk)
-            _check_place(folder, name, chunk.place, sizes)
-    for name, place in contents.objects.items():
-        _check_place(folder, name, place, sizes)
     return contents
 
 
@@ -165,20 +177,26 @@ def _check_inside(path: Path, name: str, tensor: StoredTensor, chunk: Chunk) -> 
         )
 
 
-def _check_place(folder: Path, name: str, place: StorageLocation, sizes: dict[str, int]) -> None:
-    if place.file not in sizes:
-        path = folder / place.file
-        if os.path.basename(place.file) != place.file or os.path.islink(path):
-            raise CheckpointError(folder / DCP_METADATA, f"{name} is in '{place.file[:300]}', outside the folder")
-        if not os.path.isfile(path):  # also for an invalid file name
-            shown = folder / ascii(place.file[:300])[1:-1]
-            raise CheckpointError(shown, f"does not exist, but {DCP_METADATA} lists {name} in it")
-        sizes[place.file] = path.stat().st_size
-    if place.offset + place.length > sizes[place.file]:
-        raise CheckpointError(
-            folder / place.file,
-            f"truncated: has {sizes[place.file]} bytes, {name} ends at byte {place.offset + place.length}",
-        )
+def _place_errors(folder: Path, contents: Contents) -> Iterator[CheckpointError]:
+    """The first error of each file in which `.metadata` lists items."""
+    items = [(name, chunk.place) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
+    sizes: dict[str, int | None] = {}  # None after an error
+    for name, place in (*items, *contents.objects.items()):
+        if place.file not in sizes:
+            path, sizes[place.file] = folder / place.file, None
+            if os.path.basename(place.file) != place.file or os.path.islink(path):
+                yield CheckpointError(folder / DCP_METADATA, f"{name} is in '{place.file[:300]}', outside the folder")
+            elif not os.path.isfile(path):  # also for an invalid file name
+                shown = folder / ascii(place.file[:300])[1:-1]
+                yield CheckpointError(shown, f"does not exist, but {DCP_METADATA} lists {name} in it")
+            else:
+                sizes[place.file] = path.stat().st_size
+        size = sizes[place.file]
+        if size is not None and place.offset + place.length > size:
+            sizes[place.file] = None
+            yield CheckpointError(
+                folder / place.file, f"truncated: has {size} bytes, {name} ends at byte {place.offset + place.length}"
+            )
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,13 @@ from dlm_bridge.parallel.weights import EMBEDDING, OUTPUT
 from dlm_bridge.processes import end_with_parent, how_it_ended, leave_inherited, signals_blocked, was_killed
 from dlm_bridge.train.checkpoints import (
     ResumePoint,
+    agreed,
     find_resume_point,
     gather_digests,
     how_to_go_on,
     load_failure,
     named_checkpoints,
+    rank_files,
     remove_checkpoint,
     save_tokenizer,
     write_rank_digests,
@@ -106,6 +108,7 @@ from dlm_bridge.train.setup import check_same_model
 
 NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # prefix of their temporary folder
+CHANGED = "a file that was changed"
 LOCAL_RECORD = "local_checkpoints.json"  # in a run's folder: see `local_checkpoints.Record`
 WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's name for an optimizer state that can be loaded on any layout
@@ -134,19 +137,23 @@ def find_iteration(output: Path) -> ResumePoint:
     """Iteration that a run resumes from: the one that the tracker names, or the newest intact one before it. Every
     process calls it. Raises CheckpointError if there is none but should be."""
     root = checkpoint_root(output)
-    found = named_checkpoints(root, NAME)
-    named = _tracked_step(root)
-    if named in [step for step, _ in found]:
-        found = [(step, folder) for step, folder in found if step <= named]
-    elif named is not None and not found:
+    named = agreed(root, [TRACKER], lambda _: _tracked_step(root))[TRACKER]
+    point = find_resume_point(named_checkpoints(root, NAME), DCP_METADATA, last=named)
+    if point.folder is None and named is not None:
         raise CheckpointError(root / TRACKER, "names an iteration that does not exist: remove the file to start anew")
-    point = find_resume_point(found, DCP_METADATA)
-    if point.folder is not None and (root / MANIFEST).is_file() and not is_intact(root):
+    state = agreed(root, [MANIFEST], _manifest_state)[MANIFEST]
+    if point.folder is not None and state == CHANGED:
         raise CheckpointError(
             root / MANIFEST,
             "was changed, but every iteration depends on it: restore it, or start anew in another `output`",
         )
     return point
+
+
+def _manifest_state(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    return "an intact file" if is_intact(path.parent) else CHANGED
 
 
 def find_checkpoint(config: TrainConfig) -> ResumePoint:
@@ -326,7 +333,8 @@ class CheckpointManager:
             values: our own values, numbers and strings.
             save_more: called with the iteration's folder on every rank, to add files.
 
-        Raises ResourceError if it cannot be written, and WorkerError if a process that writes it was killed.
+        Raises ResourceError if it cannot be written, CheckpointError if the first rank does not see the files of all,
+        and WorkerError if a process that writes it was killed.
         """
         self.finish()
         folder = self.root / f"iter_{step:07d}"
@@ -340,8 +348,6 @@ class CheckpointManager:
             if save_more is not None:
                 save_more(hidden)
         if request is None:
-            with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
-                write_rank_digests(hidden, dist.get_rank())
             self._publish(folder, step)
         else:
             assert self.queue is not None
@@ -446,11 +452,14 @@ class CheckpointManager:
 
     def _publish(self, folder: Path, step: int) -> None:
         """Rename a complete iteration, update the tracker, and remove the oldest iterations."""
-        dist.barrier()  # every rank has written its digests
+        hidden, rank = _hidden(folder), dist.get_rank()
         with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
-            if dist.get_rank() == 0:
-                gather_digests(_hidden(folder))
-                publish_folder(_hidden(folder), folder)
+            own = rank_files(hidden, rank)
+        written = from_all(own)
+        with self._write_errors(folder), raised_everywhere(), self._disk_errors(folder):
+            if rank == 0:
+                gather_digests(hidden, written)
+                publish_folder(hidden, folder)
                 _write_tracker(self.root, step)
                 # Later ones exist if the tracker was set back; they do not count.
                 found = [path for number, path in named_checkpoints(self.root, NAME) if number <= step]
@@ -527,7 +536,7 @@ def _write_with_digests(
     leave_inherited()
     end_with_parent(parent)
     write(*arguments, **options)
-    with contextlib.suppress(OSError):  # on a full disk: the first rank computes missing digests
+    with contextlib.suppress(OSError):  # on a full disk: `rank_files` computes them
         write_rank_digests(folder, rank)
 
 

@@ -40,6 +40,7 @@ from dlm_bridge.errors import (
 from dlm_bridge.files.atomic import atomic_file, atomic_folder, disk_errors
 from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import read_json
+from dlm_bridge.job import named_rank
 from dlm_bridge.parallel import platform
 from dlm_bridge.parallel.core import MCoreTensorAwareStateDict, ShardedObject, ShardedTensor, nested_values
 from dlm_bridge.parallel.mcore_patches.process_wide import original_device, replicas_on_cpu
@@ -53,6 +54,7 @@ from dlm_bridge.parallel.train.checkpoints import (
     sharded_state,
 )
 from dlm_bridge.settings import options_of
+from dlm_bridge.train.checkpoints import agreed
 from dlm_bridge.train.config import TrainConfig
 
 try:
@@ -102,6 +104,15 @@ class Record:
             json.dump(dataclasses.asdict(self), file, indent=1)
 
 
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error.strerror)
+
+
 def go_on_without(output: Path, console: Console) -> None:
     """Record that a run continues without its local checkpoints, so that they are not resumed from later. One process
     calls it."""
@@ -117,6 +128,7 @@ class LocalCheckpoints:
     def __init__(self, config: TrainConfig) -> None:
         options = config.checkpoint
         self.output, self.steps, self.copies = Path(options.output), config.schedule.steps, options.local_copies
+        agreed(self.output, [LOCAL_RECORD], _content)
         with raised_everywhere():
             record, start = Record.read(self.output), uuid.uuid4().hex[:12]
         self.record, self.start = from_all((record, start))[0]
@@ -279,13 +291,18 @@ class LocalManager(BaseCheckpointManager):
         return state
 
     def write(self, state: MCoreTensorAwareStateDict, step: int) -> None:
-        """Write the checkpoint of `step` and remove earlier ones. If a rank cannot write it, ResourceError is raised
-        on every rank and the earlier one remains."""
+        """Write the checkpoint of `step` and remove earlier ones. If a rank cannot write it, or a copy, ResourceError is
+        raised on every rank; unless others have copies of all that is missing, the earlier one remains."""
+        incomplete = None
         try:
             self.save(state, step)
         except CheckpointingException as error:
-            failures = [failure for failure in from_all(self.failure) if failure is not None]
-            raise (failures[0] if failures else ResourceError(self.folder, one_line(error))) from error
+            incomplete = error
+        failures = [failure for failure in from_all(self.failure) if failure is not None]
+        if incomplete is not None and not failures:
+            failures = [ResourceError(self.folder, one_line(incomplete))]
+        for failure in failures:
+            raise failure from incomplete
 
     def _incomplete(self, above: int) -> list[str]:
         """Messages about checkpoints after a step that some rank lacks."""
@@ -296,7 +313,7 @@ class LocalManager(BaseCheckpointManager):
         everyone = set(range(dist.get_world_size()))
         return [
             f"the local checkpoint of step {step} is incomplete: "
-            f"{first_of(f'rank {rank} has none' for rank in everyone - having)}"
+            f"{first_of(f'{named_rank(rank)} has none' for rank in everyone - having)}"
             for step, having in sorted(ranks.items(), reverse=True)
             if step > above and having != everyone
         ]

@@ -26,7 +26,7 @@ from dlm_bridge.convert.checkpoints.huggingface import publish_config
 from dlm_bridge.convert.checkpoints.in_memory import hub_tensors, stored_tensors
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.formats.hub_weights import SAFETENSORS_INDEX, HubWriter, ShardFile, index_text, plan_by_size
-from dlm_bridge.distributed import raised_everywhere
+from dlm_bridge.distributed import from_all, raised_everywhere
 from dlm_bridge.errors import one_line
 from dlm_bridge.generation.config import published_generation_config
 from dlm_bridge.loading.lazy import first_row
@@ -38,10 +38,10 @@ from dlm_bridge.train.checkpoints import (
     checkpoint_errors,
     damaged_state,
     load_state,
+    rank_files,
     remove_old_checkpoints,
     step_folder,
     temporary_folder,
-    write_rank_digests,
     write_state,
 )
 from dlm_bridge.train.config import TrainConfig
@@ -74,6 +74,7 @@ def save_run(
 
     Raises:
         ResourceError: the disk is full. Raised on every process.
+        CheckpointError: the first process does not see the files of all. Raised on every process.
     """
     output, scaler, main = Path(config.checkpoint.output), accelerator.scaler, accelerator.is_main_process
     sharded = config.parallel.shards
@@ -151,7 +152,8 @@ def _save_sharded(
             save_optimizer(folder / OPTIMIZER, model, optimizer)
             if save_more is not None:
                 save_more(folder)
-            write_rank_digests(folder, dist.get_rank())
+            own = rank_files(folder, dist.get_rank())
+        written = from_all(own)
         with raised_everywhere(), checkpoint_errors(output, step):
             if adapter is None:
                 _save_weights(folder, model, device)
@@ -163,7 +165,7 @@ def _save_sharded(
                 averages.save(folder, lambda place: _save_weights(place, model, device), tokenizer, main)
         with raised_everywhere(), checkpoint_errors(output, step):
             if main:
-                write_state(folder, step, tokenizer, state)
+                write_state(folder, step, tokenizer, state, written)
                 checkpoint.close()  # renames the folder
 
 

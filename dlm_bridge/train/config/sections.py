@@ -10,7 +10,7 @@ from typing import Any
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.mapping.layout import ContextParallelConfig, Layout, parse_pipeline_split
-from dlm_bridge.registration import registered
+from dlm_bridge.registration import load, registered
 from dlm_bridge.settings import (
     TRAINING,
     accelerate_option,
@@ -100,6 +100,10 @@ class DataOptions:
         [], "Validation data, instead of a part of --data. May be repeated.", formerly="valid_paths", tasks=TRAINING,
         aliases=("validation_file",), common=True,
     )  # fmt: skip
+    data_cache: str | None = option(
+        None, "Folder on each host's own disk, to which the files of --data are copied before the run.",
+        tasks=TRAINING, metavar="DIR",
+    )  # fmt: skip
     split: str = option("99,1,0", "Training, validation and test fractions.", tasks=TRAINING, fixed=True)
     seq_length: int = option(
         1024, "Tokens per sequence.", minimum=1, fixed=True, aliases=("max_seq_length", "max_length"), common=True
@@ -129,6 +133,15 @@ class DataOptions:
     train_on_prompt: bool | None = option(
         None, "Mask prompts too, and count them in the loss. Default: the family's.", tasks=("sft",), fixed=True
     )
+
+    def paths(self, stage: bool = True) -> tuple[list[str], list[str]]:
+        """Training and validation data to read: if `stage`, as copied to `data_cache`. The first process of each host
+        copies, if there are no copies yet. Raises MissingExtraError if the extension is not installed, InputFileError
+        and ResourceError."""
+        if self.data_cache is None or not stage:
+            return self.data, self.valid_data
+        staged = load("features", "--data-cache")([*self.data, *self.valid_data], self.data_cache)
+        return staged[: len(self.data)], staged[len(self.data) :]
 
     @property
     def split_fractions(self) -> tuple[float, float, float]:
