@@ -25,7 +25,6 @@ RANK_TIMEOUT_S = 20.0
 ENDED_S = RANK_TIMEOUT_S + 60  # after an accident, on a busy machine
 OUT_S = 20.0  # of a cable
 RUN_S = 300.0  # for a run without accidents, or a job of Slurm between two events
-STOPPED = 85
 TOLERANCE = 1e-5  # of figures many steps after sums in another order
 KINDS = (
     "node killed",
@@ -148,8 +147,7 @@ class Accidents:
         with OverNodes(self.network) as slurm:
             grace = 0 if kind == "preempted without grace" else 120
             slurm.run("scontrol", "update", "partitionname=low", f"gracetime={grace}")
-            run = self._run(output, layout, stopped_exit_code=STOPPED)
-            job = slurm.sbatch(slurm.requeuing(run, STOPPED), "--partition=low")
+            job = slurm.sbatch(slurm.requeuing(self._run(output, layout, resume=None)), "--partition=low")
 
             def over() -> bool:
                 return slurm.state(job) not in ("PENDING", "RUNNING", "CONFIGURING")

@@ -18,11 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from tests.nodes.network import Command, Network, environment, wait_for
+from tests.nodes.network import ROOT, Command, Network, environment, wait_for
 from tests.processes import free_port
 
 DAEMON_S = 30.0  # for daemons to find each other
 PROGRAM = ("python", "-m", "tests.nodes.worker", "0.3")  # whose steps take that long
+STOPPED = 75
 NODE_DOWN_S = 30  # after which a node that does not answer is down
 COMMON = """\
 ClusterName=one
@@ -127,13 +128,13 @@ class Cluster:
         wait_for(again, timeout_s, lambda: f"{self.show(job)}\n{self.log(job)[-5000:]}")
 
     @staticmethod
-    def requeuing(run: Sequence[str], stopped: int) -> str:
-        """A batch script that is requeued where its run has stopped early, with exit code `stopped`, or was ended by
-        SIGTERM before its first step."""
+    def requeuing(run: Sequence[str]) -> str:
+        """A batch script as in examples/slurm, which is requeued where its run has stopped early."""
+        output = run[run.index("--output") + 1]
         return (
-            "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --requeue\ntrap '' TERM\n"
-            f'srun --kill-on-bad-exit=1 {" ".join([*PROGRAM, *run])}\ncode=$?\necho "srun ended with $code"\n'
-            f"case $code in {stopped}|143) scontrol requeue $SLURM_JOB_ID ;; esac\nexit $code\n"
+            "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --requeue\n"
+            f"source {ROOT}/examples/slurm/requeue.sh\n"
+            f"srun_and_requeue {' '.join([output, *PROGRAM, *run])} --resume --stopped-exit-code {STOPPED}\n"
         )
 
     def _write(self, text: str, **values: object) -> None:

@@ -101,8 +101,7 @@ def test_a_restarted_job_of_torchrun_goes_on(network: Network, files: Files, alo
     assert_alike(output, alone, 60)
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.short), 1])
 def test_a_node_that_loses_power_ends_the_other_within_the_time(
     network: Network, files: Files, alone: Path, tmp_path: Path, lost: int
 ) -> None:
@@ -190,8 +189,7 @@ def test_a_full_disk_of_one_node_is_named(network: Network, files: Files, tmp_pa
 # -- what is not shared
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", pytest.param("tp", marks=pytest.mark.short)])
 def test_an_output_that_is_not_shared_is_refused(network: Network, files: Files, layout: str) -> None:
     output = network.local / "run"
     job = network.job(*pretrain(files, output, **LAYOUTS[layout]))
