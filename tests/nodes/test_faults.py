@@ -28,6 +28,8 @@ ENDED_S = RANK_TIMEOUT_S + 45
 SOON_S = 60.0  # for what is found before the first step
 QUICK = {"rank_timeout": RANK_TIMEOUT_S / 60}
 PREFIX = re.compile(r"^\[rank ([01]), node\1\] dlm-bridge: ")
+# Shorter waits for what a network file system may show late.
+SOON = "from dlm_bridge.train import checkpoints, output; checkpoints.LOOK_AGAIN_S = output.SHARED_WITHIN_S = 10.0"
 SLOW = "from tests.nodes.worker import slow; slow(0.4)"
 
 
@@ -192,7 +194,7 @@ def test_a_full_disk_of_one_node_is_named(network: Network, files: Files, tmp_pa
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", pytest.param("tp", marks=pytest.mark.short)])
 def test_an_output_that_is_not_shared_is_refused(network: Network, files: Files, layout: str) -> None:
     output = network.local / "run"
-    job = network.job(*pretrain(files, output, **LAYOUTS[layout]))
+    job = network.job(*pretrain(files, output, **LAYOUTS[layout]), before=SOON)
     line = assert_refused(job, "output", "node1")
     assert PREFIX.match(line)
     for node in range(2):
@@ -203,7 +205,7 @@ def test_a_run_that_one_node_does_not_see_is_not_resumed(network: Network, files
     """The run lies on node 0's disk."""
     shutil.copytree(begun, network.disk(0) / "run")
     before = state(network.disk(0) / "run")
-    job = network.job(*pretrain(files, network.local / "run", steps=9), "--resume")
+    job = network.job(*pretrain(files, network.local / "run", steps=9), "--resume", before=SOON)
     assert_refused(job, "output", "node1")
     assert state(network.disk(0) / "run") == before
 
@@ -219,7 +221,7 @@ def test_a_checkpoint_that_one_node_does_not_see_is_not_renamed(
     before = state(output)
     newest = max(path for path in (output / "checkpoints").iterdir() if path.is_dir())
     with hidden(network, 1, newest):
-        job = network.job(*pretrain(files, output, steps=9, **LAYOUTS[layout], **QUICK), "--resume")
+        job = network.job(*pretrain(files, output, steps=9, **LAYOUTS[layout], **QUICK), "--resume", before=SOON)
         line = assert_refused(job, "node1", newest.name, within_s=120)
         assert PREFIX.match(line)
     assert state(output) == before
