@@ -38,10 +38,11 @@ COMPARED = ("dlm-bridge", "torch", "transformers", "accelerate", "megatron-core"
 _HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of an attempt
 _before_end: list[Callable[[], None]] = []
 _calls = itertools.count()
+_reports = itertools.count()
 
 
 @dataclass(frozen=True)
-class Job:
+class Attempt:
     """The processes that a launcher has started together, in one attempt: a job that is restarted has another token.
 
     Args:
@@ -77,43 +78,49 @@ class Job:
         return f"{name}{next(_calls)}"
 
 
-_joined: list[Job] = []
-_met: list[Job] = []  # without hosts, even if the processes found out that they do not fit together
+_joined: list[Attempt] = []
+_met: list[Attempt] = []  # without hosts, even if the processes found out that they do not fit together
 
 
-def current() -> Job | None:
+def current() -> Attempt | None:
     """The job, once its processes have joined. None before, and for a single process."""
     return _joined[0] if _joined else None
 
 
-def claim_report(timeout_s: float) -> bool:
-    """True in the first process of the attempt that calls this function; if the processes have not met, in the first
-    one of a node that torchrun has started. The others wait a moment for `end_report` of the first one, because their
-    launcher ends all when one has ended. Raises RuntimeError if the store does not answer, and SettingError."""
-    store = _report_store(timeout_s)
-    if store is None or store.add("claims", 1) == 1:
-        return True
-    with contextlib.suppress(RuntimeError):
-        store.wait(["printed"], datetime.timedelta(seconds=REPORT_GRACE_S))
-    return False
+@dataclass(frozen=True)
+class ReportClaim:
+    """Claim of a process to print the error of the attempt. `first` is True in the process that may."""
+
+    first: bool
+    store: Any
+
+    def end(self, timeout_s: float) -> None:
+        """Let the other processes end, after printing. The process that hosts the store waits for their claims."""
+        if self.store is None:
+            return
+        self.store.set("printed", "")
+        deadline = time.monotonic() + min(timeout_s, REPORT_GRACE_S)
+        while _met and _met[0].server is not None and time.monotonic() < deadline:
+            if self.store.add("claims", 0) >= world_size():
+                break
+            time.sleep(0.05)
 
 
-def end_report(timeout_s: float) -> None:
-    """Let the other processes end. The process that hosts the store waits a moment until they have claimed theirs."""
+def claim_report(timeout_s: float) -> ReportClaim:
+    """Claim to print an error, in the first process of the attempt that calls this function; if the processes have not
+    met, in the first one of a node that torchrun has started. The others wait a moment until it has printed, because
+    their launcher ends all when one has ended. Raises RuntimeError if the store does not answer, and SettingError."""
     store = _report_store(timeout_s)
-    if store is None:
-        return
-    store.set("printed", "")
-    deadline = time.monotonic() + REPORT_GRACE_S
-    while _met and _met[0].server is not None and time.monotonic() < deadline:
-        if store.add("claims", 0) >= world_size():
-            break
-        time.sleep(0.05)
+    first = store is None or store.add("claims", 1) == 1
+    if not first:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["printed"], datetime.timedelta(seconds=REPORT_GRACE_S))
+    return ReportClaim(first, store)
 
 
 def _report_store(timeout_s: float) -> Any:
     if _met:
-        return _met[0].store("report", timeout_s)
+        return _met[0].store(f"report{next(_reports)}", timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world_size() > 1:
         # Only processes of this node know its launcher's count of restarts.
         attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
@@ -124,7 +131,7 @@ def _report_store(timeout_s: float) -> Any:
 
 def join(
     timeout_s: float = JOIN_TIMEOUT_S, settings: Mapping[str, Any] | None = None, compare: bool = True
-) -> Job | None:
+) -> Attempt | None:
     """Meet the other processes of the job, and check what must be the same on all of them: versions, settings and
     clocks. Collective; a second call returns the same job. Returns None for a single process.
 
@@ -167,7 +174,7 @@ def join(
         store = _prefixed(base, token, "join")
         store.set(f"arrived/{rank()}", "")
     unknown = ("",) * world_size()
-    _met.append(Job(token, unknown, timeout_s, connect, server))
+    _met.append(Attempt(token, unknown, timeout_s, connect, server))
     found = _agree(store, "members", me, functools.partial(_members, compare), unknown, timeout_s)
     offset = time.time() - found["time"]
     hosts = tuple(found["hosts"])
@@ -178,7 +185,7 @@ def join(
     os.environ.setdefault("LOCAL_RANK", str(peers.index(rank())))
     if len(peers) < len(hosts):
         _choose_interface(found["addresses"][0] if rank() else found["addresses"][-1])
-    _joined.append(Job(token, hosts, timeout_s, connect, server))
+    _joined.append(Attempt(token, hosts, timeout_s, connect, server))
     return _joined[0]
 
 

@@ -181,9 +181,11 @@ def report(message: str) -> None:
     Of a job's processes, which all find bad input and all receive Ctrl-C, only the first one prints; before they have
     met, the first one of each node. Launchers end the others as soon as one has ended.
     """
-    if _in_time(job.claim_report) is not False:
+    claim = _in_time(job.claim_report)
+    if claim is None or claim.first:
         _print(message)
-        _in_time(job.end_report)
+    if claim is not None and claim.first:
+        _in_time(claim.end)
 
 
 def _print(message: str) -> None:

@@ -63,7 +63,7 @@ def check_cluster(output: Path | None, as_json: bool) -> int:
     return code
 
 
-def _together(joined: job.Job | None, name: str, value: Any) -> list[Any]:
+def _together(joined: job.Attempt | None, name: str, value: Any) -> list[Any]:
     """Values of all ranks."""
     return [value] if joined is None else list(joined.agree(name, value, list))
 

@@ -88,17 +88,28 @@ def check_output(output: Path, resume: bool) -> None:
 
 
 def write_status(output: Path, state: str, step: int, steps: int) -> None:
-    """Write status.json on the first process, with the step of the newest checkpoint. Raises ResourceError if the disk
-    is full."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with replaced_file(output / STATUS) as file:
-        file.write_text(json.dumps({"state": state, "step": step, "steps": steps, "time": now}) + "\n")
+    """Update status.json on the first process, with the step of the newest checkpoint. Raises ResourceError if the
+    disk is full."""
+    status = {"state": state, "step": step, "steps": steps}
+    if read_status(output) != status:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with replaced_file(output / STATUS) as file:
+            file.write_text(json.dumps({**status, "time": now}) + "\n")
+
+
+def read_status(output: Path) -> dict[str, Any]:
+    """State, step and steps of status.json; empty if the file is missing or damaged."""
+    try:
+        found = json.loads((output / STATUS).read_text())
+        return {name: found[name] for name in ("state", "step", "steps")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _record_failure(output: Path) -> None:
-    with contextlib.suppress(OSError, ValueError, KeyError, DlmBridgeError):  # the reason of the failure matters more
-        status = json.loads((output / STATUS).read_text())
-        write_status(output, "failed", status["step"], status["steps"])
+    with contextlib.suppress(DlmBridgeError):  # the reason of the failure matters more
+        if status := read_status(output):
+            write_status(output, "failed", status["step"], status["steps"])
 
 
 @contextlib.contextmanager

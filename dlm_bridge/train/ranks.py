@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dlm_bridge import distributed, processes
 from dlm_bridge.errors import one_line
-from dlm_bridge.job import Job, current, named_rank
+from dlm_bridge.job import Attempt, current, named_rank
 from dlm_bridge.train import hang
 
 INTERVAL_S = 5.0  # between two heartbeats
@@ -116,7 +116,7 @@ class Watchdog:
         folder: for what `hang.dump` writes before this process ends.
     """
 
-    def __init__(self, job: Job, timeout_s: float, folder: Path) -> None:
+    def __init__(self, job: Attempt, timeout_s: float, folder: Path) -> None:
         self.job, self.timeout_s, self.folder, self.name = job, timeout_s, folder, job.unique("ranks")
         self.rank, self.world_size = distributed.rank(), distributed.world_size()
         self.interval_s = min(INTERVAL_S, timeout_s / 8)

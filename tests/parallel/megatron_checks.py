@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
-from dlm_bridge import Bridge, Layout
+from dlm_bridge import Bridge, Layout, job
 from dlm_bridge.cli.app import main
 from dlm_bridge.data.loader import Prefetcher
 from dlm_bridge.errors import DlmBridgeError, SettingError
@@ -290,10 +290,12 @@ def starts_again_before_the_first_checkpoint(files: Files) -> None:
 
 
 def refuses(files: Files, name: str, message: str, options: dict[str, Any], *flags: str) -> None:
-    """The command line says why in one line and gives exit code 2, before anything is trained."""
+    """The command line says why in one line, of one process, and gives exit code 2, before anything is trained."""
     code, said = run_cli(files, {**files.run_options(f"refused-{name}"), **options}, *flags)
     assert code == 2, said
     lines = [line for line in said.splitlines() if line.startswith("dlm-bridge: ")]
+    if (attempt := job.current()) is not None:
+        lines = attempt.agree("lines", lines, lambda each: [line for lines in each for line in lines])
     assert len(lines) == 1, said
     assert message in lines[0], lines[0]
     assert "Traceback" not in said

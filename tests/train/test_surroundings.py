@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlm_bridge.cli.app import main
 from dlm_bridge.errors import SettingError
-from dlm_bridge.job import Job
+from dlm_bridge.job import Attempt
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
@@ -89,7 +89,7 @@ def test_a_first_rank_that_is_silent_from_its_start_ends_the_run(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
-    Watchdog(Job("", ("node0", "node1"), 2.0, lambda _: store), 2.0, tmp_path)
+    Watchdog(Attempt("", ("node0", "node1"), 2.0, lambda _: store), 2.0, tmp_path)
     assert ended.acquire(timeout=20)
     (line,) = capsys.readouterr().err.splitlines()
     assert "rank 0 (node0, which has not started)" in line
@@ -103,8 +103,8 @@ def test_a_silent_rank_ends_the_run_by_its_name(
     store, ended = dist.HashStore(), threading.Semaphore(0)
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
-    job = Job("", ("node0", "node1", "node1"), 2.0, lambda _: store)
-    monkeypatch.setattr(Job, "unique", lambda self, name: name)  # one process stands for three
+    job = Attempt("", ("node0", "node1", "node1"), 2.0, lambda _: store)
+    monkeypatch.setattr(Attempt, "unique", lambda self, name: name)  # one process stands for three
     watchdogs = {}
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
