@@ -53,6 +53,7 @@ def test_two_processes_that_could_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_and_another_version(tmp_path: Path) -> None:
     """A relative path in two folders, and a package of another version for one process."""
     folders = [tmp_path / "one", tmp_path / "two"]
