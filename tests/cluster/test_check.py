@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_two_processes_that_could_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_and_another_version(tmp_path: Path) -> None:
     """A relative path in two folders, and a package of another version for one process."""
     folders = [tmp_path / "one", tmp_path / "two"]
@@ -120,6 +122,13 @@ def test_what_is_a_problem(case: str) -> None:
 
 
 def test_a_network_that_hangs_ends_within_its_time() -> None:
-    finished, found = check._within(0.1, lambda: __import__("threading").Event().wait(30) and {})
+    released = threading.Event()
+
+    def hangs() -> dict[str, Any]:
+        released.wait(60)
+        return {}
+
+    finished, found = check._within(0.1, hangs)
+    released.set()
     assert not finished
     assert found["problem"]

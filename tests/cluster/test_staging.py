@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dlm_bridge.errors import InputFileError, ResourceError, SettingError
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.preview import preview
 from dlm_bridge.train.setup import check_data
+from tests.processes import environments
 from tests.refusals import refused
 from tests.train.conftest import Run, without_speed
 
@@ -221,3 +223,39 @@ def test_dry_runs_and_previews_copy_nothing(data: Path, seed_folder: Path, tmp_p
         == 1
     )
     assert not cache.exists()
+
+
+SLOW_HOST = """
+import sys, time
+from pathlib import Path
+from dlm_bridge import distributed, job
+from dlm_bridge.cluster.staging import stage
+
+cache, go, source = sys.argv[1:]
+job.join()
+while distributed.rank() == 1 and not Path(go).exists():
+    time.sleep(0.05)
+stage([source], cache)
+"""
+
+
+def test_a_host_that_is_ready_waits_for_the_others(data: Path, tmp_path: Path) -> None:
+    """The time limit of a collective operation is shorter than a copy may take."""
+    go, caches = tmp_path / "go", [tmp_path / "cache-0", tmp_path / "cache-1"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", SLOW_HOST, cache, go, data / "one.jsonl"], env=variables)
+        for cache, variables in zip(caches, environments(2), strict=True)
+    ]
+    try:
+        deadline = time.monotonic() + 120
+        while not copies(caches[0]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        assert copies(caches[0]) == [str(data / "one.jsonl")]
+        assert started[0].poll() is None
+        go.touch()
+        assert [process.wait(timeout=120) for process in started] == [0, 0]
+        assert copies(caches[1]) == copies(caches[0])
+    finally:
+        for process in started:
+            process.kill()

@@ -1,4 +1,4 @@
-"""docs/launch.md, docs/support_matrix.md and configs/README.md: their flags exist, their scripts parse, and the table of
+"""docs/launch.md, docs/support_matrix.md and configs/README.md: their flags exist, their scripts parse; the table of
 layouts is what the tests of the engine run."""
 
 from __future__ import annotations
