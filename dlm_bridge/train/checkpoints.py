@@ -306,8 +306,8 @@ def agreed(folder: Path, names: Iterable[str], look: Callable[[Path], T]) -> dic
     """What `look` returns for each path in `folder` of which a rank gives the name, once it is the same on all ranks.
     Collective.
 
-    A network file system may show another host's changes late. Raises CheckpointError after `LOOK_AGAIN_S`, which names
-    the ranks that see something else than the first one.
+    A network file system may show another host's changes late. Raises CheckpointError after `LOOK_AGAIN_S`, which
+    names the ranks that see something else than the first one.
     """
     every = sorted({name for listed in from_all(list(names)) for name in listed})
     deadline = time.monotonic() + LOOK_AGAIN_S

@@ -135,3 +135,16 @@ def test_another_node_has_a_copy(launch: Launch, layout: str, whole: Path, tmp_p
     assert "rank-0/step-0000007.rank-0: is damaged" in said
     assert "resuming from the local checkpoint of step 7" in said
     is_equal(tmp_path / "run", whole)
+
+
+def test_a_copy_that_cannot_be_written(launch: Launch, layout: str, whole: Path, tmp_path: Path) -> None:
+    """The other node has both states: the run ends rather than go on with fewer copies, and resumes from them."""
+    flags = f"{layout} --local-copies 2"
+    ended, said = launch(tmp_path, flags, FULL_RANK="1", FULL_AT="6")
+    assert not ended
+    assert "no space left on the disk" in said
+    assert names(tmp_path) == ["rank-0/step-0000006.rank-0", "rank-0/step-0000006.rank-1"]
+    ended, said = launch(tmp_path, flags, resume=True)
+    assert ended, said
+    assert "resuming from the local checkpoint of step 6" in said
+    is_equal(tmp_path / "run", whole)

@@ -35,8 +35,8 @@ def flip(file: Path) -> None:
 
 
 def lose(file: Path, folder: Path, length: int | None = None) -> None:
-    """Remove or cut a file of a checkpoint, whose digests are then of what is left: as if it had been published without
-    the files of another host."""
+    """Remove or cut a file of a checkpoint, whose digests are then of what is left: as if it had been published
+    without the files of another host."""
     data = file.read_bytes()
     file.unlink()
     if length is not None:

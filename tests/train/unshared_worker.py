@@ -1,5 +1,5 @@
 """`dlm-bridge WORDS...` in the folder HERE with a relative `output`, whose second process leaves for the working
-directory ELSEWHERE before LEAVES, "start" or the step of a checkpoint: from then on the output folder is not shared."""
+directory ELSEWHERE before LEAVES, "start" or the step of a checkpoint. From then on the output is not shared."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from dlm_bridge.errors import CheckpointError
 from dlm_bridge.hub import TRACKER
 from dlm_bridge.train import checkpoints
 from dlm_bridge.train.checkpoints import STATE, ResumePoint, find_resume_point, named_checkpoints
+from dlm_bridge.train.config import TrainConfig
 from tests.processes import work
 from tests.refusals import refused
 
@@ -158,6 +159,18 @@ def lacks_all_iterations(blind: int, rank: int) -> None:
         find_iteration(Path())
 
 
+def local_records_differ(rank: int) -> None:
+    from dlm_bridge.parallel.train.local_checkpoints import LocalCheckpoints, Record
+
+    if rank == 0:
+        Record(start="a").write(Path())
+    config = TrainConfig.from_flags(
+        engine="megatron", model="model", data=["data"], output=".", steps=1, local_folder="local"
+    )
+    with refused(CheckpointError, Path("local_checkpoints.json"), "rank 0", "rank 1"):
+        LocalCheckpoints(config)
+
+
 def _written(rank: int) -> list[checkpoints.RankFiles]:
     """A checkpoint of which this rank has written a file."""
     from dlm_bridge.distributed import from_all
@@ -197,6 +210,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
     "trackers differ": trackers_differ,
     "the first rank lacks all iterations": partial(lacks_all_iterations, 0),
     "the second rank lacks all iterations": partial(lacks_all_iterations, 1),
+    "local records differ": local_records_differ,
     "a rank's files are missing": a_rank_s_files_are_missing,
     "a rank's files come late": a_rank_s_files_come_late,
 }

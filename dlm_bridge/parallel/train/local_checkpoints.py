@@ -291,8 +291,8 @@ class LocalManager(BaseCheckpointManager):
         return state
 
     def write(self, state: MCoreTensorAwareStateDict, step: int) -> None:
-        """Write the checkpoint of `step` and remove earlier ones. If a rank cannot write it, or a copy, ResourceError is
-        raised on every rank; unless others have copies of all that is missing, the earlier one remains."""
+        """Write the checkpoint of `step` and remove earlier ones. If a rank cannot write it, or a copy, ResourceError
+        is raised on every rank; the earlier one remains, unless other ranks have copies of all that is missing."""
         incomplete = None
         try:
             self.save(state, step)
