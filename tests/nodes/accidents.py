@@ -67,13 +67,8 @@ class Accidents:
         return f"{layout}, {said}"
 
     def _run(self, output: Path, layout: str, **options: Any) -> list[str]:
-        return pretrain(
-            self.files,
-            output,
-            **{"steps": STEPS, "save_interval": SAVES, "rank_timeout": RANK_TIMEOUT_S / 60, "resume": True},
-            **LAYOUTS[layout],
-            **options,
-        )
+        common = {"steps": STEPS, "save_interval": SAVES, "rank_timeout": RANK_TIMEOUT_S / 60, "resume": True}
+        return pretrain(self.files, output, **{**common, **LAYOUTS[layout], **options})
 
     # -- accidents of nodes
 

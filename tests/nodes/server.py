@@ -14,7 +14,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -180,21 +179,17 @@ def _signal(pid: int, number: int) -> None:
 
 def _start(command: dict[str, Any]) -> int:
     """Start a command in a session of its own: a program, or `dlm-bridge` forked from this process."""
-    log, environment = Path(command["log"]), command["environment"]
-    if not command["forked"]:
-        with log.open("ab") as said:
-            return subprocess.Popen(
-                command["words"],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            ).pid
+    log, environment = command["log"], command["environment"]
+    if not command["forked"]:  # not by Popen, which would collect exit codes itself
+        said = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_OPEN, 1, log, said, 0o644)]
+        files.append((os.POSIX_SPAWN_DUP2, 1, 2))
+        words = ["env", *command["words"]]
+        return os.posix_spawn("/usr/bin/env", words, environment, file_actions=files, setsid=True)
     child = os.fork()
     if child == 0:
         exec(command["before"])
-        become(environment, command["words"], log)
+        become(environment, command["words"], Path(log))
     return child
 
 
