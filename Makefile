@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-core test-slow fuzz faults test-gpu test-gpu-part test-matrix lint clean
+.PHONY: setup demo docs check-docs test test-core test-slow test-nodes test-nodes-short fuzz faults test-gpu test-gpu-part test-matrix lint clean
 
 setup: $(STAMP)
 
@@ -30,14 +30,27 @@ demo: setup
 	$(BIN)/python scripts/demo.py
 
 test: setup
-	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m "not slow"
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m "not slow and not nodes"
 
 # The fast tests that need no extension.
 test-core: setup
-	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile --core -m "not slow"
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile --core -m "not slow and not nodes"
 
 test-slow: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow
+
+# Two nodes of this machine, which needs root, iproute2, slurm-wlm and munge: what is absent is skipped with a line. The
+# rounds of accidents that were stopped go on from NODES_STATE.
+NODES_ROUNDS ?= 30
+NODES_STATE ?= build/nodes.json
+test-nodes: setup
+	mkdir -p build
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m nodes -rs tests/nodes
+	nice $(BIN)/python -m tests.nodes --rounds $(NODES_ROUNDS) --state $(NODES_STATE)
+
+# At most 5 minutes on two cores.
+test-nodes-short: setup
+	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m "nodes and short" -rs tests/nodes
 
 # Damaged inputs under every command; a run that was stopped goes on from FUZZ_STATE.
 FUZZ_CASES ?= 5000

@@ -86,22 +86,40 @@ def current() -> Job | None:
     return _joined[0] if _joined else None
 
 
-def is_first_to_report(timeout_s: float) -> bool:
+def claim_report(timeout_s: float) -> bool:
     """True in the first process of the attempt that calls this function; if the processes have not met, in the first
-    one of a node that torchrun has started. Raises RuntimeError if the store does not answer, and SettingError."""
+    one of a node that torchrun has started. The others wait a moment for `end_report` of the first one, because their
+    launcher ends all when one has ended. Raises RuntimeError if the store does not answer, and SettingError."""
+    store = _report_store(timeout_s)
+    if store is None or store.add("claims", 1) == 1:
+        return True
+    with contextlib.suppress(RuntimeError):
+        store.wait(["printed"], datetime.timedelta(seconds=REPORT_GRACE_S))
+    return False
+
+
+def end_report(timeout_s: float) -> None:
+    """Let the other processes end. The process that hosts the store waits a moment until they have claimed theirs."""
+    store = _report_store(timeout_s)
+    if store is None:
+        return
+    store.set("printed", "")
+    deadline = time.monotonic() + REPORT_GRACE_S
+    while _met and _met[0].server is not None and time.monotonic() < deadline:
+        if store.add("claims", 0) >= world_size():
+            break
+        time.sleep(0.05)
+
+
+def _report_store(timeout_s: float) -> Any:
     if _met:
-        store = _met[0].store("report", timeout_s)
-        first = store.add("count", 1) == 1
-        deadline = time.monotonic() + REPORT_GRACE_S
-        while _met[0].server is not None and store.add("count", 0) < world_size() and time.monotonic() < deadline:
-            time.sleep(0.05)  # the store ends with this process
-        return first
+        return _met[0].store("report", timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world_size() > 1:
         # Only processes of this node know its launcher's count of restarts.
         attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        store = _tcp_store((os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0), timeout_s)
-        return int(store.add(f"dlm_bridge/reported/{attempt}", 1)) == 1
-    return True
+        address = os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0
+        return _prefixed(_tcp_store(address, timeout_s), "dlm_bridge/report", attempt)
+    return None
 
 
 def join(

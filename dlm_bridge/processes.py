@@ -16,15 +16,16 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from dlm_bridge import distributed, job
 from dlm_bridge.errors import DlmBridgeError
 
+T = TypeVar("T")
 GRACE_S = 5.0  # time for cleanup after Ctrl-C
 _PR_SET_PDEATHSIG = 1  # constant of linux/prctl.h
 _KILLED = "was killed by signal"
-_CLAIM_TIMEOUT_S = 10.0
+_STORE_TIMEOUT_S = 10.0
 
 
 def end_with_parent(parent: int) -> None:
@@ -180,8 +181,9 @@ def report(message: str) -> None:
     Of a job's processes, which all find bad input and all receive Ctrl-C, only the first one prints; before they have
     met, the first one of each node. Launchers end the others as soon as one has ended.
     """
-    if _is_first_to_report():
+    if _in_time(job.claim_report) is not False:
         _print(message)
+        _in_time(job.end_report)
 
 
 def _print(message: str) -> None:
@@ -190,17 +192,16 @@ def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _is_first_to_report() -> bool:
-    """True in the first process of the job that calls it, and in every process that cannot ask the job's store in
-    time."""
-    first: list[bool] = []
-    asking = threading.Thread(target=lambda: first.append(_ask_store()), daemon=True)
-    asking.start()  # a store whose machine has lost its network can block for minutes
-    asking.join(_CLAIM_TIMEOUT_S)
-    return first[0] if first else True
+def _in_time(ask: Callable[[float], T]) -> T | None:
+    """Result of a function that asks the job's store. None if the store does not answer in time: one whose machine has
+    lost its network can block for minutes."""
+    result: list[T] = []
 
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, DlmBridgeError, OSError):  # it has ended, or malformed variables
+            result.append(ask(_STORE_TIMEOUT_S))
 
-def _ask_store() -> bool:
-    with contextlib.suppress(RuntimeError, DlmBridgeError, OSError):  # the store has ended, or malformed variables
-        return job.is_first_to_report(_CLAIM_TIMEOUT_S)
-    return True
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(_STORE_TIMEOUT_S)
+    return result[0] if result else None

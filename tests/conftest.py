@@ -41,7 +41,10 @@ REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "m
 
 
 # Folders of tests that need an extension: where it is not there, or with --core, they are not collected.
-FOLDERS = {"rl": "train.rl", "interop": "parallel", "faults": "parallel", **{name: name for name in EXTENSIONS}}
+FOLDERS = {
+    **{"rl": "train.rl", "interop": "parallel", "faults": "parallel", "nodes": "parallel"},
+    **{name: name for name in EXTENSIONS},
+}
 EXTRA_SAMPLERS = (
     "bd3lm", "credit", "dream_block", "hierarchical", "linear_spec", "llada2.1", "multi_block", "wino"
 )  # fmt: skip

@@ -13,11 +13,14 @@ import pytest
 import typer.main
 import yaml
 from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
 
 from dlm_bridge.cli.app import app
 from dlm_bridge.cli.train import given_flags, take_words
 from dlm_bridge.train.config import RLConfig, TrainConfig
 from dlm_bridge.train.config.files import load_config_as
+
+pytestmark = pytest.mark.extension("train.rl")
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "examples" / "slurm"
@@ -131,30 +134,30 @@ def test_which_jobs_are_queued_again(end: str, slurm: Path) -> None:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
 
 class _Replica(_Strict):
     replicas: int
-    restartPolicy: Literal["Always", "OnFailure", "Never", "ExitCode"]
+    restart_policy: Literal["Always", "OnFailure", "Never", "ExitCode"]
     template: dict[str, Any]
 
 
 class _RunPolicy(_Strict):
-    backoffLimit: int | None = None
-    cleanPodPolicy: Literal["All", "Running", "None"] | None = None
+    backoff_limit: int | None = None
+    clean_pod_policy: Literal["All", "Running", "None"] | None = None
 
 
 class _Spec(_Strict):
-    nprocPerNode: str
-    runPolicy: _RunPolicy
-    pytorchReplicaSpecs: dict[Literal["Master", "Worker"], _Replica]
+    nproc_per_node: str
+    run_policy: _RunPolicy
+    pytorch_replica_specs: dict[Literal["Master", "Worker"], _Replica]
 
 
 class _PyTorchJob(_Strict):
     """The fields of kubeflow.org/v1 PyTorchJob that the example uses."""
 
-    apiVersion: Literal["kubeflow.org/v1"]
+    api_version: Literal["kubeflow.org/v1"]
     kind: Literal["PyTorchJob"]
     metadata: dict[Literal["name", "namespace", "labels"], Any]
     spec: _Spec
@@ -177,7 +180,9 @@ def unknown(given: Any, read: Any, where: str = "") -> list[str]:
 def pod_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Templates of a manifest's pods, after a check of what is around them."""
     if manifest["kind"] == "PyTorchJob":
-        return [replica.template for replica in _PyTorchJob.model_validate(manifest).spec.pytorchReplicaSpecs.values()]
+        return [
+            replica.template for replica in _PyTorchJob.model_validate(manifest).spec.pytorch_replica_specs.values()
+        ]
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")

@@ -25,7 +25,7 @@ from dlm_bridge.data.documents import Source, check_tokenizer
 from dlm_bridge.data.indexed import TokenLimits
 from dlm_bridge.data.messages import check_sources
 from dlm_bridge.data.sources import DataSources, Part, ReaderSettings, Shares, find_run_data
-from dlm_bridge.distributed import raised_everywhere
+from dlm_bridge.distributed import from_all, raised_everywhere
 from dlm_bridge.errors import DlmBridgeError, SettingError, WorkerError, one_line, printable
 from dlm_bridge.files.atomic import atomic_file
 from dlm_bridge.generation.gemma import image_token_ids
@@ -99,7 +99,7 @@ def start_run(
         if main:
             remove_old_checkpoints(output)
     point = find(config, main, console) if resume else ResumePoint()
-    before = _run_config(config, output) if resume else None
+    before = from_all(_run_config(config, output))[0] if resume else None  # a rank may see an older file
     if before is not None and config.schedule.epochs is not None:
         config = config.replace(steps=before.schedule.steps, epochs=None)
     steps = config.schedule.steps

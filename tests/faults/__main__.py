@@ -36,16 +36,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--state", type=Path, help="where to go on, and the counts")
     options = parser.parse_args()
-    state: dict[str, Any] = {
-        "next": options.seed,
-        "rounds": 0,
-        "chains": 0,
-        "finished": 0,
-        "faults": {},
-        "failures": [],
-    }
-    if options.state is not None and options.state.exists():
-        state = json.loads(options.state.read_text())
+    state = {"chains": 0, "finished": 0} | read_state(options.state, options.seed)
     import_engines()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ranks and disks are left by none
     failures = run_rounds(state, options.rounds, options.processes, options.engines.split(","), options.state)
@@ -82,18 +73,25 @@ def run_rounds(state: dict[str, Any], rounds: int, processes: int, engines: list
                     kind, finished = chain.round(arguments_of(files, engine), state["next"])
                     print(f"seed {state['next']}: {engine}, {kind}: {time.monotonic() - began:.0f} s", flush=True)
                     state["finished"] += finished
-                    _count(state, f"{engine}: {kind}", path)
+                    count(state, f"{engine}: {kind}", path)
             except FaultError as error:
                 state["failures"].append({"seed": state["next"], "said": str(error)})
                 print(f"seed {state['next']}: FAILED: {error}", flush=True)
-                _count(state, f"{engine}: failed", path)
+                count(state, f"{engine}: failed", path)
             finally:
                 chain.close()
             state["chains"] += 1
     return len(state["failures"])
 
 
-def _count(state: dict[str, Any], kind: str, path: Path | None) -> None:
+def read_state(path: Path | None, seed: int) -> dict[str, Any]:
+    """The state of rounds that were stopped, or a new one, whose first seed is given."""
+    state: dict[str, Any] = {"next": seed, "rounds": 0, "faults": {}, "failures": []}
+    return json.loads(path.read_text()) if path is not None and path.exists() else state
+
+
+def count(state: dict[str, Any], kind: str, path: Path | None) -> None:
+    """Add a round to the state, and write it."""
     state["next"] += 1
     state["rounds"] += 1
     state["faults"] = dict(Counter(state["faults"]) + Counter([kind]))

@@ -50,7 +50,7 @@ class Job:
         for rank in range(processes):
             child = os.fork()
             if child == 0:
-                _become({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments, logs / f"{rank}.txt")
+                become({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments, logs / f"{rank}.txt")
             self.ranks.append(child)
 
     def poll(self) -> None:
@@ -150,8 +150,8 @@ def _serve_store(port: int) -> NoReturn:
     os._exit(0)
 
 
-def _become(environment: dict[str, str], arguments: list[str], log: Path) -> NoReturn:
-    """A rank's process: as if it had been started on its own."""
+def become(environment: dict[str, str], arguments: list[str], log: Path) -> NoReturn:
+    """The forked process of `dlm-bridge ARGUMENTS`: as if it had been started on its own."""
     status = 1
     try:
         os.setsid()
