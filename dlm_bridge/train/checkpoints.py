@@ -131,23 +131,15 @@ def write_state(
 def rank_files(folder: Path, rank: int) -> RankFiles:
     """Size and digest of the files that a rank wrote, from `write_rank_digests` or computed. Called by that rank."""
     with contextlib.suppress(OSError, ValueError):  # none, or not written on a full disk
-        return {name: (size, digest) for name, (size, digest) in _read_notes(folder, rank).items()}
-    return _rank_files(folder, rank)
+        found = json.loads((folder / RANK_DIGESTS.format(rank=rank)).read_text())
+        return {name: (size, digest) for name, (size, digest) in found.items()}
+    own = [file.relative_to(folder).as_posix() for file in folder.rglob(RANK_FILES.format(rank=rank))]
+    return {name: ((folder / name).stat().st_size, digest) for name, digest in digests_of(folder, own).items()}
 
 
 def write_rank_digests(folder: Path, rank: int) -> None:
-    """Write what `rank_files` returns to a file, in the process that writes this rank's part in the background."""
-    (folder / RANK_DIGESTS.format(rank=rank)).write_text(json.dumps(_rank_files(folder, rank)))
-
-
-def _read_notes(folder: Path, rank: int) -> RankFiles:
-    found: RankFiles = json.loads((folder / RANK_DIGESTS.format(rank=rank)).read_text())
-    return found
-
-
-def _rank_files(folder: Path, rank: int) -> RankFiles:
-    own = [file.relative_to(folder).as_posix() for file in folder.rglob(RANK_FILES.format(rank=rank))]
-    return {name: ((folder / name).stat().st_size, digest) for name, digest in digests_of(folder, own).items()}
+    """Write `rank_files` to a file, in the process that writes this rank's part in the background."""
+    (folder / RANK_DIGESTS.format(rank=rank)).write_text(json.dumps(rank_files(folder, rank)))
 
 
 def gather_digests(folder: Path, written: Sequence[RankFiles]) -> None:
