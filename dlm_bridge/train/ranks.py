@@ -149,8 +149,11 @@ class Watchdog:
                 self.silent = f"rank 0 ({self.job.hosts[0]}, which has the store) {self._no_heartbeat}"
         if self.closed.is_set():
             return
-        processes.report(f"{self.silent}: the run ends; start it again with `resume`; stacks are in {self.folder}")
-        hang.dump(self.folder, self.rank)
+        hangs = str(self.silent).endswith(self._no_heartbeat)
+        stacks = f"; stacks are in {self.folder}" if hangs else ""
+        processes.report(f"{self.silent}: the run ends; start it again with `resume`{stacks}")
+        if hangs:
+            hang.dump(self.folder, self.rank)
         os._exit(2)
 
     @property
