@@ -69,11 +69,12 @@ def test_processes_are_counted_by_host(tmp_path: Path) -> None:
     assert [result["other"] for result in found] == ["rank 1 (node1)", "rank 0 (node0)"]
 
 
-@pytest.mark.parametrize(("case", "field"), [("settings", "steps"), ("versions", "torch"), ("clocks", "clock")])
+@pytest.mark.parametrize(("case", "field"), [("settings", "steps"), ("versions", "dlm_bridge"), ("clocks", "clock")])
 def test_what_differs_on_a_host_is_refused_everywhere(case: str, field: str, tmp_path: Path) -> None:
     for kind, named, reason in _meet(case, tmp_path):
         assert (kind, named) == ("SettingError", field)
         assert "node1" in reason
+    assert [(tmp_path / f"prefix_{rank}").read_text() for rank in (0, 1)] == ["[rank 0, node0] ", "[rank 1, node1] "]
 
 
 def test_a_folder_that_a_host_does_not_see_is_refused_everywhere(tmp_path: Path) -> None:
@@ -98,6 +99,9 @@ def test_an_unusable_address_is_refused(tmp_path: Path) -> None:
         first = environments(2)[0] | {"MASTER_PORT": str(other.getsockname()[1])}
         ((kind, field, _),) = _meet("alone", tmp_path, [first])
         assert (kind, field) == ("SettingError", "MASTER_PORT")
+        second = environments(2)[1] | {"MASTER_PORT": first["MASTER_PORT"]}
+        ((kind, field, _),) = _meet("alone", tmp_path, [second])
+        assert (kind, field) == ("WorkerError", "rank 0")
     second = environments(2)[1] | {"MASTER_ADDR": "no-such-host.invalid"}
     ((kind, field, reason),) = _meet("alone", tmp_path, [second])
     assert (kind, field) == ("SettingError", "MASTER_ADDR")
@@ -105,7 +109,7 @@ def test_an_unusable_address_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loopback_host_name_gets_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     addresses = {"lo": [mock.Mock(address="127.0.0.1")], "eth7": [mock.Mock(address="10.0.0.4")]}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
@@ -182,7 +186,7 @@ def _settings(_: Path) -> None:
 
 
 def _versions(_: Path) -> None:
-    with mock.patch.object(job, "_versions", return_value={"torch": f"2.1{os.environ['RANK']}"}):
+    with mock.patch("dlm_bridge.__version__", os.environ["RANK"]):
         job.join(TIMEOUT_S)
 
 
@@ -222,6 +226,7 @@ def main(case: str, root: Path) -> None:
             result = CASES[case](root)
         except (SettingError, WorkerError) as error:
             result = [type(error).__name__, error.field, error.reason]
+        (root / f"prefix_{os.environ['RANK']}").write_text(job.prefix())
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     launcher.end(0)
 
