@@ -168,7 +168,7 @@ class Accidents:
                 wait_for(lambda: slurm.state(job) != "RUNNING", RUN_S, lambda: slurm.log(job)[-5000:])
                 self.network.boot(1)
                 slurm.start_slurmd(1)
-            slurm.wait_for_restart(job)
+            slurm.wait_for_restart(job, hurry=kind != "node lost under Slurm")
             seconds, resumed = time.monotonic() - began, _steps(output)
             ended = slurm.wait(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", timeout_s=RUN_S)
             said = slurm.log(job)

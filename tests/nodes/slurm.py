@@ -114,12 +114,13 @@ class Cluster:
         wait_for(lambda: self.state(job) in states, timeout_s, lambda: f"{self.show(job)}\n{self.log(job)[-5000:]}")
         return self.show(job)
 
-    def wait_for_restart(self, job: int, number: int = 1, timeout_s: float = 180.0) -> None:
-        """Until the job runs again for the nth time, or has run, without the two minutes that it would wait."""
+    def wait_for_restart(self, job: int, number: int = 1, hurry: bool = True, timeout_s: float = 300.0) -> None:
+        """Until the job runs again for the nth time, or has run; in a hurry without the two minutes that it would wait.
+        After the loss of a node Slurm needs them: sooner it takes the new start for the old one."""
 
         def again() -> bool:
             shown = self.show(job)
-            if shown["JobState"] == "PENDING":
+            if shown["JobState"] == "PENDING" and hurry:
                 with suppress(AssertionError, subprocess.CalledProcessError):  # it starts, or still completes
                     self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             return int(shown["Restarts"]) >= number and shown["JobState"] not in ("PENDING", "COMPLETING")
