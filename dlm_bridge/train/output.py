@@ -57,7 +57,7 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
             it.
     """
     joined = job.current()
-    made = [folder for folder in (output, *output.parents) if not folder.exists()] if distributed.is_main() else []
+    made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)] if distributed.is_main() else []
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_empty, [output / HANG, *made])
         refusal, token = None, ""
@@ -70,7 +70,7 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
             # All ranks wait for the first one, then for each other.
             token = joined.agree("lock", token, lambda tokens: _or_raise(refusal, tokens[0]))
             unseen = "" if _reads(output / LOCK, token) else socket.gethostname()
-            joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts))
+            joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts), work_s=SHARED_WITHIN_S)
         _or_raise(refusal, None)
         try:
             yield
@@ -116,30 +116,44 @@ def _record_failure(output: Path) -> None:
 def _locked(output: Path, resume: bool) -> Iterator[str]:
     """Context manager that creates the folder and holds its lock, whose token it yields. The kernel releases the lock
     of a process that was killed; a file system without locks is not protected."""
-    check_output(output, resume)
+    lock, token = output / LOCK, secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        with disk_errors(lock):
+            check_output(output, resume)
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
+            file = stack.enter_context(_lock(lock))
+            stack.callback(_remove, lock)
+            check_output(output, resume)  # the run that held the lock may have ended in between
+            file.truncate(0)
+            start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": start, "token": token}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        yield token
+
+
+def _lock(lock: Path, attempts: int = 10) -> IO[str]:
+    """Open and lock a file, again if its owner has removed it in between. Raises SettingError if it is in use."""
+    file = lock.open("a+")
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
-    lock = output / LOCK
-    with disk_errors(lock), lock.open("a+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                raise SettingError("output", f"{output} is used by another run ({_owner(file)}): wait for it, or use "
-                                             "another folder") from None  # fmt: skip
-        check_output(output, resume)  # the run that held the lock may have ended in between
-        token = secrets.token_hex(8)
-        file.truncate(0)
-        start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": start, "token": token}, file)
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            yield token
-        finally:
-            lock.unlink(missing_ok=True)
+        if error.errno in _HELD:
+            with file:
+                reason = f"{lock.parent} is used by another run ({_owner(file)}): wait for it, or use another folder"
+            raise SettingError("output", reason) from None
+    if attempts and not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
+        file.close()
+        return _lock(lock, attempts - 1)
+    return file
+
+
+def _remove(lock: Path) -> None:
+    with contextlib.suppress(OSError):
+        lock.unlink()
 
 
 def _owner(file: IO[str]) -> str:
