@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,12 +133,17 @@ def test_malformed_variables_leave_the_lines_of_a_log(monkeypatch: pytest.Monkey
 
 
 def test_a_server_that_is_not_a_store_is_named(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=_refuse_all, args=(other,), daemon=True).start()
         second = environments(2)[1] | {"MASTER_PORT": str(other.getsockname()[1])}
         ((kind, field, _),) = _meet("alone", tmp_path, [second])
     assert (kind, field) == ("WorkerError", "rank 0")
+
+
+def _refuse_all(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_a_lost_store_is_named(tmp_path: Path) -> None:

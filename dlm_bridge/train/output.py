@@ -57,7 +57,9 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
             it.
     """
     joined = job.current()
-    made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)] if distributed.is_main() else []
+    made = (
+        [folder for folder in (output, *output.parents) if not os.path.exists(folder)] if distributed.is_main() else []
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_empty, [output / HANG, *made])
         refusal, token = None, ""
