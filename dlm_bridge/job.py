@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
 RESOLVE_S = 60.0  # for the name of a pod that was just started
 REPORT_GRACE_S = 2.0  # for other ranks to find the same error
+ANSWER_S = 30.0  # of a server that can be reached
 NOTE_S = 5.0  # until a note says what is waited for
 LARGEST_CLOCK_OFFSET_S = 60.0
-COMPARED = ("dlm-bridge", "torch", "transformers", "accelerate", "megatron-core")  # packages
+COMPARED = ("torch", "transformers", "accelerate", "megatron-core")  # packages
 _HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of an attempt
 _before_end: list[Callable[[], None]] = []
 _calls = itertools.count()
@@ -91,7 +93,7 @@ class Attempt:
 
 
 _joined: list[Attempt] = []
-_met: list[Attempt] = []  # without hosts, even if the processes found out that they do not fit together
+_met: list[Attempt] = []  # the same, even if the processes turned out not to fit together
 
 
 def current() -> Attempt | None:
@@ -183,18 +185,20 @@ def join(
         store.set(f"arrived/{rank()}", "")
     unknown = ("",) * world_size()
     _met.append(Attempt(token, unknown, timeout_s, connect, server))
-    found = _agree(store, "members", me, functools.partial(_members, compare), unknown, timeout_s)
+    found = _agree(store, "members", me, _members, unknown, timeout_s)
     offset = time.time() - found["time"]
     hosts = tuple(found["hosts"])
+    _met[0] = Attempt(token, hosts, timeout_s, connect, server)
     if compare:
-        _agree(store, "clocks", offset, functools.partial(_check_clocks, hosts), hosts, timeout_s)
+        check = functools.partial(_check_equal, hosts, found["difference"])
+        _agree(store, "equal", offset, check, hosts, timeout_s)
     peers = [other for other, host in enumerate(hosts) if host == me["host"]]
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(peers)))
     os.environ.setdefault("LOCAL_RANK", str(peers.index(rank())))
     if len(peers) < len(hosts):
         others = [each for each, host in zip(found["addresses"], hosts, strict=True) if host != me["host"]]
         _choose_interface(next(filter(_is_reachable, others), address[0]))
-    _joined.append(Attempt(token, hosts, timeout_s, connect, server))
+    _joined.append(_met[0])
     return _joined[0]
 
 
@@ -206,11 +210,8 @@ def named_rank(other: int) -> str:
 
 def prefix() -> str:
     """What begins lines of this process on stderr in a job of several hosts: "[rank 1, node1] ", otherwise nothing."""
-    job = current()
     with contextlib.suppress(SettingError):  # malformed variables, which are reported elsewhere
-        if (job is not None and job.several_hosts) or (
-            number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1
-        ) > 1:
+        if (_met and _met[0].several_hosts) or (number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1) > 1:
             return f"[rank {rank()}, {socket.gethostname()}] "
     return ""
 
@@ -259,12 +260,27 @@ def _open_store(address: tuple[str, int], timeout_s: float) -> Any:
     if rank() > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         unanswered = f"does not answer at {address[0]}:{address[1]}"
         _wait_for("rank 0", lambda: socket.create_connection(address, NOTE_S).close(), timeout_s, unanswered)
+        _check_answer(address, timeout_s, f"{unanswered} as a store")
         return None
     try:
         return _tcp_store(address, timeout_s, is_master=True)
     except RuntimeError as error:
         reason = f"{address[1]} cannot be used on {here} ({one_line(error)}): choose another"
         raise SettingError("MASTER_PORT", reason) from error
+
+
+def _check_answer(address: tuple[str, int], timeout_s: float, problem: str) -> None:
+    """Raise WorkerError if another program has the port: torch's client would wait for its answer without a limit."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            _tcp_store(address, timeout_s)
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    if not answered.wait(min(timeout_s, ANSWER_S)):
+        raise WorkerError("rank 0", f"{problem}: does another program have the port? Set another MASTER_PORT")
 
 
 def _tcp_store(address: tuple[str, int], timeout_s: float, is_master: bool = False) -> Any:
@@ -373,34 +389,40 @@ def _get(store: Any, key: str, owner: str, timeout_s: float) -> bytes:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    from dlm_bridge import __version__  # a checkout may not be installed
+
+    found = {"dlm_bridge": __version__}
     for package in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
 
 
-def _members(compare: bool, members: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hosts and addresses of the ranks. Raises SettingError for what differs between them, if they are compared."""
+def _members(members: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hosts and addresses of the ranks, and the first difference between them: name and reason."""
     hosts = [member["host"] for member in members]
-    first = members[0]
-    for other, member in enumerate(members if compare else ()):
-        for kind, remedy in (
-            ("versions", "install the same version on every host"),
-            ("settings", "start every process with the same settings"),
-        ):
-            mine, own = first[kind], member[kind]
-            for name in sorted(mine.keys() | own.keys()):
-                if mine.get(name) != own.get(name):
-                    raise SettingError(
-                        name,
-                        f"{own.get(name, 'none')} on {_name(other, hosts)}, but {mine.get(name, 'none')} on "
-                        f"{_name(0, hosts)}: {remedy}",
-                    )
-    return {"hosts": hosts, "addresses": [member["address"] for member in members], "time": time.time()}
+    difference = next(filter(None, (_difference(hosts, members, other) for other in range(len(members)))), None)
+    addresses = [member["address"] for member in members]
+    return {"hosts": hosts, "addresses": addresses, "time": time.time(), "difference": difference}
 
 
-def _check_clocks(hosts: Sequence[str], offsets: list[float]) -> None:
+def _difference(hosts: Sequence[str], members: Sequence[dict[str, Any]], other: int) -> tuple[str, str] | None:
+    for kind, remedy in (
+        ("versions", "install the same version on every host"),
+        ("settings", "start every process with the same settings"),
+    ):
+        first, own = members[0][kind], members[other][kind]
+        for name in sorted(first.keys() | own.keys()):
+            if first.get(name) != own.get(name):
+                apart = f"{own.get(name, 'none')} on {_name(other, hosts)}, but {first.get(name, 'none')} on"
+                return name, f"{apart} {_name(0, hosts)}: {remedy}"
+    return None
+
+
+def _check_equal(hosts: Sequence[str], difference: tuple[str, str] | None, offsets: list[float]) -> None:
+    """Raise SettingError for a difference between ranks, or between their clocks."""
+    if difference is not None:
+        raise SettingError(*difference)
     worst = max(range(len(offsets)), key=lambda other: abs(offsets[other]))
     if abs(offsets[worst]) > LARGEST_CLOCK_OFFSET_S:
         raise SettingError(

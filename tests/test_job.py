@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,11 +70,12 @@ def test_processes_are_counted_by_host(tmp_path: Path) -> None:
     assert [result["other"] for result in found] == ["rank 1 (node1)", "rank 0 (node0)"]
 
 
-@pytest.mark.parametrize(("case", "field"), [("settings", "steps"), ("versions", "torch"), ("clocks", "clock")])
+@pytest.mark.parametrize(("case", "field"), [("settings", "steps"), ("versions", "dlm_bridge"), ("clocks", "clock")])
 def test_what_differs_on_a_host_is_refused_everywhere(case: str, field: str, tmp_path: Path) -> None:
     for kind, named, reason in _meet(case, tmp_path):
         assert (kind, named) == ("SettingError", field)
         assert "node1" in reason
+    assert [(tmp_path / f"prefix_{rank}").read_text() for rank in (0, 1)] == ["[rank 0, node0] ", "[rank 1, node1] "]
 
 
 def test_a_folder_that_a_host_does_not_see_is_refused_everywhere(tmp_path: Path) -> None:
@@ -101,6 +100,9 @@ def test_an_unusable_address_is_refused(tmp_path: Path) -> None:
         first = environments(2)[0] | {"MASTER_PORT": str(other.getsockname()[1])}
         ((kind, field, _),) = _meet("alone", tmp_path, [first])
         assert (kind, field) == ("SettingError", "MASTER_PORT")
+        second = environments(2)[1] | {"MASTER_PORT": first["MASTER_PORT"]}
+        ((kind, field, _),) = _meet("alone", tmp_path, [second])
+        assert (kind, field) == ("WorkerError", "rank 0")
     second = environments(2)[1] | {"MASTER_ADDR": "no-such-host.invalid"}
     ((kind, field, reason),) = _meet("alone", tmp_path, [second])
     assert (kind, field) == ("SettingError", "MASTER_ADDR")
@@ -132,20 +134,6 @@ def test_malformed_variables_leave_the_lines_of_a_log(monkeypatch: pytest.Monkey
     assert job.prefix() == ""
 
 
-def test_a_server_that_is_not_a_store_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=_refuse_all, args=(other,), daemon=True).start()
-        second = environments(2)[1] | {"MASTER_PORT": str(other.getsockname()[1])}
-        ((kind, field, _),) = _meet("alone", tmp_path, [second])
-    assert (kind, field) == ("WorkerError", "rank 0")
-
-
-def _refuse_all(server: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            server.accept()[0].close()
-
-
 def test_a_lost_store_is_named(tmp_path: Path) -> None:
     found, (kind, field, _) = _meet("lost", tmp_path)
     assert found is None
@@ -169,7 +157,7 @@ def test_the_other_hosts_address_is_not_a_loopback_one(tmp_path: Path) -> None:
 
 
 def test_a_loopback_host_name_gets_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     addresses = {"lo": [mock.Mock(address="127.0.0.1")], "eth7": [mock.Mock(address="10.0.0.4")]}
     monkeypatch.setattr("psutil.net_if_addrs", lambda: addresses)
@@ -268,7 +256,7 @@ def _settings(_: Path) -> None:
 
 
 def _versions(_: Path) -> None:
-    with mock.patch.object(job, "_versions", return_value={"torch": f"2.1{os.environ['RANK']}"}):
+    with mock.patch("dlm_bridge.__version__", os.environ["RANK"]):
         job.join(TIMEOUT_S)
 
 
@@ -290,9 +278,18 @@ def _alone(_: Path) -> None:
     job.join(1.0)
 
 
-def _lost(_: Path) -> None:
+def _outlast_join(root: Path) -> None:
+    """In the first process, which has the store: wait until the second one has joined."""
+    (root / f"joined_{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (root / "joined_1").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _lost(root: Path) -> None:
     joined = job.join(TIMEOUT_S)
     assert joined is not None
+    _outlast_join(root)
     if os.environ["RANK"] == "1":
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:  # until the first process, which has the store, has ended
@@ -321,7 +318,7 @@ def _group(_: Path) -> str:
         return value
 
 
-def _peers(_: Path) -> list[str]:
+def _peers(root: Path) -> list[str]:
     found: list[str] = []
     own = "127.0.1.1" if os.environ["RANK"] == "0" else "10.0.0.2"
     with (
@@ -329,6 +326,7 @@ def _peers(_: Path) -> list[str]:
         mock.patch.object(job, "_choose_interface", found.append),
     ):
         job.join(TIMEOUT_S)
+    _outlast_join(root)
     return found
 
 
@@ -354,6 +352,7 @@ def main(case: str, root: Path) -> None:
             result = CASES[case](root)
         except (SettingError, WorkerError) as error:
             result = [type(error).__name__, error.field, error.reason]
+        (root / f"prefix_{os.environ['RANK']}").write_text(job.prefix())
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     launcher.end(0)
 

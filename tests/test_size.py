@@ -13,7 +13,7 @@ import walk
 # - 34,018: when the extensions were taken out of it.
 # - 34,306: aliases and overrides of options, `--help-all`, a model first in every command.
 # - 34,029: settings declared once, errors with a field (lowered).
-# - 34,690: several nodes: how ranks meet (job.py), a locked and shared output folder, checkpoints as all ranks see them.
+# - 34,690: several nodes: how ranks meet, a locked and shared output folder, checkpoints as all ranks see them.
 CORE = 34_690
 
 
