@@ -23,8 +23,11 @@ srun_and_requeue() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
     # No trap: scancel ends this shell by SIGTERM, so that a cancelled job is not queued again. Preemption with a grace
     # time and --signal=TERM@SECONDS send SIGTERM to the tasks only.
-    srun --kill-on-bad-exit=1 "$@" || code=$?
-    # 75: the run saved and stopped. 143: SIGTERM came before its first step, or ended a rank that was already leaving.
+    # Ranks end each other. If srun did it (--kill-on-bad-exit=1), an error would look like SIGTERM, because srun exits
+    # with the highest of their codes, and a rank that has saved would end others that have not. One that hangs is killed
+    # 15 minutes after the first has ended.
+    srun --kill-on-bad-exit=0 --wait=900 "$@" || code=$?
+    # 75: the run saved and stopped. 143: SIGTERM came before its first step.
     if [ "$code" -ne 75 ] && [ "$code" -ne 143 ]; then
         return "$code"
     fi
