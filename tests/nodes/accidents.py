@@ -121,7 +121,11 @@ class Accidents:
             Job([job.ranks[1 - node]]).wait(ENDED_S)
             network.cont(node)
         else:
-            network.fill_disk(node, 2048)
+            for _ in range(40):  # a checkpoint that is removed makes room
+                network.fill_disk(node, 2048)
+                time.sleep(0.25)
+                if not job.running:
+                    break
         return codes
 
     def _check_lines(self, kind: str, node: int, job: Job, codes: list[int]) -> None:

@@ -188,7 +188,7 @@ def _start(command: dict[str, Any]) -> int:
         return os.posix_spawn("/usr/bin/env", words, environment, file_actions=files, setsid=True)
     child = os.fork()
     if child == 0:
-        exec(command["before"])
+        exec(command["before"], {})
         become(environment, command["words"], Path(log))
     return child
 

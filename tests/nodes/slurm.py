@@ -44,7 +44,6 @@ SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd.%n.log
 ReturnToService=2
 JobRequeue=1
-KillWait=5
 """
 ONE_HOST = """\
 SlurmctldHost={host}(127.0.0.1)
