@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -389,9 +390,7 @@ def _get(store: Any, key: str, owner: str, timeout_s: float) -> bytes:
 
 
 def _versions() -> dict[str, str]:
-    from dlm_bridge import __version__  # a checkout may not be installed
-
-    found = {"dlm_bridge": __version__}
+    found = {"dlm_bridge": str(vars(sys.modules["dlm_bridge"])["__version__"])}  # a checkout may not be installed
     for package in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
