@@ -15,6 +15,11 @@ saved_step() {
     echo "${step:-0}"
 }
 
+# True if the run of this attempt stopped after a checkpoint.
+saved_and_stopped() {
+    grep -q '"state": "stopped"' "$1/status.json" 2>/dev/null && [ "$(saved_step "$1")" -gt "$2" ]
+}
+
 srun_and_requeue() {
     local output=$1 before code=0
     shift
@@ -27,8 +32,9 @@ srun_and_requeue() {
     # with the highest of their codes, and a rank that has saved would end others that have not. One that hangs is killed
     # 15 minutes after the first has ended.
     srun --kill-on-bad-exit=0 --wait=900 "$@" || code=$?
-    # 75: the run saved and stopped. 143: SIGTERM came before its first step.
-    if [ "$code" -ne 75 ] && [ "$code" -ne 143 ]; then
+    # 75: the run saved and stopped. 143: SIGTERM came before its first step. Another code of a signal: a rank was killed
+    # while it was leaving, so status.json decides.
+    if [ "$code" -ne 75 ] && [ "$code" -ne 143 ] && { [ "$code" -le 128 ] || ! saved_and_stopped "$output" "$before"; }; then
         return "$code"
     fi
     if [ "$(saved_step "$output")" -gt "$before" ] || [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_IDLE_RESTARTS" ]; then
