@@ -75,7 +75,8 @@ def _adopt_slurm_step() -> None:
     """
     variables = os.environ
     tasks = variables.get("SLURM_STEP_NUM_TASKS", "")
-    if "WORLD_SIZE" in variables or "RANK" in variables or not tasks.isdecimal() or int(tasks) < 2:
+    launchers = {"WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE"}  # mpirun's processes have the variables of its daemons
+    if launchers & variables.keys() or not tasks.isdecimal() or int(tasks) < 2:
         return
     step = int(variables["SLURM_STEP_ID"])
     hosts = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])  # node[03-07,12] begins with node03

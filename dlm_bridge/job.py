@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,15 @@ _HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of a
 _before_end: list[Callable[[], None]] = []
 _calls = itertools.count()
 _reports = itertools.count()
+
+
+@contextmanager
+def _answers(owner: str) -> Iterator[None]:
+    """Context manager that raises errors of the store, for whose answer `owner` is responsible, as WorkerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerError(owner, f"does not answer ({one_line(error)}): see its output, then start again") from error
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,13 @@ class Attempt:
         RuntimeError if the store does not answer."""
         return _prefixed(self.connect(timeout_s or self.timeout_s), self.token, name)
 
-    def agree(self, name: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, name: str, value: Any, decide: Callable[[list[Any]], Any], work_s: float = 0.0) -> Any:
         """Return on every rank what `decide` returns on the first one for the values of all ranks, or raise its error.
-        Collective, without a process group. Values are of JSON's types. Raises WorkerError if a rank is missing."""
-        return _agree(self.store(self.unique("agree")), name, value, decide, self.hosts, self.timeout_s)
+        Collective, without a process group. Values are of JSON's types. A rank may call it `work_s` later than others.
+        Raises WorkerError if a rank is missing."""
+        with _answers(_name(0, self.hosts)):
+            store = self.store(self.unique("agree"))
+            return _agree(store, name, value, decide, self.hosts, self.timeout_s + work_s)
 
     def unique(self, name: str) -> str:
         """Name with the number of this call, which must be the same on all ranks."""
@@ -126,11 +139,11 @@ def _report_store(timeout_s: float) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world_size() > 1:
         # Only processes of this node know its launcher's count of restarts.
         attempt = f"{socket.gethostname()}/{os.getppid()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        address = os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0
-        return _prefixed(_tcp_store(address, timeout_s), "dlm_bridge/report", attempt)
+        return _prefixed(_tcp_store(_address(), timeout_s), "dlm_bridge/report", attempt)
     return None
 
 
+@_answers("rank 0")
 def join(
     timeout_s: float = JOIN_TIMEOUT_S, settings: Mapping[str, Any] | None = None, compare: bool = True
 ) -> Attempt | None:
@@ -143,7 +156,7 @@ def join(
         compare: False to accept differences of versions, settings and clocks.
 
     Raises:
-        SettingError: MASTER_ADDR or MASTER_PORT cannot be used, or versions, settings or clocks differ.
+        SettingError: the launcher's variables cannot be used, or versions, settings or clocks differ.
         WorkerError: ranks are missing.
     """
     if _joined:
@@ -151,11 +164,7 @@ def join(
     if world_size() == 1:
         _refuse_rankless_launchers()
         return None
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise SettingError(
-            missing[0], f"is not set, but WORLD_SIZE is {world_size()}: start the processes with torchrun or srun"
-        )
-    address = os.environ["MASTER_ADDR"], number("MASTER_PORT") or 0
+    address = _address()
     server = _open_store(address, timeout_s)
     connect = functools.partial(_tcp_store, address)
     base = connect(timeout_s + NOTE_S)  # so that the first rank, which names those that are missing, decides
@@ -188,7 +197,8 @@ def join(
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(peers)))
     os.environ.setdefault("LOCAL_RANK", str(peers.index(rank())))
     if len(peers) < len(hosts):
-        _choose_interface(found["addresses"][0] if rank() else found["addresses"][-1])
+        others = [each for each, host in zip(found["addresses"], hosts, strict=True) if host != me["host"]]
+        _choose_interface(next(filter(_is_reachable, others), address[0]))
     _joined.append(_met[0])
     return _joined[0]
 
@@ -201,13 +211,28 @@ def named_rank(other: int) -> str:
 
 def prefix() -> str:
     """What begins lines of this process on stderr in a job of several hosts: "[rank 1, node1] ", otherwise nothing."""
-    if (_met and _met[0].several_hosts) or (number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1) > 1:
-        return f"[rank {rank()}, {socket.gethostname()}] "
+    with contextlib.suppress(SettingError):  # malformed variables, which are reported elsewhere
+        if (_met and _met[0].several_hosts) or (number("GROUP_WORLD_SIZE") or number("SLURM_STEP_NUM_NODES") or 1) > 1:
+            return f"[rank {rank()}, {socket.gethostname()}] "
     return ""
 
 
 def _name(other: int, hosts: Sequence[str]) -> str:
     return f"rank {other} ({hosts[other]})" if hosts and hosts[other] else f"rank {other}"
+
+
+def _address() -> tuple[str, int]:
+    """Address of the store. Raises SettingError if the launcher's variables are missing or contradict each other."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            reason = f"is not set, but WORLD_SIZE is {world_size()}: start the processes with torchrun or srun"
+            raise SettingError(name, reason)
+    if rank() >= world_size():
+        raise SettingError("RANK", f"{rank()} must be less than WORLD_SIZE, {world_size()}")
+    port = number("MASTER_PORT") or 0
+    if not 0 < port < 2**16:
+        raise SettingError("MASTER_PORT", f"{port} is not a port: choose one from 1 to 65535")
+    return os.environ["MASTER_ADDR"], port
 
 
 def _refuse_rankless_launchers() -> None:
@@ -268,16 +293,16 @@ def _tcp_store(address: tuple[str, int], timeout_s: float, is_master: bool = Fal
 
 
 def _wait_for(field: str, attempt: Callable[[], Any], timeout_s: float, problem: str) -> None:
-    """Repeat `attempt` until it raises no OSError. After some seconds a note says why. Raises SettingError for a field
+    """Repeat `attempt` until it succeeds. After some seconds a note says why. Raises SettingError for a field
     in capitals, which is a variable, otherwise WorkerError."""
     start, noted = time.monotonic(), False
     while True:
         try:
             attempt()
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one of a host
             waited = time.monotonic() - start
-            reason = f"{problem} ({error.strerror or error})"
+            reason = f"{problem} ({getattr(error, 'strerror', None) or error})"
         if waited >= timeout_s:
             kind = SettingError if field.isupper() else WorkerError
             raise kind(field, f"{reason} for {timeout_s:g} s: check the address and the network, then start again")
@@ -333,7 +358,7 @@ def _agree(
                 values.append(json.loads(_get(store, f"{name}/{other}", _name(other, hosts), left)))
             return decide(values)
 
-        return _decided(store, name, collect)
+        return _decided(store, name, collect, hosts)
     answer = json.loads(_get(store, name, _name(0, hosts), timeout_s + NOTE_S))
     if "error" in answer:
         store.set(f"{name}/read/{rank()}", "")
@@ -342,12 +367,13 @@ def _agree(
     return answer["result"]
 
 
-def _decided(store: Any, name: str, decide: Callable[[], Any]) -> Any:
+def _decided(store: Any, name: str, decide: Callable[[], Any], hosts: Sequence[str] = ()) -> Any:
     """Result of `decide`, sent to the other ranks; its error is sent too, and raised."""
     try:
         result = decide()
-    except DlmBridgeError as error:
-        store.set(name, json.dumps({"error": [type(error).__name__, error.field, error.reason]}))
+    except Exception as error:
+        sent = error if isinstance(error, DlmBridgeError) else WorkerError(_name(0, hosts), f"failed: {error!r}")
+        store.set(name, json.dumps({"error": [type(sent).__name__, sent.field, sent.reason]}))
         with contextlib.suppress(RuntimeError):  # the store may end with this process
             readers = [f"{name}/read/{other}" for other in range(1, world_size())]
             store.wait(readers, datetime.timedelta(seconds=NOTE_S))
@@ -358,19 +384,13 @@ def _decided(store: Any, name: str, decide: Callable[[], Any]) -> Any:
 
 def _get(store: Any, key: str, owner: str, timeout_s: float) -> bytes:
     """Value of a key that `owner` sets. Raises WorkerError if it does not within `timeout_s`."""
-    try:
+    with _answers(owner):
         store.wait([key], datetime.timedelta(seconds=timeout_s))
         return bytes(store.get(key))
-    except RuntimeError as error:
-        raise WorkerError(
-            owner, f"has not answered within {timeout_s:g} s ({one_line(error)}): see its output, then start again"
-        ) from error
 
 
 def _versions() -> dict[str, str]:
-    from dlm_bridge import __version__  # a checkout may not be installed
-
-    found = {"dlm_bridge": __version__}
+    found = {"dlm_bridge": str(vars(sys.modules["dlm_bridge"])["__version__"])}  # a checkout may not be installed
     for package in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
@@ -421,6 +441,11 @@ def _own_address(host: str) -> str:
     return ""
 
 
+def _is_reachable(address: str) -> bool:
+    """True for an IP address that other hosts can use."""
+    return bool(address) and not ipaddress.ip_address(address).is_loopback
+
+
 def _choose_interface(peer: str) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that reaches `peer`, on a machine whose name is a loopback address, as
     Debian and Ubuntu set it up: gloo listens on the address of the name."""
@@ -429,8 +454,8 @@ def _choose_interface(peer: str) -> None:
     name = socket.gethostname()
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    with contextlib.suppress(OSError, ValueError):
-        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+    with contextlib.suppress(OSError):
+        if _is_reachable(socket.gethostbyname(name)):
             return
     own = _own_address(peer)
     for interface, addresses in psutil.net_if_addrs().items():
@@ -456,6 +481,7 @@ def start_process_group(backend: str, device: Any = None) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         return
     store = joined.store(joined.unique("group"))
+    store.set_timeout(dist.constants.default_pg_timeout)  # a rank may need long before its first operation
     dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size(), device_id=device)
 
 

@@ -189,9 +189,7 @@ def report(message: str) -> None:
 
 
 def _print(message: str) -> None:
-    with contextlib.suppress(DlmBridgeError):  # the launcher's variables are malformed
-        message = f"{job.prefix()}dlm-bridge: {' '.join(message.split())}"
-    print(message, file=sys.stderr, flush=True)
+    print(f"{job.prefix()}dlm-bridge: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _in_time(ask: Callable[[float], T]) -> T | None:

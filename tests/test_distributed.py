@@ -87,7 +87,12 @@ def test_slurm_does_not_rank_a_single_task_or_a_launched_process(
 
 @pytest.mark.parametrize(
     "given",
-    [{"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "4"}, {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500"}],
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "8", **STEP},
+        {"PMI_SIZE": "4"},
+        {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500"},
+    ],
     ids=str,
 )
 def test_a_launcher_without_ranks_is_refused(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

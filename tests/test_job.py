@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -108,6 +109,53 @@ def test_an_unusable_address_is_refused(tmp_path: Path) -> None:
     assert "no-such-host.invalid" in reason
 
 
+@pytest.mark.parametrize(
+    ("variables", "field"),
+    [
+        ({"MASTER_ADDR": ".invalid"}, "MASTER_ADDR"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT"),
+        ({"RANK": "2"}, "RANK"),
+        ({"WORLD_SIZE": "0"}, "RANK"),
+    ],
+)
+def test_malformed_variables_are_refused(
+    variables: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | variables
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with refused(SettingError, field):
+        job.join(0.1)
+
+
+def test_malformed_variables_leave_the_lines_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "two")
+    assert job.prefix() == ""
+
+
+def test_a_lost_store_is_named(tmp_path: Path) -> None:
+    found, (kind, field, _) = _meet("lost", tmp_path)
+    assert found is None
+    assert (kind, field) == ("WorkerError", "rank 0 (node0)")
+
+
+def test_an_unexpected_error_of_a_decision_ends_every_rank(tmp_path: Path) -> None:
+    first, (kind, field, reason) = _meet("undecided", tmp_path)
+    assert first == "KeyError"
+    assert (kind, field) == ("WorkerError", "rank 0 (node0)")
+    assert "no decision" in reason
+
+
+def test_a_process_group_waits_longer_than_the_ranks_for_a_heartbeat(tmp_path: Path) -> None:
+    assert _meet("group", tmp_path) == ["value", "value"]
+
+
+def test_the_other_hosts_address_is_not_a_loopback_one(tmp_path: Path) -> None:
+    """The first host's name, which is MASTER_ADDR, is a loopback address on that host."""
+    assert _meet("peers", tmp_path) == [["10.0.0.2"], ["127.0.0.1"]]
+
+
 def test_a_loopback_host_name_gets_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
@@ -134,6 +182,28 @@ def test_an_output_folder_has_one_run(tmp_path: Path) -> None:
     (folder / "config.yaml").touch()
     with refused(SettingError, "output", "config.yaml"), opened_output(folder, resume=False):
         pass
+
+
+def test_an_error_of_a_run_is_not_one_of_its_lock(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), opened_output(tmp_path, resume=False):
+        raise FileNotFoundError(2, "No such file or directory", "data.jsonl")
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next run could lock another file of this name."""
+    lockf, calls = fcntl.lockf, []
+
+    def late(file: Any, kind: int) -> None:
+        lockf(file, kind)
+        calls.append(kind)
+        if len(calls) == 1:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with opened_output(tmp_path, resume=False):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_run_without_output_leaves_no_folder(tmp_path: Path) -> None:
@@ -197,15 +267,67 @@ def _clocks(_: Path) -> None:
 
 def _folders(root: Path) -> None:
     """Each host has a folder of its own at the same place."""
-    job.join(TIMEOUT_S)
+    job.join(1.0)  # less than a rank may look for the lock
     own = root / os.environ["HOST"]
     own.mkdir()
-    with mock.patch.object(outputs, "SHARED_WITHIN_S", 0.5), opened_output(own, resume=False):
+    with mock.patch.object(outputs, "SHARED_WITHIN_S", 2.5), opened_output(own, resume=False):
         raise AssertionError("not refused")
 
 
 def _alone(_: Path) -> None:
     job.join(1.0)
+
+
+def _outlast_join(root: Path) -> None:
+    """In the first process, which has the store: wait until the second one has joined."""
+    (root / f"joined_{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (root / "joined_1").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _lost(root: Path) -> None:
+    joined = job.join(TIMEOUT_S)
+    assert joined is not None
+    _outlast_join(root)
+    if os.environ["RANK"] == "1":
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:  # until the first process, which has the store, has ended
+            joined.agree("value", None, len)
+
+
+def _undecided(_: Path) -> Any:
+    joined = job.join(TIMEOUT_S)
+    assert joined is not None
+    try:
+        joined.agree("value", None, lambda _: {}["no decision"])
+    except KeyError as error:
+        return type(error).__name__
+
+
+def _group(_: Path) -> str:
+    job.join(1.0)
+    with job.process_group_ends():
+        job.start_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if os.environ["RANK"] == "0":
+            time.sleep(2)
+            store.set("late", "value")
+        value = store.get("late").decode()
+        dist.barrier()
+        return value
+
+
+def _peers(root: Path) -> list[str]:
+    found: list[str] = []
+    own = "127.0.1.1" if os.environ["RANK"] == "0" else "10.0.0.2"
+    with (
+        mock.patch.object(job, "_own_address", return_value=own),
+        mock.patch.object(job, "_choose_interface", found.append),
+    ):
+        job.join(TIMEOUT_S)
+    _outlast_join(root)
+    return found
 
 
 CASES: dict[str, Callable[[Path], Any]] = {
@@ -215,6 +337,10 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "clocks": _clocks,
     "folders": _folders,
     "alone": _alone,
+    "lost": _lost,
+    "undecided": _undecided,
+    "group": _group,
+    "peers": _peers,
 }
 
 

@@ -116,7 +116,8 @@ ENDS = {
     "stopped too often without a new checkpoint": (75, 20, 20, 5, False),
     "stopped often without a new checkpoint": (75, 20, 20, 4, True),
     "bad input": (2, 10, None, 0, False),
-    "killed": (137, 10, 20, 0, False),
+    "killed": (137, 10, None, 0, False),
+    "killed while it left, after a save": (137, 10, 20, 0, True),
 }
 
 

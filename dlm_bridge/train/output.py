@@ -13,6 +13,7 @@ import datetime
 import errno
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
@@ -26,9 +27,11 @@ from dlm_bridge import distributed, job
 from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.files.atomic import disk_errors, replaced_file
 
+logger = logging.getLogger(__name__)
 LOCK, STATUS, HANG = ".lock", "status.json", "hang"
 SHARED_WITHIN_S = 30.0  # for a new file to become visible on a network file system
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints")
+LEASE_S = 120.0  # after which NFS releases the lock of a lost host: 90 s by default
 _HELD = (errno.EACCES, errno.EAGAIN)
 
 
@@ -57,7 +60,9 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
             it.
     """
     joined = job.current()
-    made = [folder for folder in (output, *output.parents) if not folder.exists()] if distributed.is_main() else []
+    made = (
+        [folder for folder in (output, *output.parents) if not os.path.exists(folder)] if distributed.is_main() else []
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_empty, [output / HANG, *made])
         refusal, token = None, ""
@@ -68,9 +73,9 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
                 refusal = error
         if joined is not None:
             # All ranks wait for the first one, then for each other.
-            token = joined.agree("lock", token, lambda tokens: _or_raise(refusal, tokens[0]))
+            token = joined.agree("lock", token, lambda tokens: _or_raise(refusal, tokens[0]), work_s=LEASE_S)
             unseen = "" if _reads(output / LOCK, token) else socket.gethostname()
-            joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts))
+            joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts), work_s=SHARED_WITHIN_S)
         _or_raise(refusal, None)
         try:
             yield
@@ -116,30 +121,52 @@ def _record_failure(output: Path) -> None:
 def _locked(output: Path, resume: bool) -> Iterator[str]:
     """Context manager that creates the folder and holds its lock, whose token it yields. The kernel releases the lock
     of a process that was killed; a file system without locks is not protected."""
-    check_output(output, resume)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
-    lock = output / LOCK
-    with disk_errors(lock), lock.open("a+") as file:
+    lock, token = output / LOCK, secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        with disk_errors(lock):
+            check_output(output, resume)
+            try:
+                output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SettingError("output", f"{output} cannot be created: {error.strerror}") from None
+            file = stack.enter_context(_lock(lock))
+            stack.callback(_remove, lock)
+            check_output(output, resume)  # the run that held the lock may have ended in between
+            file.truncate(0)
+            start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": start, "token": token}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        yield token
+
+
+def _lock(lock: Path) -> IO[str]:
+    """Open and lock a file, again if its owner has removed it in between. A file server releases a lost host's lock
+    after a while, so that of another host is waited for. Raises SettingError if it is in use."""
+    deadline, noted = time.monotonic() + LEASE_S, False
+    while True:
+        file = lock.open("a+")
+        owner = None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
-                raise SettingError("output", f"{output} is used by another run ({_owner(file)}): wait for it, or use "
-                                             "another folder") from None  # fmt: skip
-        check_output(output, resume)  # the run that held the lock may have ended in between
-        token = secrets.token_hex(8)
-        file.truncate(0)
-        start = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "start": start, "token": token}, file)
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            yield token
-        finally:
-            lock.unlink(missing_ok=True)
+                owner = _owner(file)
+        if owner is None and lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno())):
+            return file
+        file.close()
+        used = f"{lock.parent} is used by another run ({owner})"
+        if time.monotonic() > deadline or (owner is not None and socket.gethostname() in owner.split()):
+            raise SettingError("output", f"{used}: wait for it, or use another folder")
+        if owner is not None and not noted:
+            noted = True
+            logger.warning("%s: waiting up to %g s, in case its host is lost", used, LEASE_S)
+        time.sleep(0.5)
+
+
+def _remove(lock: Path) -> None:
+    with contextlib.suppress(OSError):
+        lock.unlink()
 
 
 def _owner(file: IO[str]) -> str:
@@ -147,7 +174,7 @@ def _owner(file: IO[str]) -> str:
     file.seek(0)
     try:
         found = json.loads(file.read())
-        return f"process {found['pid']} on {found['host']}, since {found['start']}"
+        return f"process {found['pid']} on {found['host']} since {found['start']}"
     except (ValueError, KeyError, TypeError):
         return "which has just started"
 

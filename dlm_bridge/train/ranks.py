@@ -128,14 +128,17 @@ class Watchdog:
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def close(self, failure: str | None = None) -> None:
-        """Stop watching at the end of the run, because of a `failure` of this rank or regularly. The rank that hosts
-        the store waits a moment for the others, which read the failure there."""
+        """Stop watching. The rank that hosts the store waits a moment for the others, which read the failure there.
+
+        Args:
+            failure: of this rank, which ends the others; empty if it was interrupted; None if it has finished.
+        """
         self.closed.set()
         with contextlib.suppress(RuntimeError):
             store = self._store(self.interval_s)
-            if failure is not None:
+            if failure:
                 store.compare_set(FAILURE, "", failure)
-            store.set(f"left/{self.rank}", "")
+            store.set(f"left/{self.rank}", "finished" if failure is None else "")
             others = [f"left/{other}" for other in range(1, self.world_size)]
             if self.job.server is not None:
                 store.wait(others, datetime.timedelta(seconds=2 * self.interval_s))
@@ -166,7 +169,7 @@ class Watchdog:
             self.silent = self._first_watches(store) if self.rank == 0 else self._other_watches(store)
         except RuntimeError:  # the process of the store has ended, as at the end of a run, or does not answer
             self.closed.wait(min(self.timeout_s, STORE_GRACE_S))
-            self.silent = f"the process of the launcher's store {self._no_heartbeat}"
+            self.silent = "the process of the launcher's store has ended or does not answer"
 
     def _store(self, timeout_s: float) -> Any:
         return self.job.store(self.name, timeout_s)
@@ -185,8 +188,9 @@ class Watchdog:
                 sign = found.get(rank, b"").decode()
                 rounds[rank] = 0 if sign != signs[rank] else rounds[rank] + 1
                 signs[rank] = sign
-            longest = max(others, key=lambda rank: rounds[rank])
-            if rounds[longest] >= self.most_rounds:
+            silent = [rank for rank in others if self._is_silent(store, rank, rounds[rank])]
+            if silent:
+                longest = max(silent, key=lambda rank: rounds[rank])
                 failure = f"{self._named(longest, signs[longest])} {self._no_heartbeat}"
                 store.set(FAILURE, failure)
                 return failure
@@ -203,9 +207,13 @@ class Watchdog:
             sign = _value(store, "0")
             rounds = 0 if sign != last else rounds + 1
             last = sign
-            if rounds >= self.most_rounds:
+            if self._is_silent(store, 0, rounds):
                 return f"{self._named(0, sign)} {self._no_heartbeat}"
         return None
+
+    def _is_silent(self, store: Any, rank: int, rounds: int) -> bool:
+        """True for a rank without a heartbeat for too many rounds, unless it has finished."""
+        return rounds >= self.most_rounds and not _value(store, f"left/{rank}")
 
     def _named(self, rank: int, sign: str) -> str:
         return f"rank {rank} ({self.job.hosts[rank]}, {sign.partition(' ')[2] or 'which has not started'})"
@@ -227,9 +235,11 @@ def watched(timeout_min: float, folder: Path) -> Iterator[None]:
     if not timeout_min or job is None:
         yield
         return
-    watchdog, failure = Watchdog(job, 60 * timeout_min, folder), None
+    watchdog = Watchdog(job, 60 * timeout_min, folder)
+    failure: str | None = ""
     try:
         yield
+        failure = None
     except Exception as error:
         failure = f"{named_rank(distributed.rank())} failed: {one_line(error)}"
         raise

@@ -15,6 +15,11 @@ saved_step() {
     echo "${step:-0}"
 }
 
+# True if the run of this attempt stopped after a checkpoint.
+saved_and_stopped() {
+    grep -q '"state": "stopped"' "$1/status.json" 2>/dev/null && [ "$(saved_step "$1")" -gt "$2" ]
+}
+
 srun_and_requeue() {
     local output=$1 before code=0
     shift
@@ -23,9 +28,13 @@ srun_and_requeue() {
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
     # No trap: scancel ends this shell by SIGTERM, so that a cancelled job is not queued again. Preemption with a grace
     # time and --signal=TERM@SECONDS send SIGTERM to the tasks only.
-    srun --kill-on-bad-exit=1 "$@" || code=$?
-    # 75: the run saved and stopped. 143: SIGTERM came before its first step, or ended a rank that was already leaving.
-    if [ "$code" -ne 75 ] && [ "$code" -ne 143 ]; then
+    # Ranks end each other. If srun did it (--kill-on-bad-exit=1), an error would look like SIGTERM, because srun exits
+    # with the highest of their codes, and a rank that has saved would end others that have not. One that hangs is killed
+    # 15 minutes after the first has ended.
+    srun --kill-on-bad-exit=0 --wait=900 "$@" || code=$?
+    # 75: the run saved and stopped. 143: SIGTERM came before its first step. Another code of a signal: a rank was killed
+    # while it was leaving, so status.json decides.
+    if [ "$code" -ne 75 ] && [ "$code" -ne 143 ] && { [ "$code" -le 128 ] || ! saved_and_stopped "$output" "$before"; }; then
         return "$code"
     fi
     if [ "$(saved_step "$output")" -gt "$before" ] || [ "${SLURM_RESTART_COUNT:-0}" -lt "$MAX_IDLE_RESTARTS" ]; then

@@ -30,6 +30,7 @@ QUICK = {"rank_timeout": RANK_TIMEOUT_S / 60}
 PREFIX = re.compile(r"^\[rank ([01]), node\1\] dlm-bridge: ")
 # Shorter waits for what a network file system may show late.
 SOON = "from dlm_bridge.train import checkpoints, output; checkpoints.LOOK_AGAIN_S = output.SHARED_WITHIN_S = 10.0"
+NO_LEASE = "from dlm_bridge.train import output; output.LEASE_S = 1.0"
 SLOW = "from tests.nodes.worker import slow; slow(0.4)"
 
 
@@ -282,7 +283,7 @@ def test_one_folder_takes_one_run(network: Network, files: Files, tmp_path: Path
     job = network.job(*run, before=SLOW)
     wait_for_step(output, 3, job)
     for node in range(2):
-        second = network.start(node, *run, "--resume", forked=True)
+        second = network.start(node, *run, "--resume", forked=True, before=NO_LEASE)
         assert_refused(Job([second]), "output", "node0", codes=(2,))
     assert job.running
     before = len(read_rows(output / "metrics.jsonl"))

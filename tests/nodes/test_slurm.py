@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from dlm_bridge.train.metrics import read_rows
 from tests import launcher
 from tests.nodes.cases import assert_alike, checkpoints, pretrain
-from tests.nodes.network import Network, environment, wait_for
+from tests.nodes.network import ROOT, Network, environment, wait_for
 from tests.nodes.slurm import PROGRAM, Cluster, OneHost, OverNodes, no_slurm
 from tests.parallel.megatron_cases import Files
 
@@ -87,6 +88,18 @@ def test_sigterm_is_answered_by_a_requeue(one_host: OneHost, files: Files, alone
     ended = one_host.wait(job, "COMPLETED", "FAILED")
     assert ended["JobState"] == "COMPLETED", one_host.log(job)
     assert_alike(tmp_path / "run", alone, STEPS)
+
+
+def test_an_error_is_not_answered_by_a_requeue(one_host: OneHost, tmp_path: Path) -> None:
+    """A rank that takes longer to end than the one with the error is not ended by SIGTERM, which would be requeued."""
+    ends = "trap 'exit 143' TERM; for i in $(seq $((40 * (1 - SLURM_PROCID)))); do sleep 0.1; done; exit 2"
+    job = one_host.sbatch(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --requeue\n"
+        f"source {ROOT}/examples/slurm/requeue.sh\nsrun_and_requeue {tmp_path} bash -c {shlex.quote(ends)}\n"
+    )
+    wait_for(lambda: one_host.state(job) in ("FAILED", "COMPLETED") or one_host.show(job)["Restarts"] != "0", 90)
+    assert one_host.show(job)["ExitCode"] == "2:0"
+    assert one_host.show(job)["Restarts"] == "0"
 
 
 @pytest.mark.parametrize("grace", [120, 0])

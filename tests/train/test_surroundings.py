@@ -118,6 +118,24 @@ def test_a_silent_rank_ends_the_run_by_its_name(
     assert all(f"rank {stopped} (node{min(stopped, 1)}, process {os.getpid()})" in line for line in lines)
 
 
+def test_a_rank_that_has_finished_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Semaphore(0)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(os, "_exit", lambda code: ended.release(code // 2))
+    monkeypatch.setattr(Attempt, "unique", lambda self, name: name)
+    for leaves in ((1, 2), (0, 1)):  # of the three ranks; the others are as at the end of a long upload
+        store, watchdogs = dist.HashStore(), {}
+        job = Attempt("", ("node0", "node1", "node1"), 1.0, lambda _, store=store: store)  # type: ignore[misc]
+        for rank in range(3):
+            monkeypatch.setenv("RANK", str(rank))
+            watchdogs[rank] = Watchdog(job, 1.0, tmp_path)
+        for rank in leaves:
+            watchdogs[rank].close()
+        assert not ended.acquire(timeout=3)
+        for watchdog in watchdogs.values():
+            watchdog.close()
+
+
 def test_ranks_compare_their_times(tmp_path: Path) -> None:
     assert_ok("report", launch(__name__, tmp_path))
 
