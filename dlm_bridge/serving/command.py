@@ -15,6 +15,7 @@ import typer
 
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, with_parameters
+from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import MissingExtraError, SettingError, printable
 from dlm_bridge.serving.options import AppOptions, ServeOptions
 from dlm_bridge.settings import LoadingOptions
@@ -202,6 +203,8 @@ def _load(model: str, options: LoadingOptions) -> LoadedModel:
 
     from dlm_bridge.loading import Placement, load_model
 
+    if (processes := world_size()) > 1:
+        raise SettingError("WORLD_SIZE", f"is {processes}, but a server is one process: start one (srun --ntasks=1)")
     logging.set_verbosity_error()  # transformers' generate warns about settings that were checked here
     logging.disable_progress_bar()
     return load_model(model, Placement.of(options), **options.source)

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from dlm_bridge.errors import SettingError
 from dlm_bridge.loading import LoadedModel
+from dlm_bridge.serving.command import serve
 from dlm_bridge.serving.protocol import RequestError, parse_request
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
 
@@ -54,6 +56,14 @@ def held(loaded: LoadedModel) -> Iterator[threading.Event]:
     finally:
         go.set()
         handle.remove()
+
+
+def test_a_server_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingError, match="one process") as refused:
+        serve("model", host="127.0.0.1", port=0)
+    assert refused.value.field == "WORLD_SIZE"
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,7 @@ class EngineOptions:
     """Engine, kernels and activation memory."""
 
     engine: str = option(
-        "accelerate", "accelerate (one machine) or megatron (megatron-core).", formerly="name", choices=ENGINES,
+        "accelerate", "accelerate (replicas or FSDP2) or megatron (megatron-core).", formerly="name", choices=ENGINES,
         fixed=True, common=True,
     )  # fmt: skip
     attention_backend: str | None = option(
