@@ -115,8 +115,8 @@ class Cluster:
         return self.show(job)
 
     def wait_for_restart(self, job: int, number: int = 1, hurry: bool = True, timeout_s: float = 300.0) -> None:
-        """Until the job runs again for the nth time, or has run; in a hurry without the two minutes that it would wait.
-        After the loss of a node Slurm needs them: sooner it takes the new start for the old one."""
+        """Until the job runs again for the nth time, or has run; in a hurry without the two minutes that it would
+        wait. After the loss of a node Slurm needs them: sooner it takes the new start for the old one."""
 
         def again() -> bool:
             shown = self.show(job)
