@@ -244,6 +244,8 @@ def _refuse_rankless_launchers() -> None:
         raise SettingError(
             "WORLD_SIZE", "is not set: accelerate launch does not rank processes on CPUs: start them with torchrun"
         )
+    if "SLURM_STEP_NUM_TASKS" not in os.environ and (tasks := os.environ.get("SLURM_NTASKS", "1")) != "1":
+        logger.warning("one process, but the Slurm job has %s tasks: start with srun to use them", tasks)
 
 
 def _prefixed(store: Any, *names: str) -> Any:

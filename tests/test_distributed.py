@@ -103,6 +103,15 @@ def test_a_launcher_without_ranks_is_refused(given: dict[str, str], monkeypatch:
         job.join()
 
 
+def test_a_single_process_of_a_job_of_several_tasks_is_noted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a batch script without srun."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert job.join() is None
+    assert "4 tasks" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 @pytest.mark.parametrize("value", ["two", "-1", "1.5"])
 def test_a_damaged_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Cluster:
 
         def again() -> bool:
             shown = self.show(job)
-            if shown["JobState"] == "PENDING" and hurry:
+            if shown["JobState"] == "PENDING" and hurry and self._idle():  # not while the last start ends
                 with suppress(AssertionError, subprocess.CalledProcessError):  # it starts, or still completes
                     self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             return int(shown["Restarts"]) >= number and shown["JobState"] not in ("PENDING", "COMPLETING")
@@ -143,13 +143,13 @@ class Cluster:
         (self.root / "slurm.conf").write_text((COMMON + text).format(root=self.root, user=getpass.getuser(), **values))
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
 
-    def _wait_until_idle(self) -> None:
-        def idle() -> bool:
-            with suppress(AssertionError, subprocess.SubprocessError):
-                return self.run("sinfo", "--noheader", "--format=%T %D", "--states=idle").split()[:2] == ["idle", "2"]
-            return False
+    def _idle(self) -> bool:
+        with suppress(AssertionError, subprocess.SubprocessError):
+            return self.run("sinfo", "--noheader", "--format=%T %D", "--states=idle").split()[:2] == ["idle", "2"]
+        return False
 
-        wait_for(idle, DAEMON_S, self._said)
+    def _wait_until_idle(self) -> None:
+        wait_for(self._idle, DAEMON_S, self._said)
 
     def _said(self) -> str:
         return "\n".join(path.read_text()[-2000:] for path in self.root.glob("slurm*.log"))

@@ -30,7 +30,8 @@ OTHERS = {
     *("--requeue", "--gpus-per-task", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
     *("--cluster", "--json", "--prefix", "--cpu"),  # of env, torchfrtrace and accelerate launch
     *("--build-arg", "--tag"),  # of docker
-    *("--device-map", "--jsonl", "--tp-plan"),  # of eval and generate
+    *("--device-map", "--jsonl", "--overwrite", "--prompt", "--tp-plan"),  # of other commands
+    *("--kill-on-bad-exit", "--ntasks"),  # of srun
 }
 COLUMNS = {
     "masked": ("masked", "masked_fraction"),
