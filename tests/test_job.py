@@ -134,6 +134,7 @@ def test_malformed_variables_leave_the_lines_of_a_log(monkeypatch: pytest.Monkey
     assert job.prefix() == ""
 
 
+@pytest.mark.slow
 def test_a_lost_store_is_named(tmp_path: Path) -> None:
     found, (kind, field, _) = _meet("lost", tmp_path)
     assert found is None
