@@ -180,6 +180,10 @@ def test_an_output_folder_has_one_run(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
     assert [path.name for path in folder.iterdir()] == ["status.json"]
+    write_status(folder, "finished", 8, 8)
+    with pytest.raises(KeyboardInterrupt), opened_output(folder, resume=True):
+        raise KeyboardInterrupt
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     (folder / "config.yaml").touch()
     with refused(SettingError, "output", "config.yaml"), opened_output(folder, resume=False):
         pass

@@ -113,7 +113,8 @@ def read_status(output: Path) -> dict[str, Any]:
 
 def _record_failure(output: Path) -> None:
     with contextlib.suppress(DlmBridgeError):  # the reason of the failure matters more
-        if status := read_status(output):
+        status = read_status(output)
+        if status.get("state") == "running":  # not that of an earlier run whose resume is refused
             write_status(output, "failed", status["step"], status["steps"])
 
 
