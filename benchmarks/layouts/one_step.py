@@ -381,15 +381,17 @@ class Bench:
         """A Megatron pair of random documents, several in a row."""
         from dlm_bridge.data.indexed import IndexedWriter, pair
 
-        # Each process writes its own: nobody waits for another.
-        prefix = self.root / f"data_{os.getpid()}"
+        # Each process writes the same files: nobody waits for another.
+        prefix, own = self.root / "data", self.root / f"data_{os.getpid()}"
         if not pair(prefix)[1].exists():
             prefix.parent.mkdir(parents=True, exist_ok=True)
             numbers = np.random.default_rng(0)
             lengths = numbers.integers(5, self.size.length, 400)
-            with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+            with IndexedWriter(own, np.dtype(np.uint16)) as writer:
                 for length in lengths:
                     writer.add(numbers.integers(0, self.size.vocab - 2, length).astype(np.uint16), [int(length)])
+            for written, file in zip(pair(own), pair(prefix), strict=True):
+                written.replace(file)
         return prefix
 
 

@@ -62,6 +62,7 @@ from dlm_bridge.train.ranks import watched
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
 Rest = ParamSpec("Rest")
+NODE_LOCAL = ("data_cache", "local_folder")  # settings that may differ between nodes
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def training_errors(
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
         output, timeout_min = Path(config.checkpoint.output), config.parallel.rank_timeout
         defaults = {name: option.default for name, option in options_of(type(config)).items()}
-        changed = {name: value for name, value in config.as_flags().items() if value != defaults.get(name)}
+        given = {name: value for name, value in config.as_flags().items() if name not in NODE_LOCAL}
+        changed = {name: value for name, value in given.items() if value != defaults.get(name)}
         job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
         with watched(timeout_min, output / HANG), opened_output(output, resume), _named_losses():
             hang.enable_flight_recorder(output / HANG)

@@ -31,7 +31,7 @@ Launch = Callable[..., tuple[bool, str]]
 
 @pytest.fixture(scope="module")
 def launch(seed_folder: Path, corpus: Path) -> Launch:
-    """Run or resume in `root`: whether both processes ended well, and what the first said."""
+    """Run or resume in `root`: whether both processes ended well, and what they said."""
 
     def _launch(root: Path, flags: str, resume: bool = False, local: bool = True, **extra: str) -> tuple[bool, str]:
         words = f"pretrain --model {seed_folder} --data {corpus} --output {root / 'run'} {FLAGS} {flags}".split()
@@ -40,7 +40,7 @@ def launch(seed_folder: Path, corpus: Path) -> Launch:
         logs = [root / f"log_{rank}.txt" for rank in range(2)]
         each = [environment | {"LOCAL_WORLD_SIZE": "1", **extra} for environment in environments(2)]
         ended = launcher.run("tests.parallel.local_worker", words, each, logs, 600)
-        return ended, " ".join(logs[0].read_text().split())
+        return ended, " ".join(" ".join(log.read_text() for log in logs).split())
 
     return _launch
 
