@@ -35,7 +35,7 @@ JOIN_TIMEOUT_S = 600.0
 RESOLVE_S = 60.0  # for the name of a pod that was just started
 REPORT_GRACE_S = 2.0  # for other ranks to find the same error
 ANSWER_S = 30.0  # of a server that can be reached
-NOTE_S = 5.0  # until a note says what is waited for
+NOTE_S = 5.0  # until a note names what the process waits for
 LARGEST_CLOCK_OFFSET_S = 60.0
 COMPARED = ("torch", "transformers", "accelerate", "megatron-core")  # packages
 _HELLO, _WELCOME = "dlm_bridge/hello", "dlm_bridge/welcome"  # keys outside of an attempt
@@ -171,7 +171,7 @@ def join(
     me = {
         "host": socket.gethostname(),
         "address": _own_address(address[0]),
-        "versions": _versions(),
+        "versions": versions(),
         "settings": dict(settings or {}),
     }
     if rank() == 0:
@@ -391,7 +391,8 @@ def _get(store: Any, key: str, owner: str, timeout_s: float) -> bytes:
         return bytes(store.get(key))
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of the packages that must be the same on every rank."""
     found = {"dlm_bridge": str(vars(sys.modules["dlm_bridge"])["__version__"])}  # a checkout may not be installed
     for package in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ SIZES = {"gloo": (MIB, 16 * MIB), "nccl": (MIB, 16 * MIB, 256 * MIB)}  # bytes o
 ROUNDS = 5
 SEEN_WITHIN_S = 10.0  # for a new file to become visible on a network file system
 NETWORK_TIMEOUT_S = 120.0
-MUST_BE_EQUAL = (*job.COMPARED, "nccl")
+NEED_NOT_BE_EQUAL = ("python", "driver")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")  # of NCCL, and of processes that load data
 
@@ -85,14 +84,11 @@ def _facts(output: Path | None, token: Any) -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in job.COMPARED:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+    found = {"python": sys.version.split()[0], **job.versions()}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(OSError):
-        if named := re.search(r"Kernel Module\D*(?:x86_64|aarch64)?\s*([\d.]+)", DRIVER.read_text()):
+        if named := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", DRIVER.read_text()):
             found["driver"] = named[1]
     return found
 
@@ -243,7 +239,7 @@ def _report(members: Sequence[Facts], network: Sequence[dict[str, Any]]) -> dict
         if member["versions"] != host["versions"]:
             problems.append(f"{member['host']}: its processes have different versions")
     for name, values in _versions_by_name(hosts).items():
-        if name in MUST_BE_EQUAL and len(values) > 1:
+        if name not in NEED_NOT_BE_EQUAL and len(values) > 1:
             problems.append(f"{name} differs: {_by_value(values)}")
     for name, host in hosts.items():
         if abs(host["clock_offset_s"] or 0) > job.LARGEST_CLOCK_OFFSET_S:

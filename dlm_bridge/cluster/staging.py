@@ -128,7 +128,7 @@ def _copy(source: Path, copy: Path) -> None:
 
 
 def _wait_for_all() -> None:
-    """Wait until every rank has its copies. A rank that fails or ends meanwhile is the watchdog's business."""
+    """Wait until every rank has its copies. The watchdog ends the wait if a rank fails."""
     if (joined := job.current()) is not None:
         store = joined.store("staged")
         store.set(str(rank()), "")

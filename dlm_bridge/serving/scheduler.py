@@ -214,7 +214,7 @@ class Scheduler:
             self._running.clear()
 
     def _run(self, entering: list[Job]) -> None:
-        """Sample these jobs and those of the group that arrive meanwhile. Returns when all have ended."""
+        """Sample these jobs and those of the group that arrive while they run. Returns when all have ended."""
         group, names, running = entering[0].group, count(), dict[Any, Job]()
         own = {name: value for name, value in entering[0].settings.items() if name != "gen_length"}
 

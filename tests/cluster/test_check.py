@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dlm_bridge import job
+from dlm_bridge import __version__, job
 from dlm_bridge.cluster import check
 from tests.processes import free_port
 
-VERSIONS = {"python": "3.11.1", "torch": "2.13.0", "nccl": "2.27", "driver": "580.1"}
+VERSIONS = {"python": "3.11.1", "dlm_bridge": "0.1.0", "torch": "2.13.0", "nccl": "2.27", "driver": "580.1"}
 
 
 def start(
@@ -50,6 +50,7 @@ def test_two_processes_that_could_run(tmp_path: Path) -> None:
     assert [row["bytes"] for row in report["all_reduce"]] == list(check.SIZES["gloo"])
     assert all(row["bus_bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"]) for row in report["all_reduce"])
     assert set(host["free_bytes"]) == {"output", "tmp", "shm"}
+    assert host["versions"]["dlm_bridge"] == __version__
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,6 +72,14 @@ def test_a_folder_that_is_not_shared_and_another_version(tmp_path: Path) -> None
     assert any("versions" in problem for problem in problems)
     assert [list(folder.iterdir()) for folder in folders] == [[folder / "run"] for folder in folders]
     assert list((folders[0] / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA UNIX x86_64 Kernel Module", "NVIDIA UNIX Open Kernel Module for x86_64"])
+def test_the_version_of_a_driver(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "version"
+    driver.write_text(f"NVRM version: {kind}  580.159.04  Release Build  (user@host)  Mon Oct 13 2025\n")
+    monkeypatch.setattr(check, "DRIVER", driver)
+    assert check._versions()["driver"] == "580.159.04"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -99,6 +108,7 @@ def network(clock: float = 0.0, problem: str = "") -> dict[str, Any]:
 # Facts of host b, its network, and what the problem names; None: no problem.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "all is well": ({}, {}, None),
+    "another version of this package": ({"versions": {**VERSIONS, "dlm_bridge": "0.2.0"}}, {}, "dlm_bridge"),
     "another driver": ({"versions": {**VERSIONS, "driver": "570"}}, {}, None),
     "another Python": ({"versions": {**VERSIONS, "python": "3.12"}}, {}, None),
     "another torch": ({"versions": {**VERSIONS, "torch": "2.12"}}, {}, "torch"),
