@@ -80,7 +80,7 @@ def test_what_differs_on_a_host_is_refused_everywhere(case: str, field: str, tmp
 
 def test_a_folder_that_a_host_does_not_see_is_refused_everywhere(tmp_path: Path) -> None:
     for kind, field, reason in _meet("folders", tmp_path):
-        assert (kind, field) == ("SettingError", "output")
+        assert (kind, field) == ("SettingError", "output"), reason
         assert "node1" in reason
     assert list((tmp_path / "node0").iterdir()) == []
 

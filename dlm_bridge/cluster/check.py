@@ -23,6 +23,7 @@ import torch.distributed as dist
 from dlm_bridge import job
 from dlm_bridge.distributed import is_main, local_rank, rank, world_size
 from dlm_bridge.errors import one_line, printable
+from dlm_bridge.train.output import appears
 
 MIB = 2**20
 SIZES = {"gloo": (MIB, 16 * MIB), "nccl": (MIB, 16 * MIB, 256 * MIB)}  # bytes of an all-reduce
@@ -125,13 +126,8 @@ def _seen(output: Path, token: Any) -> str:
     """Problem of this process with the output folder, or an empty text."""
     if isinstance(token, str):
         return token
-    deadline = time.monotonic() + SEEN_WITHIN_S
-    while not (output / token[0]).exists():
-        if time.monotonic() > deadline:
-            return "is not the same folder"
-        with contextlib.suppress(OSError):
-            os.listdir(output)  # lets NFS read the folder again
-        time.sleep(0.1)
+    if not appears(output, (output / token[0]).exists, SEEN_WITHIN_S):
+        return "is not the same folder"
     return "" if os.access(output, os.W_OK) else "cannot be written: permission denied"
 
 

@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -74,7 +74,8 @@ def opened_output(output: Path, resume: bool) -> Iterator[None]:
         if joined is not None:
             # All ranks wait for the first one, then for each other.
             token = joined.agree("lock", token, lambda tokens: _or_raise(refusal, tokens[0]), work_s=LEASE_S)
-            unseen = "" if _reads(output / LOCK, token) else socket.gethostname()
+            seen = appears(output, lambda: _reads(output / LOCK, token), SHARED_WITHIN_S)
+            unseen = "" if seen else socket.gethostname()
             joined.agree("output", unseen, lambda hosts: _check_shared(output, hosts), work_s=SHARED_WITHIN_S)
         _or_raise(refusal, None)
         try:
@@ -181,18 +182,24 @@ def _owner(file: IO[str]) -> str:
 
 
 def _reads(lock: Path, token: str) -> bool:
-    """True as soon as this process reads the token in the lock file; False if it does not in time."""
-    deadline = time.monotonic() + SHARED_WITHIN_S
-    while True:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            # An open file of a POSIX lock must not be closed by its own process.
-            if distributed.is_main() or json.loads(lock.read_text())["token"] == token:
-                return True
+    """True if this process reads the token in the lock file."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        # An open file of a POSIX lock must not be closed by its own process.
+        return distributed.is_main() or bool(json.loads(lock.read_text())["token"] == token)
+    return False
+
+
+def appears(folder: Path, is_there: Callable[[], bool], within_s: float) -> bool:
+    """True as soon as `is_there` finds a new file of the folder, which takes time on a network file system. False if
+    that takes longer than `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not is_there():
         if time.monotonic() > deadline:
             return False
         with contextlib.suppress(OSError):
-            os.listdir(lock.parent)  # lets NFS read the folder again
+            os.listdir(folder)  # lets NFS read the folder again
         time.sleep(0.1)
+    return True
 
 
 def _check_shared(output: Path, hosts: Sequence[str]) -> None:
