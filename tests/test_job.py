@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -272,7 +273,9 @@ def _clocks(_: Path) -> None:
 
 def _folders(root: Path) -> None:
     """Each host has a folder of its own at the same place."""
-    job.join(1.0)  # less than a rank may look for the lock
+    joined = job.join(TIMEOUT_S)
+    assert joined is not None
+    job._joined[0] = dataclasses.replace(joined, timeout_s=1.0)  # less than a rank may look for the lock
     own = root / os.environ["HOST"]
     own.mkdir()
     with mock.patch.object(outputs, "SHARED_WITHIN_S", 2.5), opened_output(own, resume=False):
@@ -311,7 +314,9 @@ def _undecided(_: Path) -> Any:
 
 
 def _group(_: Path) -> str:
-    job.join(1.0)
+    joined = job.join(TIMEOUT_S)
+    assert joined is not None
+    job._joined[0] = dataclasses.replace(joined, timeout_s=1.0)
     with job.process_group_ends():
         job.start_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
