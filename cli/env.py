@@ -149,13 +149,14 @@ def _show(found: dict[str, Any]) -> None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
         return
     fits = "" if overrides["fits"] else ", not the installed version: training is refused"
-    title = f"Patches of megatron-core {overrides['made_for']}{fits}"
+    title = f"Patches of megatron-core {' and '.join(overrides['made_for'])}{fits}"
     table = Table(title=title, title_justify="left")
-    for heading in ("", "patched", "what", "when"):
+    for heading in ("", "versions", "patched", "what", "when"):
         table.add_column(heading, overflow="fold")
     for patch in found["patches"]:
         style = None if patch["active"] else "dim"
-        table.add_row("active" if patch["active"] else "-", patch["target"], patch["what"], patch["when"], style=style)
+        active, versions = "active" if patch["active"] else "-", ", ".join(patch["versions"])
+        table.add_row(active, versions, patch["target"], patch["what"], patch["when"], style=style)
     console.print(table)
 
 

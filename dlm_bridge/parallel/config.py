@@ -10,7 +10,7 @@ import torch
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import CP_COMMUNICATION, ContextParallelConfig, Layout
 from dlm_bridge.mapping.rules import Dims, Mapping
-from dlm_bridge.parallel import self_attention
+from dlm_bridge.parallel import mcore_compat, self_attention
 from dlm_bridge.parallel.core import MLATransformerConfig, TransformerConfig, named_refusals, quick_gelu
 
 # Keys of `Mapping.transformer` that are arguments of GPTModel, not fields of TransformerConfig.
@@ -91,7 +91,7 @@ def model_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "cuda_graph_scope": [],  # the whole layer; megatron-core's own default warns that it is deprecated
+        mcore_compat.GRAPHED_MODULES: [],  # the whole layer; megatron-core's own default is deprecated
         **_parallel_arguments(dims, layout, parallel, predicting or 0),
         # Every parameter is loaded afterwards. Initialisation stays on: without it megatron-core does not set the
         # attributes that its gradient norm and optimizer read (`tensor_model_parallel`).

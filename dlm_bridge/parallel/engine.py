@@ -34,7 +34,7 @@ class MegatronEngine(TrainingEngine):
     def environment(self) -> dict[str, Any]:
         from dlm_bridge.attention import flash_attention
         from dlm_bridge.parallel import mcore_patches, platform
-        from dlm_bridge.parallel.overrides import SUPPORTED
+        from dlm_bridge.parallel.overrides import SUPPORTED, is_supported
 
         chosen = platform.current()
         try:
@@ -60,9 +60,9 @@ class MegatronEngine(TrainingEngine):
             "overrides": None
             if megatron is None
             else {
-                "made_for": SUPPORTED,
-                "fits": megatron == SUPPORTED,
-                "names": sorted(mcore_patches.overrides_of(chosen)),
+                "made_for": list(SUPPORTED),
+                "fits": is_supported(megatron),
+                "names": sorted(mcore_patches.overrides_of(chosen, megatron)),
             },
             "patches": [
                 {
@@ -70,8 +70,9 @@ class MegatronEngine(TrainingEngine):
                     "what": patch.what,
                     "why": patch.why,
                     "source": f"megatron/core/{patch.source}",
+                    "versions": list(patch.versions),
                     "when": patch.when.words,
-                    "active": patch.when.met(chosen),
+                    "active": patch.applies(chosen, megatron),
                 }
                 for patch in mcore_patches.PATCHES
                 if megatron

@@ -13,6 +13,7 @@ from dlm_bridge.errors import SettingError
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions
 from dlm_bridge.parallel.batch import MicroBatch, Prediction
 from dlm_bridge.parallel.core import GPTModel, parallel_state
+from dlm_bridge.parallel.mcore_compat import PREDICTED_LAYER
 from dlm_bridge.parallel.mcore_patches.modules import (
     LossPositionsLayer,
     patch_expert_biases,
@@ -218,7 +219,7 @@ class BridgeGPTModel(GPTModel):
         if not self.config.multi_latent_attention:
             return self.rotary_pos_emb
         layers = [*self.decoder.layers, *(self.mtp.layers if self.mtp_process else ())]
-        layers = [getattr(layer, "transformer_layer", layer) for layer in layers]
+        layers = [getattr(layer, PREDICTED_LAYER, layer) for layer in layers]
         return next((layer.self_attention.rotary_pos_emb.own for layer in layers), None)
 
     def _postprocess(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import mcore_compat, platform
 from dlm_bridge.parallel.attention import MASK_TYPES, check_attention_pattern
 from dlm_bridge.parallel.core import (
     ColumnParallelLinear,
@@ -13,7 +13,6 @@ from dlm_bridge.parallel.core import (
     MLASelfAttentionSubmodules,
     ModuleSpec,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayerSubmodules,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -79,7 +78,7 @@ def prediction_spec(config: TransformerConfig, attention_pattern: str) -> MultiT
     layer = _layer(config, attention_pattern, engine, experts=config.num_moe_experts)
     norm = _transformer_engine_norm() if engine else LocalRMSNorm
     linear = _transformer_engine_linear() if engine else ColumnParallelLinear
-    modules = MultiTokenPredictionLayerSubmodules(norm, norm, linear, layer, norm)
+    modules = mcore_compat.prediction_submodules(norm, linear, layer)
     return MultiTokenPredictionBlockSubmodules(
         [ModuleSpec(PredictionLayer, submodules=modules)] * config.mtp_num_layers
     )
@@ -126,9 +125,9 @@ def _layer(config: TransformerConfig, attention_pattern: str, engine: bool, expe
         layer = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
         _make_local(layer.submodules, experts is not None)
     if config.use_te_activation_func and experts is None:
-        layer.submodules.mlp.submodules.activation_func = TransformerEngineActivation
+        mcore_compat.mlp_submodules(layer.submodules).activation_func = TransformerEngineActivation
     if experts is not None and getattr(config, BLOCK_ROUTING_CAPACITY, None):
-        layer.submodules.mlp.submodules.router = BlockRouter
+        mcore_compat.mlp_submodules(layer.submodules).router = BlockRouter
     attention = layer.submodules.self_attention
     if scales_queries(config):
         attention.module = ScaledQueryAttention
@@ -155,7 +154,7 @@ def _make_local(layer: Any, has_experts: bool) -> None:
     else:
         _set_head_norms(attention, LocalHeadNorm)
     if has_experts:
-        layer.mlp.submodules.router = LocalRouter
+        mcore_compat.mlp_submodules(layer).router = LocalRouter
         del layer.sharded_state_dict_keys_map[PRE_MLP_NORM]
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from packaging.version import Version
+
 from dlm_bridge.errors import MissingExtraError, SettingError, one_line
 
 MEGATRON_CORE = "megatron-core"
-SUPPORTED = "0.16.1"  # the version for which `mcore_patches` were written and tested
+SUPPORTED = ("0.16.1", "0.19.2")  # the versions for which `mcore_patches` were written and tested
 ALLOW_UNTESTED = "DLM_BRIDGE_ALLOW_UNTESTED_MCORE"
 _ABSENT = object()
 
@@ -34,16 +37,32 @@ def installed_version() -> str:
     return str(__version__)
 
 
+def nearest_supported(found: str) -> str:
+    """The supported version whose patches and names apply to an installed one."""
+    return SUPPORTED[Version(found) >= Version("0.17")]
+
+
+def is_supported(found: str) -> bool:
+    """True for 0.16.1 and for every release of 0.19."""
+    return found == SUPPORTED[0] or Version(found).release[:2] == Version(SUPPORTED[1]).release[:2]
+
+
 def check_version(found: str) -> None:
-    """Raise MissingExtraError for another version of megatron-core than `SUPPORTED`; only warn if
-    DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1."""
-    if found == SUPPORTED:
+    """Raise MissingExtraError for a version of megatron-core that is not supported; only warn if
+    DLM_BRIDGE_ALLOW_UNTESTED_MCORE=1. Also raise it for a supported version on a Python that it does not support."""
+    if is_supported(found):
+        if found != SUPPORTED[0] and sys.version_info < (3, 12):
+            raise MissingExtraError(
+                MEGATRON_CORE,
+                f"{found} needs Python 3.12: use that, or pip install megatron-core=={SUPPORTED[0]}",
+            )
         return
-    problem = f"version {found} is installed, but dlm-bridge supports {SUPPORTED}"
+    problem = f"version {found} is installed, but dlm-bridge supports {' and '.join(SUPPORTED)}"
     if os.environ.get(ALLOW_UNTESTED) != "1":
+        best = SUPPORTED[sys.version_info >= (3, 12)]
         raise MissingExtraError(
             MEGATRON_CORE,
-            f"{problem}: pip install megatron-core=={SUPPORTED}, or set {ALLOW_UNTESTED}=1 to try it untested",
+            f"{problem}: pip install megatron-core=={best}, or set {ALLOW_UNTESTED}=1 to try it untested",
         )
     warnings.warn(f"{MEGATRON_CORE}: {problem}: its patches are untested ({ALLOW_UNTESTED}=1)", stacklevel=2)
 

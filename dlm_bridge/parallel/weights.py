@@ -20,6 +20,7 @@ from dlm_bridge.errors import CheckpointError, SettingError
 from dlm_bridge.mapping.dtypes import dtype_name
 from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 from dlm_bridge.parallel.core import dequantize_fp8_tensor, is_float8tensor, parallel_state, unwrap_model
+from dlm_bridge.parallel.mcore_compat import PREDICTED_LAYER
 from dlm_bridge.parallel.mcore_patches.fsdp import FSDPShard, allocate, fsdp_shards, is_sharded, original, whole
 from dlm_bridge.parallel.mcore_patches.optimizers import (
     float16_params,
@@ -35,7 +36,7 @@ from dlm_bridge.parallel.value_head import ValueHead
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 MTP_LAYERS = "mtp.layers."
-_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)(\.transformer_layer\.|\.)(.+)")
+_LAYER = re.compile(rf"(decoder\.layers\.|mtp\.layers\.)(\d+)(\.{PREDICTED_LAYER}\.|\.)(.+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 
@@ -60,14 +61,14 @@ def _global_name(chunk: Any, name: str) -> str:
     if match is None or (match[1] == MTP_LAYERS and match[3] == "."):  # prediction layers' norms and projection
         return name
     in_decoder, index, rest = match[1] != MTP_LAYERS, int(match[2]), match[4]
-    layer = chunk.decoder.layers[index] if in_decoder else chunk.mtp.layers[index].transformer_layer
+    layer = chunk.decoder.layers[index] if in_decoder else getattr(chunk.mtp.layers[index], PREDICTED_LAYER)
     for local, stored in layer.submodules_config.sharded_state_dict_keys_map.items():
         if rest.startswith(local):
             rest = stored + rest.removeprefix(local)
     if rest.startswith("mlp.experts."):
         rest = expert_name(rest, layer.mlp.local_expert_indices[0])
     number = layer.layer_number - 1 if in_decoder else index  # all prediction layers are on one stage
-    return f"{match[1]}{number}{match[3]}{rest}"
+    return f"{match[1]}{number}{'.' if in_decoder else '.transformer_layer.'}{rest}"
 
 
 def expert_name(name: str, first: int) -> str:

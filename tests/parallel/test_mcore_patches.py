@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import re
 import sys
 import types
@@ -19,28 +18,50 @@ from dlm_bridge.parallel.mcore_patches import PATCHES, Patch
 from dlm_bridge.parallel.platform import CPU, CUDA, Platform
 from tests.refusals import refused
 
-pytest.importorskip("megatron.core")
+megatron_core = pytest.importorskip("megatron.core")
 ROOT = Path(dlm_bridge.__file__).parent
 HERE = ROOT / "parallel" / "mcore_patches"
+CORE = Path(megatron_core.__path__[0])
+INSTALLED = overrides.SUPPORTED.index(overrides.nearest_supported(overrides.installed_version()))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
 def test_a_row_cites_the_source_and_names_the_code(patch: Patch) -> None:
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    path, line = patch.source.split(":")
-    cited = Path(spec.submodule_search_locations[0], path).read_text().splitlines()[int(line) - 1]
-    private = re.findall(r"(?<!\w)_[a-zA-Z]\w+", patch.target)
-    assert any(name in cited for name in private) if private else cited.strip()
+    line = patch.lines[INSTALLED]
+    assert any(patch.lines)
     assert bool(patch.replaces) != bool(patch.code)
+    if line is not None:
+        cited = (CORE / patch.source).read_text().splitlines()[line - 1]
+        private = re.findall(r"(?<!\w)_[a-zA-Z]\w+", patch.target)
+        assert any(name in cited for name in private) if private else cited.strip()
     if patch.code:
         module, name = patch.code.split(":")
         module = module if "." in module else f"dlm_bridge.parallel.mcore_patches.{module}"
         assert hasattr(importlib.import_module(module), name)
-    for name in patch.replaces:
+    for name in patch.replaces if line is not None else ():
         owner, attribute = overrides._locate(name)
         assert hasattr(owner, attribute)
+
+
+@pytest.mark.parametrize("version", overrides.SUPPORTED)
+def test_rows_name_the_versions_they_apply_to(version: str) -> None:
+    rows = {patch.target for patch in PATCHES if version in patch.versions}
+    assert ("TensorReusePool.insert" in rows) == (version == "0.16.1")
+    assert "DistributedOptimizer.model_param_group_index_map" in rows
+    replaced = mcore_patches.overrides_of(CPU(), version)
+    assert any("TensorReusePool" in name for name in replaced) == (version == "0.16.1")
+
+
+def test_only_the_table_and_the_differences_ask_for_a_version() -> None:
+    """`IS_0_16`, `SUPPORTED` and megatron-core's version are read in `mcore_compat`, the patches and the checks."""
+    allowed = {"mcore_compat.py", "overrides.py", "core.py", "engine.py"}
+    asking = re.compile(r"IS_0_16|SUPPORTED\b.*overrides|overrides.*SUPPORTED|installed_version|nearest_supported")
+    found = [
+        path.name
+        for path in sorted((ROOT / "parallel").rglob("*.py"))
+        if not path.is_relative_to(HERE) and path.name not in allowed and asking.search(path.read_text())
+    ]
+    assert not found
 
 
 def test_private_names_of_megatron_core_are_used_here_only() -> None:
@@ -89,6 +110,16 @@ def test_a_platform_adds_its_own_replacements() -> None:
     assert "torch.cuda.current_device" in found
 
 
+def test_another_python_than_the_version_supports_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(overrides.ALLOW_UNTESTED, "1")
+    monkeypatch.setattr(overrides.sys, "version_info", (3, 11, 9))
+    overrides.check_version("0.16.1")
+    with refused(MissingExtraError, "megatron-core", "0.19.2", "Python 3.12"):
+        overrides.check_version("0.19.2")
+    monkeypatch.setattr(overrides.sys, "version_info", (3, 12, 1))
+    overrides.check_version("0.19.3")
+
+
 def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     import megatron.core.package_info
 
@@ -104,7 +135,7 @@ def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 def test_another_version_is_refused_whatever_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(overrides.ALLOW_UNTESTED, raising=False)
     with refused(
-        MissingExtraError, "megatron-core", "0.17.0", overrides.SUPPORTED, overrides.ALLOW_UNTESTED
+        MissingExtraError, "megatron-core", "0.17.0", *overrides.SUPPORTED, overrides.ALLOW_UNTESTED
     ) as raised:
         _import_core_again(monkeypatch, "0.17.0")
     assert "\n" not in str(raised.value)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -289,8 +290,8 @@ def test_env_says_it_all_without_importing_megatron_core() -> None:
     found = json.loads(done.stdout)
     assert found["platform"]["chosen"] == "cpu"
     assert found["platform"]["available"]["cuda"]["class"] == "dlm_bridge.parallel.platform.CUDA"
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["overrides"]["made_for"] == "0.16.1"
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["overrides"]["made_for"] == ["0.16.1", "0.19.2"]
     assert "torch.cuda.current_device" in found["overrides"]["names"]
     active = {patch["target"]: patch["active"] for patch in found["patches"]}
     assert len(active) == len(mcore_patches.PATCHES)

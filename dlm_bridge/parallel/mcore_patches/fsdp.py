@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import mcore_compat, platform
 from dlm_bridge.parallel.core import TransformerLayer, parallel_state, unwrap_model
 
 SHARDED = "dp_cp"  # megatron-core's name of the mesh dimension over which FSDP shards
@@ -233,8 +233,10 @@ def patch_unshared_gradients(wrapped: Any) -> None:
 
     These are the experts' gradients if expert parallelism uses all data parallel ranks, and all gradients if there is
     one rank. They accumulate in place: each reduction would add them to themselves, doubling the sum over earlier
-    micro-batches.
+    micro-batches. No-op with megatron-core 0.19, which accumulates only gradients that several ranks share.
     """
+    if not mcore_compat.IS_0_16:
+        return
     pipeline = wrapped.grad_reduce_pipeline
     reduce = pipeline._bucket_group_gradient_reduce
 
@@ -261,10 +263,7 @@ def _tensor_parallel(name: str, parameter: torch.Tensor) -> tuple[int | None, in
     else:
         rank = parallel_state.get_tensor_model_parallel_rank()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-    shared = getattr(parameter, "_mcore_tp", False) or getattr(parameter, "tensor_model_parallel", False)
-    if ranks == 1 or not shared or getattr(parameter, "_tp_duplicated", False):
-        return None, rank, ranks
-    return int(getattr(parameter, "_tp_partition_dim", getattr(parameter, "partition_dim", 0))), rank, ranks
+    return None if ranks == 1 else mcore_compat.tensor_parallel_axis(parameter), rank, ranks
 
 
 def _inner(chunk: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import mcore_compat, platform
 from dlm_bridge.parallel.core import is_float8tensor, param_is_not_shared, param_is_not_tensor_parallel_duplicate
 from dlm_bridge.parallel.mcore_patches.optimizers import float16_params, fp32_params, is_distributed, param_range
 
@@ -56,10 +56,10 @@ class FusedOptimizerStep:
         self.inputs = {} if overflowed else self._step_inputs()
         return overflowed
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def grads_for_norm(self) -> list[torch.Tensor]:
         """Same as the part's own; in the model's dtype if gradients are not copied."""
         if not self.direct:
-            return self.part.get_main_grads_for_grad_norm()
+            return mcore_compat.grads_for_norm(self.part)
         group = getattr(self.part, "tp_group", None)
         return [
             weight.gradient

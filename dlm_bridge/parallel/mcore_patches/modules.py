@@ -13,7 +13,7 @@ from torch import nn
 from dlm_bridge.attention.masks import MaskColumn
 from dlm_bridge.errors import LayoutError, MissingExtraError
 from dlm_bridge.objectives.linear_cross_entropy import LossPositions, VocabShard, linear_cross_entropy
-from dlm_bridge.parallel import platform
+from dlm_bridge.parallel import mcore_compat, platform
 from dlm_bridge.parallel.core import (
     ColumnParallelLinear,
     MoEAllGatherTokenDispatcher,
@@ -26,7 +26,6 @@ from dlm_bridge.parallel.core import (
     gather_from_sequence_parallel_region,
     multi_latent_attention,
     parallel_state,
-    permute,
     reduce_scatter_to_sequence_parallel_region,
     tensor_parallel_layers,
 )
@@ -249,7 +248,7 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         """Hidden states, token counts and weights of this rank's experts, sorted by expert."""
         self.hidden_shape_before_permute = hidden_states.shape
         counts = self._counts.read()
-        permuted, weights, self.reversed_local_input_permutation_mapping = permute(
+        permuted, weights, self.reversed_local_input_permutation_mapping = mcore_compat.permute(
             hidden_states,
             self.local_map,
             probs=probs,
@@ -320,9 +319,11 @@ class PredictionLayer(MultiTokenPredictionLayer):
         embedding: Callable[..., torch.Tensor],
         hidden_states: torch.Tensor,
         packed_seq_params: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
         """Embeddings of the first of the `input_ids` [D, B, S], which is this depth's, and the remaining ids."""
-        return input_ids[1:], position_ids, embedding(input_ids[0], position_ids), hidden_states
+        embedded = embedding(input_ids[0], position_ids)
+        return mcore_compat.prediction_inputs(input_ids[1:], position_ids, padding_mask, embedded, hidden_states)
 
 
 class LossPositionsLayer(TransformerLayer):
@@ -457,7 +458,7 @@ def patched_gradient_accumulation() -> Iterator[None]:
 def patch_grouped_linear_state(chunks: Sequence[Any]) -> None:
     """Make layers of grouped experts savable if their FP8 recipe has no state: megatron-core would split Transformer
     Engine 2.20's empty state."""
-    for chunk in chunks:
+    for chunk in chunks if mcore_compat.IS_0_16 else ():
         for module in chunk.modules():
             if hasattr(module, "_split_extra_state"):
                 module._split_extra_state = partial(_split_extra_state, module)

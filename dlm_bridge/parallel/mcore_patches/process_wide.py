@@ -311,9 +311,10 @@ def release_cuda_graphs() -> None:
     from megatron.core.transformer import cuda_graphs
 
     cuda_graphs.delete_cuda_graphs()
-    buffers = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
-    for references in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
-        references.clear()
+    buffers = getattr(cuda_graphs._CudagraphGlobalRecord, "tensor_reuse_pool", None)  # of 0.16
+    if buffers is not None:
+        for references in (buffers.pool, buffers.tensor_strong_refs, buffers.tensor_strong_refs_dataptrs):
+            references.clear()
 
 
 def start_results_queue() -> None:
@@ -398,11 +399,11 @@ def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
     """End a checkpoint writer with its parent, the rank or the rank's background save."""
 
     @functools.wraps(original)
-    def write_preloaded_data(*arguments: Any, **options: Any) -> None:
+    def write_preloaded_data(*arguments: Any, **options: Any) -> Any:
         if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
             end_with_parent(parent.pid)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the rank
-        original(*arguments, **options)
+        return original(*arguments, **options)
 
     return write_preloaded_data
 

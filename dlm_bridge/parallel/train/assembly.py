@@ -7,7 +7,7 @@ and weights (`parallel.parallelize`), wrapping, optimizer, schedule, fp32 main p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,8 +19,8 @@ from rich.console import Console
 from dlm_bridge.distributed import first_on_main, raised_everywhere
 from dlm_bridge.errors import MissingExtraError, SettingError, printable
 from dlm_bridge.loading.source import MegatronSource
-from dlm_bridge.parallel import groups, platform
-from dlm_bridge.parallel.core import DistributedDataParallel, get_megatron_optimizer, named_refusals, parallel_state
+from dlm_bridge.parallel import groups, mcore_compat, platform
+from dlm_bridge.parallel.core import get_megatron_optimizer, named_refusals, parallel_state
 from dlm_bridge.parallel.lora import LiveFactor
 from dlm_bridge.parallel.mcore_patches.fsdp import filled_when_sharded, located_at_once, patch_unshared_gradients
 from dlm_bridge.parallel.mcore_patches.optimizers import patch_optimizer
@@ -220,7 +220,7 @@ def initialize_userbuffers(config: TrainConfig, hidden_size: int, tokens_read: i
 
 def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
     """Wrap the model's chunks in megatron-core's DDP or FSDP, in training mode."""
-    wrapper, wrapped = _data_parallel_class(config), []
+    wrap, wrapped = _data_parallel(config), []
     for number, chunk in enumerate(chunks):
         # Buckets only for the first chunk, whose communication is on the critical path of an interleaved pipeline.
         ddp_config = mcore_config.data_parallel_config(config)
@@ -228,7 +228,7 @@ def wrap_chunks(chunks: Sequence[Any], config: TrainConfig) -> list[Any]:
             nullcontext() if config.parallel.fsdp is None else located_at_once(),
             nullcontext() if chunk.absent is None else filled_when_sharded(chunk.absent.fill),
         ):
-            wrapped.append(wrapper(chunk.config, ddp_config, chunk, disable_bucketing=number > 0).train())
+            wrapped.append(wrap(chunk, ddp_config, number > 0).train())
         assert chunk.absent is None or not chunk.absent.loads, "a parameter that FSDP has not sharded"
         chunk.absent = None
         if config.parallel.fsdp is not None:
@@ -269,12 +269,13 @@ def describe_layout(config: TrainConfig) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def _data_parallel_class(config: TrainConfig) -> Any:
+def _data_parallel(config: TrainConfig) -> Callable[[Any, Any, bool], Any]:
+    """Function that wraps a chunk, given its configuration and whether it has no buckets."""
     fsdp = config.parallel.fsdp
     if fsdp is None:
-        return DistributedDataParallel
+        return mcore_compat.data_parallel
     if platform.current().name == "cpu":
         raise MissingExtraError("fsdp", f"{fsdp} needs a GPU: unset it")
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    return FullyShardedDataParallel
+    return lambda chunk, ddp, whole: FullyShardedDataParallel(chunk.config, ddp, chunk, disable_bucketing=whole)

@@ -145,7 +145,7 @@ def _load(data: bytes) -> tuple[Any, int]:
     allowed = {
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch.storage._load_from_bytes": _storage,
-        "megatron.core.safe_globals.safe_load_from_bytes": _storage,  # what megatron-core 0.19 replaces it by
+        "megatron.core.safe_globals.safe_load_from_bytes": _storage,  # megatron-core 0.19's substitute for it
         "torch.FloatStorage": torch.float32,
     }
     unpickler = RestrictedUnpickler(data, "the extra state", _RECIPES, allowed, _storage_size)

@@ -14,7 +14,7 @@ from dlm_bridge.errors import LayoutError, MissingExtraError, SettingError
 from dlm_bridge.mapping.rules import Dims
 from dlm_bridge.models.families import FamilySpec
 from dlm_bridge.objectives.base import Objective
-from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel import groups, mcore_compat, platform
 from dlm_bridge.parallel.batch import rank_positions
 from dlm_bridge.parallel.config import ROTARY_ATTRIBUTES, model_config
 from dlm_bridge.parallel.core import (
@@ -169,12 +169,10 @@ def _moe_fields(config: TrainConfig, has_te: bool, tokens: int, dispatcher: str)
             f"alltoall with `ep={ep}` and experts sharded over {expert_tp} ranks: gloo cannot gather shards of "
             "different sizes: use allgather, or `etp=1`",
         )
-    # megatron-core multiplies these losses by each rank's number of tokens, which sequence and context parallelism
-    # divide (without them it repeats the tokens and divides): summed over ranks that is 1 / (tp cp) of all tokens.
-    scale = parallel.tp * parallel.cp / tokens
-    rows = 1
-    if objective.moe_aux_loss_coeff and objective.moe_aux_loss == "seq_aux_loss":  # multiplied by one row's tokens
-        rows, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
+    scale, rows = mcore_compat.moe_loss_scale(tokens, parallel.tp, parallel.cp), 1
+    if objective.moe_aux_loss_coeff and objective.moe_aux_loss == "seq_aux_loss":
+        micro, _ = config.data.accumulation(parallel_state.get_data_parallel_world_size())
+        rows = mcore_compat.sequence_loss_scale(micro)
     fields: dict[str, Any] = {
         "moe_token_dispatcher_type": dispatcher,
         "moe_grouped_gemm": has_te if grouped is None else grouped,

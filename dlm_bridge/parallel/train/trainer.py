@@ -24,7 +24,7 @@ from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.objectives.batches import NoisyBatch
-from dlm_bridge.parallel import groups, platform
+from dlm_bridge.parallel import groups, mcore_compat, platform
 from dlm_bridge.parallel.batch import MicroBatch, micro_batch
 from dlm_bridge.parallel.core import parallel_state
 from dlm_bridge.parallel.core_attention import has_sinks
@@ -474,7 +474,7 @@ def gradient_norm(parts: list[Any], fused_steps: list[FusedOptimizerStep | None]
     total: torch.Tensor | None = None
     for part, fused in zip(parts, fused_steps, strict=True):
         group = part.get_grad_stats_parallel_group()
-        gradients = (fused or part).get_main_grads_for_grad_norm()
+        gradients = mcore_compat.grads_for_norm(part) if fused is None else fused.grads_for_norm()
         if gradients:
             squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
         else:  # a rank without a shard takes part in the sum

@@ -1,0 +1,110 @@
+"""Differences between the supported versions of megatron-core, one function or name for each.
+
+Docstrings and comments cite both versions' source as path:line. Patches are in `mcore_patches`, whose rows name their
+versions. Nothing else asks for a version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dlm_bridge.parallel import core, overrides
+
+IS_0_16 = overrides.nearest_supported(core.version) == overrides.SUPPORTED[0]
+
+# Name of the layer in a multi-token prediction layer: transformer/multi_token_prediction.py 666, 1039. Checkpoints of
+# both versions call it transformer_layer.
+PREDICTED_LAYER = "transformer_layer" if IS_0_16 else "mtp_model_layer"
+
+# Field that selects the modules recorded in CUDA graphs: transformer/transformer_config.py 784, 1047.
+GRAPHED_MODULES = "cuda_graph_scope" if IS_0_16 else "cuda_graph_modules"
+
+
+def mlp_submodules(layer: Any) -> Any:
+    """Submodules of the feed-forward in a layer's submodules. In 0.16 `mlp` is a ModuleSpec
+    (models/gpt/gpt_layer_specs.py:500), in 0.19 a partial function (models/gpt/gpt_layer_specs.py:521)."""
+    return layer.mlp.submodules if IS_0_16 else layer.mlp.keywords["submodules"]
+
+
+def prediction_submodules(norm: Any, linear: Any, layer: Any) -> Any:
+    """Submodules of a multi-token prediction layer: transformer/multi_token_prediction.py 388, 571."""
+    names = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": linear, PREDICTED_LAYER: layer}
+    return core.MultiTokenPredictionLayerSubmodules(**names)
+
+
+def prediction_inputs(
+    input_ids: torch.Tensor, position_ids: Any, padding_mask: Any, embedded: torch.Tensor, hidden: torch.Tensor
+) -> tuple[Any, ...]:
+    """Result of MultiTokenPredictionLayer._get_embeddings: transformer/multi_token_prediction.py 681, 1064. 0.19 adds
+    the padding mask."""
+    return (input_ids, position_ids, *(() if IS_0_16 else (padding_mask,)), embedded, hidden)
+
+
+def permute(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """Tokens sorted by expert, their weights and the inverse permutation: transformer/moe/moe_utils.py 289, 337. 0.19
+    returns two values more."""
+    tokens, weights, order, *_ = core.permute(*args, **kwargs)
+    return tokens, weights, order
+
+
+def moe_loss_scale(tokens: int, tp: int, cp: int) -> float:
+    """Factor of the balancing and z losses' coefficients with which the losses, summed over ranks and micro-batches,
+    are means over `tokens`.
+
+    megatron-core multiplies these losses by each rank's number of tokens, which sequence and context parallelism
+    divide (without them it repeats the tokens and divides): summed over ranks that is 1 / (tp cp) of all tokens. 0.16
+    (transformer/moe/router.py:416) leaves it so; 0.19 (transformer/moe/router.py:550, 639) multiplies by tp cp.
+    """
+    return (tp * cp if IS_0_16 else 1) / tokens
+
+
+def sequence_loss_scale(rows: int) -> int:
+    """Further factor for a balancing loss over each of a micro-batch's `rows`. 0.16 multiplies it by one row's tokens
+    (transformer/moe/router.py:315), 0.19 by those of all rows (transformer/moe/router.py:447)."""
+    return rows if IS_0_16 else 1
+
+
+def grads_for_norm(part: Any) -> list[torch.Tensor]:
+    """Gradients of an optimizer that count in the norm on this rank: optimizer/optimizer.py 136, 280."""
+    found: list[torch.Tensor] = (part.get_main_grads_for_grad_norm if IS_0_16 else part.get_grads_for_grad_norm)()
+    return found
+
+
+def data_parallel(chunk: Any, config: Any, disable_bucketing: bool) -> Any:
+    """Wrap a model in DistributedDataParallel. 0.19 expects the layout of a distributed optimizer's buffers, and warns
+    where it has to compute it itself (distributed/distributed_data_parallel.py 41, 51, 132)."""
+    more: dict[str, Any] = {}
+    if not IS_0_16 and config.use_distributed_optimizer:
+        more["full_param_layout"] = _buffer_layout(chunk, config, disable_bucketing)
+    return core.DistributedDataParallel(chunk.config, config, chunk, disable_bucketing, **more)
+
+
+def _buffer_layout(chunk: Any, config: Any, disable_bucketing: bool) -> Any:
+    """Layout of the buffers of a distributed optimizer, with the buckets that DistributedDataParallel would make."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.setup_process_groups_for_ddp(None, chunk.config, config)
+    size = None
+    if config.overlap_grad_reduce and not disable_bucketing and groups["pp_group"].rank() == 0:
+        size = config.bucket_size or max(40_000_000, 1_000_000 * groups["dp_group"].size())
+    ranks, expert_ranks = groups["intra_dp_cp_group"].size(), groups["intra_expt_dp_group"].size()
+    trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+    return DistributedOptimizer.compute_full_param_layout(trained, size, ranks, config, expert_ranks)
+
+
+def tensor_parallel_axis(parameter: torch.Tensor) -> int | None:
+    """Axis along which a parameter under Megatron FSDP is sharded over tensor parallel ranks; None if it is
+    replicated. 0.16 marks it with private attributes (distributed/fsdp/mcore_fsdp_adapter.py:176), 0.19 has a function
+    (distributed/fsdp/src/megatron_fsdp/utils.py:848)."""
+    if not IS_0_16:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_mcore_tensor_parallel_partition_dim
+
+        axis: int | None = get_mcore_tensor_parallel_partition_dim(parameter)
+        return axis
+    shared = getattr(parameter, "_mcore_tp", False) or getattr(parameter, "tensor_model_parallel", False)
+    if not shared or getattr(parameter, "_tp_duplicated", False):
+        return None
+    return int(getattr(parameter, "_tp_partition_dim", getattr(parameter, "partition_dim", 0)))
