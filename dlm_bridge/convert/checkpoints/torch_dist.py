@@ -138,12 +138,13 @@ class TorchDistReader(ChunkedReader):
     """
 
     def __init__(self, folder: Path) -> None:
-        _check_backend(folder)
+        check_backend(folder)
         super().__init__(folder, read_metadata(folder))
         self.common = _read_common(folder, self.contents)
 
 
-def _check_backend(folder: Path) -> None:
+def check_backend(folder: Path) -> None:
+    """Raise CheckpointError for an iteration of another or a newer format."""
     path = folder / BACKEND_FILE
     try:
         backend = read_json(path)

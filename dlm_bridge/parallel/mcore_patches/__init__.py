@@ -503,7 +503,7 @@ PROCESS_PATCHES = (
         what="a writer's process ends with the rank",
         why="it would continue writing after the rank is killed, and wait for the rank's queue",
         source="dist_checkpointing/strategies/filesystem_async.py",
-        lines=(342, 364),
+        lines=(342, None),
         when=anywhere("every training checkpoint"),
         replaces={f"{_WRITER}.write_preloaded_data": process.end_writers_with_parent},
     ),
