@@ -124,7 +124,7 @@ class Saving(NamedTuple):
 
 
 def saving(in_background: bool) -> Saving:
-    """Functions for saving checkpoints. For background saves 0.19 wants nvidia-resiliency-ext, and the strategy that it
+    """Functions for saving checkpoints. For background saves 0.19 wants nvidia-resiliency-ext; the strategy that it
     shares with 0.16 is deprecated (dist_checkpointing/serialization.py 314, 359). Both start a process per save."""
     if in_background and not IS_0_16:
         from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
@@ -144,6 +144,6 @@ def check_readable(folder: Path) -> None:
     if IS_0_16 and not (folder / "common.pt").is_file():
         raise CheckpointError(
             folder,
-            f"was saved by megatron-core 0.19, but {core.version} is installed: resume with 0.19 on Python 3.12, or export "
-            "it and start from that",
+            f"was saved by megatron-core 0.19, but {core.version} is installed: resume with 0.19 on Python 3.12, or "
+            "export it and start from that",
         )

@@ -499,6 +499,15 @@ PROCESS_PATCHES = (
         replaces={f"{_WRITER}.write_preloaded_data_multiproc": process.collect_from_writers},
     ),
     Patch(
+        target="FileSystemWriterAsync.write_preloaded_data_multithread",
+        what="the first exception of a rank's threads ends the save",
+        why="it has only the class of an exception, so that a full disk is not named",
+        source="dist_checkpointing/strategies/filesystem_async.py",
+        lines=(None, 253),
+        when=anywhere("every training checkpoint"),
+        replaces={f"{_WRITER}.write_preloaded_data_multithread": process.collect_from_threads},
+    ),
+    Patch(
         target="FileSystemWriterAsync.write_preloaded_data",
         what="a writer's process ends with the rank",
         why="it would continue writing after the rank is killed, and wait for the rank's queue",

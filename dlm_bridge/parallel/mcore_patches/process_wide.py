@@ -16,6 +16,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, resource_tracker
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -392,6 +393,29 @@ def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[
         for process in running.values():
             process.kill()
             process.join()
+
+
+def collect_from_threads(original: Any) -> Any:
+    """Write a rank's part of a checkpoint with a thread for each file, and put their results, or the first exception,
+    into `results_queue`."""
+
+    def write_preloaded_data_multithread(
+        transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results_queue: Any
+    ) -> None:
+        from dlm_bridge.parallel.core import filesystem_async
+
+        def write(number: int, bucket: Any) -> tuple[int, Any]:
+            written: tuple[int, Any] = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, number, bucket, results_queue=None, count_queue=None, use_fsync=True, use_msc=use_msc
+            )
+            return written
+
+        with gc_paused(), ThreadPoolExecutor() as threads:
+            results = dict(threads.map(write, range(len(write_buckets)), write_buckets))
+        failures = (result for result in results.values() if isinstance(result, Exception))
+        results_queue.put(next(failures, results))
+
+    return staticmethod(write_preloaded_data_multithread)
 
 
 def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
