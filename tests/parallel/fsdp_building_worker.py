@@ -96,7 +96,12 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
         patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's
         patch.setattr(dist, "all_gather_object", counted)
         sharded = MegatronFSDP(
-            model, index, config, [TransformerLayer], device=torch.device("cpu"), calculate_per_token_loss=True
+            model,
+            index,
+            config,
+            fsdp_unit_modules=[TransformerLayer],
+            device=torch.device("cpu"),
+            calculate_per_token_loss=True,
         )
     assert not absent.loads
     own = sum(cut[each][1] - cut[each][0] for each in late)

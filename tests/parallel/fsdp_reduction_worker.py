@@ -153,7 +153,9 @@ def gradients(
         )
     device = torch.device("cpu")
     units = [nn.Linear] if strategy == "optim_grads_params" else []
-    sharded = MegatronFSDP(deepcopy(alone), index, config, units, device=device, calculate_per_token_loss=True)
+    sharded = MegatronFSDP(
+        deepcopy(alone), index, config, fsdp_unit_modules=units, device=device, calculate_per_token_loss=True
+    )
     assert len(sharded.param_and_grad_buffer.parameter_groups) >= (4 if bucket_size else 1)  # buckets
     if patched:
         patch_unshared_gradients(sharded)
