@@ -21,6 +21,11 @@ PREDICTED_LAYER = "transformer_layer" if IS_0_16 else "mtp_model_layer"
 # Field that selects the modules recorded in CUDA graphs: transformer/transformer_config.py 784, 1047.
 GRAPHED_MODULES = "cuda_graph_scope" if IS_0_16 else "cuda_graph_modules"
 
+# True if Megatron FSDP may overlap the reduction of unsharded gradients (`fsdp=optim`). 0.16 then adds the reduced
+# gradients to the rank's own; without overlap they replace them. 0.19 replaces them in both cases:
+# distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py 3182, 4104.
+FSDP_OVERLAPS_WHOLE_GRADIENTS = not IS_0_16
+
 
 def mlp_submodules(layer: Any) -> Any:
     """Submodules of the feed-forward in a layer's submodules. In 0.16 `mlp` is a ModuleSpec
