@@ -6,6 +6,7 @@ versions. Nothing else asks for a version.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ import torch
 from dlm_bridge.parallel import core, overrides
 
 IS_0_16 = overrides.nearest_supported(core.version) == overrides.SUPPORTED[0]
+
+# 0.19 announces for each GPTModel that HybridModel replaces it (models/gpt/gpt_model.py:118). HybridModel gives
+# attention and feed-forward a layer number each, so its checkpoints are not in the layout that this package, Megatron
+# Bridge and checkpoints of 0.16 share.
+_GPT_MODEL_LOG, _GPT_MODEL_NOTE = "megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"
+logging.getLogger(_GPT_MODEL_LOG).addFilter(lambda record: not record.getMessage().startswith(_GPT_MODEL_NOTE))
 
 # Name of the layer in a multi-token prediction layer: transformer/multi_token_prediction.py 666, 1039. Checkpoints of
 # both versions call it transformer_layer.
