@@ -6,6 +6,7 @@ versions. Nothing else asks for a version.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,23 @@ from dlm_bridge.parallel import core, overrides
 
 IS_0_16 = overrides.nearest_supported(core.version) == overrides.SUPPORTED[0]
 
+# 0.19 announces for each GPTModel that HybridModel replaces it (models/gpt/gpt_model.py:118). HybridModel gives
+# attention and feed-forward a layer number each, so its checkpoints are not in the layout that this package, Megatron
+# Bridge and checkpoints of 0.16 share.
+_GPT_MODEL_LOG, _GPT_MODEL_NOTE = "megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"
+logging.getLogger(_GPT_MODEL_LOG).addFilter(lambda record: not record.getMessage().startswith(_GPT_MODEL_NOTE))
+
 # Name of the layer in a multi-token prediction layer: transformer/multi_token_prediction.py 666, 1039. Checkpoints of
 # both versions call it transformer_layer.
 PREDICTED_LAYER = "transformer_layer" if IS_0_16 else "mtp_model_layer"
 
 # Field that selects the modules recorded in CUDA graphs: transformer/transformer_config.py 784, 1047.
 GRAPHED_MODULES = "cuda_graph_scope" if IS_0_16 else "cuda_graph_modules"
+
+# True if Megatron FSDP may overlap the reduction of unsharded gradients (`fsdp=optim`). 0.16 then adds the reduced
+# gradients to the rank's own; without overlap they replace them. 0.19 replaces them in both cases:
+# distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py 3182, 4104.
+FSDP_OVERLAPS_WHOLE_GRADIENTS = not IS_0_16
 
 
 def mlp_submodules(layer: Any) -> Any:

@@ -60,8 +60,19 @@ def _recording(graph: Graph, **_: Any) -> Iterator[None]:
         yield
 
 
+class _Event:
+    """On a device where every kernel has ended when it is launched."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    wait = synchronize = record
+
+
 class _Cuda(types.ModuleType):
     CUDAGraph, Stream, default_generators = Graph, object, ()
+    Event, current_stream = _Event, staticmethod(lambda: None)
     graph = staticmethod(_recording)
 
     def __getattr__(self, name: str) -> Any:

@@ -114,8 +114,8 @@ def test_a_lost_file_is_found(tmp_path: Path) -> None:
 
 
 def mark_tensor_parallel(part: Any, axis: int | None) -> None:
-    """Set the attributes with which megatron-core's FSDP says how tensor parallel ranks shard a parameter. A replicated
-    one is marked too."""
+    """Set the attributes with which megatron-core's FSDP says how tensor parallel ranks shard a parameter, or that
+    they replicate it."""
     if IS_0_16:
         part._mcore_tp, part._tp_partition_dim, part._tp_duplicated = True, axis or 0, axis is None
     else:

@@ -199,7 +199,7 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    wait = wait_stream
+    wait = wait_event = wait_stream
 
     def record(self, stream: Any = None) -> None: ...
 
