@@ -7,10 +7,14 @@ versions. Nothing else asks for a version.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.parallel import core, overrides
 
 IS_0_16 = overrides.nearest_supported(core.version) == overrides.SUPPORTED[0]
@@ -120,3 +124,38 @@ def tensor_parallel_axis(parameter: torch.Tensor) -> int | None:
     if not shared or getattr(parameter, "_tp_duplicated", False):
         return None
     return int(getattr(parameter, "_tp_partition_dim", getattr(parameter, "partition_dim", 0)))
+
+
+class Saving(NamedTuple):
+    """How checkpoints are saved: maker of the queue of background saves, module of the writers, and arguments of
+    dist_checkpointing.save."""
+
+    queue: Callable[[], Any]
+    writers: Any
+    options: dict[str, str]
+
+
+def saving(in_background: bool) -> Saving:
+    """Functions for saving checkpoints. For background saves 0.19 wants nvidia-resiliency-ext; the strategy that it
+    shares with 0.16 is deprecated (dist_checkpointing/serialization.py 314, 359). Both start a process per save."""
+    if in_background and not IS_0_16:
+        from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
+
+        if has_nvrx_async_support():
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import core as resiliency
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+
+            queue = partial(resiliency.AsyncCallsQueue, persistent=False)
+            return Saving(queue, filesystem_async, {"async_strategy": "nvrx"})
+    return Saving(core.AsyncCallsQueue, core.filesystem_async, {} if IS_0_16 else {"async_strategy": "mcore"})
+
+
+def check_readable(folder: Path) -> None:
+    """Raise CheckpointError for a torch_dist iteration that this version does not read. 0.16 reads only common.pt
+    (dist_checkpointing/serialization.py:113), 0.19 also its own object (dist_checkpointing/serialization.py:207)."""
+    if IS_0_16 and not (folder / "common.pt").is_file():
+        raise CheckpointError(
+            folder,
+            f"was saved by megatron-core 0.19, but {core.version} is installed: resume with 0.19 on Python 3.12, or "
+            "export it and start from that",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,17 @@ def test_scales_come_back(delayed: None) -> None:
     for name, tensor in saved.tensors.items():
         assert torch.equal(found.tensors[name], tensor)
     assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" not in os.environ
+
+
+def test_scales_that_megatron_core_0_19_has_pickled_come_back(delayed: None) -> None:
+    """It replaces torch's function, which every tensor's pickle names, in the whole process."""
+    saved = scaled()
+    pickled = pickle.dumps({"recipe": saved.recipe, **saved.tensors, "extra_fp8_variables": saved.variables}, 2)
+    for name in (b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"):
+        assert b"load_from_bytes\n" in pickled
+        pickled = re.sub(rb"c[\w.]+\n\w*_load_from_bytes\n", name, pickled)
+        found = restored(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
+        assert all(torch.equal(found.tensors[key], tensor) for key, tensor in saved.tensors.items())
 
 
 def test_the_parts_of_grouped_experts_are_views(delayed: None) -> None:
