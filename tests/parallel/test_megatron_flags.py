@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlm_bridge.errors import SettingError
+from dlm_bridge.parallel.mcore_compat import IS_0_16
 from dlm_bridge.parallel.train.settings import CLASSES, OURS, REFUSED, check_settings, passed_on
 from dlm_bridge.settings import options_of
 from dlm_bridge.train.config import TrainConfig
@@ -20,6 +21,60 @@ MEGATRON_LM = Path(__file__).parent / "megatron_lm_flags.txt"  # what its argume
 COMMAND = {"--resume", "--dry-run", "--gpus", "--json", "--config"}
 OPTIONS = {option.flag for option in options_of(TrainConfig).values()} | COMMAND
 FIELDS = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in CLASSES.items()}
+NEW = PAGE.read_text().partition("## Fields that only megatron-core 0.19 has")[2]
+NEW_PASSED, NEW_REFUSED = (
+    [field for line in NEW.splitlines() if f"| {what} |" in line for field in re.findall(r"`(\w+\.\w+)`", line)]
+    for what in ("passed", "refused")
+)
+# Fields that are ours or refused in only one of the supported versions of megatron-core.
+ONE_VERSION = {
+    "transformer": {
+        "moe_extended_tp",
+        "cuda_graph_modules",
+        "experimental_attention_variant_loss_scale_func",
+        "expert_gtp_weight_remat_size",
+        "expert_tensor_parallel_num_weight_shards",
+        "fp8_output_proj",
+        "gtp_weight_remat_size",
+        "moe_grad_scale_func",
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+        "moe_single_grouped_bias",
+        "moe_single_grouped_weight",
+        "mtp_detach_heads",
+        "mtp_grad_scale_func",
+        "mtp_hybrid_override_pattern",
+        "mtp_use_repeated_layer",
+        "mup_attn_scale_power",
+        "mup_base_head_dim",
+        "mup_base_hidden_size",
+        "mup_embedding_mult",
+        "mup_output_mult",
+        "mup_width_mult",
+        "tensor_parallel_num_weight_shards",
+        "use_grouped_gemm_for_dense_mlp",
+        "moe_pad_experts_for_cuda_graph_inference",
+        "use_mup",
+    },
+    "ddp": {"fp4_param_gather"},
+    "optimizer": {
+        "muon_use_nesterov",
+        "adaptive_muon_beta2",
+        "adaptive_muon_eps",
+        "adaptive_muon_moment2_method",
+        "grad_norm_skip_threshold",
+        "lion_beta1",
+        "lion_beta2",
+        "muon_coefficient_type",
+        "muon_nesterov",
+        "muon_scalar_optimizer",
+        "optimizer_cuda_graph",
+        "soap_precondition_frequency",
+        "soap_shampoo_beta",
+        "soap_use_kl_shampoo",
+        "use_layer_wise_distributed_optimizer",
+    },
+}
 # On the page too: in groups of inference and of experiments.
 ELSEWHERE = (
     "--cuda-graph-scope",
@@ -69,7 +124,13 @@ def test_our_options_exist() -> None:
 
 
 def test_passed_keys_are_fields_that_pass() -> None:
-    passed = [key for _, here, _ in rows() for key in re.findall(r"--megatron (\w+\.\w+)", here)]
+    absent = "0.19" if IS_0_16 else "0.16"  # rows say so of keys that one version lacks
+    passed = [
+        key
+        for _, here, why in rows()
+        for key in re.findall(r"--megatron (\w+\.\w+)", here)
+        if f"only megatron-core {absent}" not in why
+    ]
     assert len(passed) > 60
     for setting in passed:
         group, _, key = setting.partition(".")
@@ -94,9 +155,24 @@ def test_what_is_not_there_does_not_pass_either() -> None:
                 assert key not in FIELDS[group] or key in OURS[group] | REFUSED[group], name
 
 
+@pytest.mark.skipif(IS_0_16, reason="fields of megatron-core 0.19")
+@pytest.mark.parametrize("setting", NEW_REFUSED)
+def test_new_fields_that_would_be_wrong_are_refused(setting: str) -> None:
+    with refused(SettingError, "megatron", setting):
+        check_settings(settings(f"{setting}=1"))
+
+
+@pytest.mark.skipif(IS_0_16, reason="fields of megatron-core 0.19")
+def test_new_fields_pass() -> None:
+    assert len(NEW_PASSED) > 10
+    for group, _, key in (setting.partition(".") for setting in NEW_PASSED):
+        assert key in FIELDS[group]
+        assert key not in OURS[group] | REFUSED[group]
+
+
 def test_what_is_ours_or_refused_is_a_field() -> None:
     for group, names in FIELDS.items():
-        assert OURS[group].keys() | REFUSED[group].keys() <= names
+        assert OURS[group].keys() | REFUSED[group].keys() <= names | ONE_VERSION[group]
         assert not OURS[group].keys() & REFUSED[group].keys()
         assert set(OURS[group].values()) <= options_of(TrainConfig).keys()
 

@@ -66,7 +66,9 @@ OURS: dict[str, dict[str, str]] = {
         "overlap_p2p_comm": "overlap_communication",
         "batch_p2p_comm": "overlap_communication",
         "attention_backend": "attention_backend",
-        **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "cuda_graph_scope"), "cuda_graphs"),
+        **dict.fromkeys(
+            ("cuda_graph_impl", "enable_cuda_graph", "cuda_graph_scope", "cuda_graph_modules"), "cuda_graphs"
+        ),
         "moe_token_dispatcher_type": "moe_dispatcher",
         "moe_grouped_gemm": "moe_grouped_gemm",
         "moe_shared_expert_overlap": "moe_shared_expert_overlap",
@@ -85,6 +87,7 @@ OURS: dict[str, dict[str, str]] = {
         "use_custom_fsdp": "fsdp",
         "data_parallel_sharding_strategy": "fsdp",
         "fp8_param_gather": "fp8_params",
+        "fp4_param_gather": "precision",
         "num_distributed_optimizer_instances": "optimizer_instances",
     },
     "optimizer": {
@@ -120,20 +123,35 @@ OF_THE_MODEL = (
     "layernorm_zero_centered_gamma", "use_fused_weighted_squared_relu",
     "apply_residual_connection_post_layernorm", "glu_linear_offset",
     "activation_func_clamp_value", "no_rope_freq", "linear_attention_freq", "window_attn_skip_freq",
-    "mtp_num_layers",
+    "mtp_num_layers", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
 )  # fmt: skip
 # Functions that the engine passes to megatron-core.
 CALLABLES = (
     "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func",
     "init_method", "output_layer_init_method", "embedding_init_method", "_cpu_offloading_context",
+    "moe_grad_scale_func", "mtp_grad_scale_func", "experimental_attention_variant_loss_scale_func",
 )  # fmt: skip
 _LOADS = "the bridge loads every rank's weights, and the gradient norm needs the attributes that initialisation sets"
 _DELAYED = "weight gradients would be missing without `ep_overlap`, and were never compared with it"
 _MUON = "`optimizer=muon` is the engine's own, with torch.optim.Muon's settings"
 _MUON_SETTINGS = (
     "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps",
-    "muon_tp_mode", "muon_extra_scale_factor",
+    "muon_tp_mode", "muon_extra_scale_factor", "muon_nesterov", "muon_coefficient_type", "muon_scalar_optimizer",
+    "adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps",
 )  # fmt: skip
+_OTHER_OPTIMIZERS = (
+    "lion_beta1", "lion_beta2", "soap_shampoo_beta", "soap_precondition_frequency", "soap_use_kl_shampoo",
+)  # fmt: skip
+_MUP = (
+    "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim",
+    "mup_attn_scale_power",
+)  # fmt: skip
+_REMATERIALISED = (
+    "tensor_parallel_num_weight_shards", "gtp_weight_remat_size", "expert_tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size",
+)  # fmt: skip
+_OWN_STEP = "the engine's own optimizer step ignores it"
 _SHARED_BUFFER = "the engine's steps do not fill a buffer shared by weights and gradients"
 # Fields that would make a run silently wrong, and why.
 REFUSED: dict[str, dict[str, str]] = {
@@ -146,6 +164,15 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), DYNAMIC_CP),
         "delay_wgrad_compute": _DELAYED,
         "mtp_standalone": "multi-token prediction layers are on the last stage, with the loss",
+        "mtp_detach_heads": "the engine's multi-token prediction layers ignore it",
+        "fp8_output_proj": "the engine's output layer computes the loss without logits",
+        **dict.fromkeys(_MUP, "no public model's config.json has its multipliers, so an export would be wrong"),
+        **dict.fromkeys(_REMATERIALISED, "the engine's process groups and checkpoints do not support it"),
+        "moe_pad_experts_for_cuda_graph_inference": "it is for inference",
+        "use_grouped_gemm_for_dense_mlp": "the engine's layer specs ignore it",
+        **dict.fromkeys(
+            ("moe_single_grouped_weight", "moe_single_grouped_bias"), "the mapping has a weight per expert"
+        ),
         "moe_router_topk_limited_devices": "the routing would depend on `ep`, and no export supports it",
     },
     "ddp": {
@@ -159,6 +186,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "reuse_grad_buf_for_mxfp8_param_ag": _SHARED_BUFFER,
         "timers": "the engine sets this function",
         **dict.fromkeys(_MUON_SETTINGS, _MUON),
+        **dict.fromkeys(_OTHER_OPTIMIZERS, "`optimizer` has neither Lion nor SOAP"),
+        "use_layer_wise_distributed_optimizer": "the engine's checkpoints do not support it",
+        **dict.fromkeys(("grad_norm_skip_threshold", "optimizer_cuda_graph"), _OWN_STEP),
     },
 }
 # Fields with a single supported value, and why.
