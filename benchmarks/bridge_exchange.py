@@ -5,9 +5,9 @@
 Megatron Bridge pins another transformers, so it runs by a command of its own, in an environment of its own; it needs a
 GPU. For each family a Hub folder with random weights is written, with the widths of a public model in fewer layers.
 Both sides import it. Then dlm-bridge exports the checkpoint that Megatron Bridge has written, and Megatron Bridge the
-one of dlm-bridge; every tensor of both exports is compared with the source. Each conversion is a process of its own with
-one rank, and is timed from the first look at the source until the files are on the disk, start-up apart. Prints a line
-of JSON for each import and export. `ratio` is Megatron Bridge's seconds over dlm-bridge's.
+one of dlm-bridge; every tensor of both exports is compared with the source. Each conversion is a process of its own
+with one rank, and is timed from the first look at the source until the files are on the disk, start-up apart. Prints
+a line of JSON for each import and export. `ratio` is Megatron Bridge's seconds over dlm-bridge's.
 
 Without --bridge-python only dlm-bridge runs, and exports its own checkpoint.
 """
@@ -27,10 +27,12 @@ from typing import Any
 import torch
 from conversion import LLADA, write_random
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 BASE: dict[str, Any] = {
-    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02,
-    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+    "initializer_range": 0.02, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 QWEN3: dict[str, Any] = {
     **BASE, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000,
@@ -39,8 +41,8 @@ QWEN3: dict[str, Any] = {
 # The widths of the public models, and layers for 2.5 to 3.7 GB.
 FAMILIES: dict[str, dict[str, Any]] = {
     "LLaDA-1.5": {
-        **LLADA, "n_layers": 2, "vocab_size": 126464, "embedding_size": 126464, "mlp_ratio": 4, "attention_dropout": 0.0,
-        "embedding_dropout": 0.0, "residual_dropout": 0.0, "init_std": 0.02, "mask_token_id": 126336,
+        **LLADA, "n_layers": 2, "vocab_size": 126464, "embedding_size": 126464, "mlp_ratio": 4,
+        "attention_dropout": 0.0, "embedding_dropout": 0.0, "residual_dropout": 0.0, "init_std": 0.02, "mask_token_id": 126336,
         "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig"},
     },
     "Nemotron-Labs-Diffusion": {
@@ -70,9 +72,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+# Megatron Bridge builds Nemotron-Labs-Diffusion with 32 heads of 128, whatever config.json says.
 TINY: dict[str, Any] = {
     "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 96, "hidden_size": 64, "intermediate_size": 96,
-    "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
+    "moe_intermediate_size": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 4,
     "num_experts_per_tok": 2, "vocab_size": 256, "embedding_size": 256, "mask_token_id": 100, "num_hidden_layers": 2,
 }  # fmt: skip
 # The public folders bring their config class. This one has every key of config.json as an attribute, as theirs.
@@ -104,8 +107,9 @@ finally:
     with open(figures, "w") as file:
         json.dump(found, file)
 """
-BRIDGE = TIMED.format(
-    start="from megatron.bridge import AutoBridge; import megatron.bridge.training.model_load_save",
+BRIDGE = TIMED.format(  # which registers LLaDA's bridge by an import of its own
+    start="from megatron.bridge import AutoBridge; import megatron.bridge.training.model_load_save\n"
+    "    import megatron.bridge.diffusion.conversion.llada15",
     imports="AutoBridge.import_ckpt(source, output, trust_remote_code=True)",
     exports="AutoBridge.from_hf_pretrained(hub, trust_remote_code=True).export_ckpt(source, output)",
 )
@@ -139,7 +143,9 @@ def exchange(family: str, folder: Path, options: argparse.Namespace) -> None:
 
     def convert(side: str, action: str, source: Path, output: Path) -> dict[str, Any]:
         log = options.logs and options.logs / f"{family}_{side}_{action}.log"
-        return run(sides[side], side, [action, *map(str, (hub, source, output))], folder / "figures", log, options.limit)
+        return run(
+            sides[side], side, [action, *map(str, (hub, source, output))], folder / "figures", log, options.limit
+        )
 
     imported = {side: convert(side, "import", hub, folder / side) for side, command in sides.items() if command}
     line = {"family": family, "gb": round(size, 2)}
@@ -158,13 +164,15 @@ def exchange(family: str, folder: Path, options: argparse.Namespace) -> None:
 
 
 def write_hub(folder: Path, config: dict[str, Any], tiny: bool) -> Path:
-    """Write a Hub folder with random weights, and the config class that its config.json names."""
+    """Write a Hub folder with random weights, the config class that its config.json names, and a tokenizer."""
     if tiny:
         config = config | {key: value for key, value in TINY.items() if key in config}
     write_random(folder, config)
     if "auto_map" in config:
         module, name = config["auto_map"]["AutoConfig"].split(".")
         (folder / f"{module}.py").write_text(CONFIG_CLASS.format(name=name, model_type=config["model_type"]))
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
 
 
