@@ -73,7 +73,7 @@ test-gpu: setup
 test-gpu-part:
 	$(PYTEST) --numprocesses $(GPU_TEST_WORKERS) --dist load -m "gpu or gpu2" --gpu-report docs/gpu_tests.md $(FILES_$(PART))
 
-# One cell a call, in an environment of its own: make test-matrix CELL=py3.12-torch2.13-transformers5.24
+# One cell a call, in an environment of its own: make test-matrix CELL=py3.12-core0.19-torch2.13-transformers5.24
 test-matrix:
 	$(PYTHON) scripts/test_matrix.py $(CELL)
 

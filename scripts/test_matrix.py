@@ -1,7 +1,8 @@
-"""A short suite of tests under one combination of Python, torch and transformers, in an environment of its own.
+"""A short suite of tests under one combination of Python, megatron-core, torch and transformers, in an environment of
+its own, with the newest TRL, PEFT and lm-eval that `pyproject.toml` allows.
 
-python scripts/test_matrix.py                                    lists the cells of the matrix
-python scripts/test_matrix.py py3.12-torch2.13-transformers5.24  makes build/matrix/CELL and runs the suite there
+python scripts/test_matrix.py                                             lists the cells of the matrix
+python scripts/test_matrix.py py3.12-core0.19-torch2.13-transformers5.24  makes build/matrix/CELL, runs the suite there
 
 Every torch from PyPI for Linux brings gigabytes of CUDA libraries; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/
 whl/cpu (in one word) finds builds without them. An environment that is there is used again; --fresh makes it anew.
@@ -22,11 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEWEST = "newest"
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = {"3.11": "0.16.1", "3.12": "0.19", "3.13": "0.19"}  # with what the extra `megatron` takes
 TORCHES = ("2.11", "2.13", "2.15", NEWEST)
 TRANSFORMERS = ("5.23", "5.24", NEWEST)
-# What the suite needs beside the package: its own extra `dev` has linters, and libraries of other tests.
-NEEDS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.130", "setuptools>=77")
+# Of the extra `dev`, which has linters too, and libraries of other tests; and what builds the package.
+NEEDS = ("pytest", "pytest-timeout", "hypothesis", "trl", "lm-eval")
+BUILD = "setuptools>=77"
 SUITE = (
     "tests/test_package.py",
     "tests/cli/test_app.py",
@@ -36,6 +38,9 @@ SUITE = (
     "tests/generation/test_samplers.py",
     "tests/train/test_engine.py",
     "tests/train/test_trainer.py",
+    "tests/train/test_lora.py",
+    "tests/train/test_trl.py",
+    "tests/evaluation",
     "tests/parallel/test_megatron_run.py",
 )
 
@@ -45,28 +50,38 @@ class Cell:
     """One combination of versions."""
 
     python: str
+    core: str
     torch: str
     transformers: str
 
     @property
     def name(self) -> str:
-        return f"py{self.python}-torch{self.torch}-transformers{self.transformers}"
+        return f"py{self.python}-core{self.core}-torch{self.torch}-transformers{self.transformers}"
 
     def requirements(self) -> list[str]:
         """The package's own requirements and those of megatron-core, at this cell's versions whatever their bounds."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        chosen = {"torch": self.torch, "transformers": self.transformers}
+        extras = project["optional-dependencies"]
+        needed = [text for text in extras["dev"] if _name(text) in NEEDS]
+        chosen = {"torch": self.torch, "transformers": self.transformers, "megatron-core": self.core}
         found = []
-        for requirement in [*project["dependencies"], *project["optional-dependencies"]["megatron"], *NEEDS]:
-            name = re.match(r"[\w.-]+", requirement)
-            version = chosen.get(name.group()) if name else None
-            if version is not None and name is not None:
-                requirement = name.group() if version == NEWEST else f"{name.group()}=={version}.*"
-            found.append(requirement)
+        for requirement in [*project["dependencies"], *extras["megatron"], *needed, BUILD]:
+            name = _name(requirement)
+            if name in chosen:
+                requirement = name if chosen[name] == NEWEST else f"{name}=={chosen[name]}.*"
+            if requirement not in found:  # the extra has a line of megatron-core per Python
+                found.append(requirement)
         return found
 
 
-CELLS = {cell.name: cell for cell in itertools.starmap(Cell, itertools.product(PYTHONS, TORCHES, TRANSFORMERS))}
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
+
+
+_PRODUCT = itertools.product(PYTHONS.items(), TORCHES, TRANSFORMERS)
+_CELLS = [Cell(*python, torch, transformers) for python, torch, transformers in _PRODUCT]
+_CELLS.append(Cell("3.12", "0.16.1", "2.13", "5.24"))  # which the extra `megatron` allows
+CELLS = {cell.name: cell for cell in _CELLS}
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -145,18 +146,32 @@ def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llada(tmp_path_factory.mktemp("hub") / "llada", n_kv_heads=2)
 
 
+def end_megatron() -> None:
+    """Undo what a live model leaves in this process: process groups and overrides, each also where another fails."""
+    groups, overrides = (sys.modules.get(f"dlm_bridge.parallel.{name}") for name in ("groups", "overrides"))
+    with contextlib.ExitStack() as steps:  # last in, first out
+        if torch.distributed.is_initialized():
+            steps.callback(torch.distributed.destroy_process_group)
+        if overrides is not None:
+            steps.callback(overrides.uninstall)
+        if torch.distributed.is_initialized() and groups is not None:
+            steps.callback(groups.destroy)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _groups_end_with_the_file() -> Iterator[None]:
     """Files share a process, in an order that changes: what a live model leaves behind must not reach the next one."""
     yield
-    core = sys.modules.get("megatron.core.parallel_state")
-    if core is not None and core.model_parallel_is_initialized():
-        from dlm_bridge.parallel import groups, overrides
+    end_megatron()
 
-        groups.destroy()
-        overrides.uninstall()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+
+@pytest.fixture(autouse=True)
+def _overrides_end_with_the_test() -> Iterator[None]:
+    """A test that fails between `overrides.install` and `uninstall` must not fail the tests after it. Under process
+    groups, overrides are those of the file's model."""
+    yield
+    if not torch.distributed.is_initialized():
+        end_megatron()
 
 
 @pytest.fixture(autouse=True)

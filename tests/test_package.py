@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -319,10 +320,12 @@ def test_untested_versions_are_named_when_the_families_are_registered(told: dict
 # ------------------------------------------------------------------------------------------------- the matrix
 
 
-def test_the_cells_of_the_matrix_replace_two_versions() -> None:
-    cell = matrix.CELLS["py3.12-torch2.11-transformersnewest"]
+def test_the_cells_of_the_matrix_replace_three_versions() -> None:
+    cell = matrix.CELLS["py3.12-core0.19-torch2.11-transformersnewest"]
     requirements = cell.requirements()
-    assert {"torch==2.11.*", "transformers"} <= set(requirements)
+    assert {"torch==2.11.*", "transformers", "megatron-core==0.19.*"} <= set(requirements)
+    assert len(requirements) == len({re.split(r"[^\w.-]", text)[0] for text in requirements})
+    assert any(text.startswith("trl>=") for text in requirements)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     kept = [name for name in project["dependencies"] if not name.startswith(("torch>", "transformers>"))]
     assert set(kept) < set(requirements)
@@ -330,16 +333,37 @@ def test_the_cells_of_the_matrix_replace_two_versions() -> None:
     assert all((ROOT / name).exists() for name in matrix.SUITE)
 
 
+def test_the_cells_have_what_the_extra_takes() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = [Requirement(text) for text in project["optional-dependencies"]["megatron"]]
+    allowed = {cell.core for cell in matrix.CELLS.values()}
+    for cell in matrix.CELLS.values():
+        (core,) = (
+            one.specifier
+            for one in extra
+            if one.name == "megatron-core" and one.marker.evaluate({"python_version": cell.python})
+        )
+        assert core.contains(cell.core)
+        assert not any(core.contains(version) for version in ("0.17.1", "0.18.2", "0.20.0"))
+        assert core.contains("0.16.1")
+        assert core.contains("0.19.2") == (cell.python != "3.11")
+    assert allowed == {"0.16.1", "0.19"}
+
+
 def test_the_weekly_job_runs_every_cell() -> None:
     job = yaml.safe_load((ROOT / ".github" / "workflows" / "matrix.yml").read_text())["jobs"]["cell"]
     axes = job["strategy"]["matrix"]
-    names = {
-        f"py{python}-torch{torch}-transformers{transformers}"
-        for python in axes["python"]
+    cells = [
+        {"core": core, "torch": torch, "transformers": transformers}
+        for core in axes["core"]
         for torch in axes["torch"]
         for transformers in axes["transformers"]
-    }
+    ]
+    cells += [more for more in axes["include"] if "torch" in more]
+    names = {"{core}-torch{torch}-transformers{transformers}".format_map(cell) for cell in cells}
     assert names == set(matrix.CELLS)
+    pythons = {more["core"]: more["python"] for more in axes["include"]}
+    assert all(f"py{pythons[cell['core']]}-" in cell["core"] for cell in cells)
 
 
 def test_what_was_tested_is_in_the_matrix_and_in_the_requirements() -> None:

@@ -447,6 +447,7 @@ class OutputRequest:
     dtypes: dict[str, torch.dtype]
     iteration: int
     key_style: str
+    mcore: str
     state: OptimizerState | None = None
 
 

@@ -2,8 +2,8 @@
 
 In the `fully_reshardable` form, and without a distributed optimizer, every state is a tensor of its parameter's shape,
 `optimizer.state.exp_avg.decoder.layers...`, and is sharded like the parameter. The unsharded state is in `common.pt`,
-or in the object `common_state` (newer Megatron-LM), and is copied byte for byte. The moving averages of a run with
-`ema_decay` have the parameters' shapes, too: `ema.decoder.layers...`.
+or in the object `common_state` (megatron-core 0.19), and is copied without unpickling. The moving averages of a run
+with `ema_decay` have the parameters' shapes, too: `ema.decoder.layers...`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlm_bridge.mapping.rules import ParamMapping, Vocabulary
 
 AVERAGED = "ema"  # first component of the keys of averaged weights
 _STATE = re.compile(rf"((?:chained_\d+\.)?optimizer\.state\.\w+\.|{AVERAGED}\.)(.+)")
-COMMON_STATE = "common_state/shard_0_1"  # key of the object that newer Megatron-LM saves in place of common.pt
+COMMON_STATE = "common_state/shard_0_1"  # key of the object that megatron-core 0.19 saves in place of common.pt
 _OPTIMIZER = re.compile(rf"(chained_\d+\.)?optimizer\.|{AVERAGED}\.")
 _TRAINING_STATE = re.compile(rf"{_OPTIMIZER.pattern}|rng_state\b|rerun_state_machine_state\b|common_state/")
 

@@ -51,6 +51,7 @@ class ConversionReport:
     layout: dict[str, Any] | None = None
     vocab_multiple: int | None = None
     key_style: str | None = None  # legacy format only
+    mcore: str | None = None  # torch_dist only
     side_files: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -123,11 +124,12 @@ def plan_megatron(source: Checkpoint, output: Path, settings: MegatronSettings) 
     number = 0 if iteration == "release" else int(iteration.removeprefix("iter_"))
     state = None if settings.weights_only else source.optimizer_state(params, settings.format)
     kind = next(kind for kind in (load_kind(place) for place, _ in KINDS) if kind.format == settings.format)
-    request = OutputRequest(source, params, layout, dtypes, number, settings.key_style, state)
+    request = OutputRequest(source, params, layout, dtypes, number, settings.key_style, settings.mcore, state)
     files, writer = kind.plan_output(request)
     report = _report("reshard" if source.iteration else "import", source, output, specs, settings)
     report.format, report.layout, report.vocab_multiple = settings.format, layout.as_dict(), vocab_multiple
     report.key_style = settings.key_style if settings.format == "torch" else None
+    report.mcore = settings.mcore if settings.format == "torch_dist" else None
     report.files = {f"{iteration}/{file}": size for file, size in sorted(files.items())}
     report.bytes = sum(files.values())
     report.notes += notes + _widened(source.params, specs, dtypes) + _spelling_note(source)

@@ -30,6 +30,7 @@ else:  # the types of flags
 Progress = Callable[[int, int], None]  # (bytes just written, total bytes); called from any thread
 FORMATS = ("torch_dist", "torch")
 KEY_STYLES = ("te", "te-sequential", "local")
+MCORE_FORMS = ("0.16", "0.19")
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -177,6 +178,7 @@ class MegatronSettings(ConversionSettings):
         format: "torch_dist", or "torch" for Megatron's legacy format.
         vocab_multiple: pad the vocabulary with zero rows to a multiple of this number.
         key_style: parameter names with `format="torch"`: "te", "te-sequential" or "local".
+        mcore: megatron-core whose form of `torch_dist` is written: "0.16", which 0.19 reads too, or "0.19".
         run_config: also write Megatron Bridge's run_config.yaml.
         weights_only: omit the source's optimizer state. Otherwise it is converted with the weights, or refused where
             it cannot be.
@@ -191,6 +193,11 @@ class MegatronSettings(ConversionSettings):
         "te",
         "Parameter names with --format torch: te (grouped experts), te-sequential or local (no Transformer Engine).",
         choices=KEY_STYLES,
+    )
+    mcore: str = _output(
+        "0.16",
+        "megatron-core whose form of torch_dist is written: 0.16 (0.19 reads it too) or 0.19.",
+        choices=MCORE_FORMS,
     )
     run_config: bool = _switch("Also write Megatron Bridge's run_config.yaml.", panel="Output")
     weights_only: bool = _switch("Omit the optimizer state.", panel="Output")

@@ -460,7 +460,7 @@ def _unfinished_output(
 def _fingerprint(source: Checkpoint, plan: MegatronOutput | HubOutput, settings: ConversionSettings) -> str:
     """Fingerprint that must match before an interrupted conversion is resumed."""
     report = plan.report.as_dict()
-    chosen = ("action", "family", "format", "key_style", "layout", "vocab_multiple", "files", "side_files")
+    chosen = ("action", "family", "format", "key_style", "mcore", "layout", "vocab_multiple", "files", "side_files")
     facts = {
         **{name: report[name] for name in chosen},
         "dtype": str(settings.cast_dtype),

@@ -150,8 +150,8 @@ ENCODED_TOGETHER = 4  # rows wait for an encoder pass until they are 1/4 of all 
 def supports_drafts(model: Any, settings: Mapping[str, Any]) -> bool:
     """True if `GemmaEngine` can sample from the model under these settings; otherwise transformers' loop has to."""
     plain = unwrapped(model)
-    if not is_gemma(plain) or "self_conditioning_mask" not in inspect.signature(plain.forward).parameters:
-        return False  # another model, or a version of transformers whose decoder conditions all rows or none
+    if not is_gemma(plain):
+        return False
     devices = {str(device) for device in (getattr(plain, "hf_device_map", None) or {"": plain.device}).values()}
     attention = {module.config._attn_implementation for module in (plain.model.decoder, plain.model.encoder)}
     whole = tensor_parallel_group(plain) is None

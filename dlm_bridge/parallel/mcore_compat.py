@@ -6,13 +6,24 @@ versions. Nothing else asks for a version.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from dlm_bridge.errors import CheckpointError
 from dlm_bridge.parallel import core, overrides
 
 IS_0_16 = overrides.nearest_supported(core.version) == overrides.SUPPORTED[0]
+
+# 0.19 announces for each GPTModel that HybridModel replaces it (models/gpt/gpt_model.py:118). HybridModel gives
+# attention and feed-forward a layer number each, so its checkpoints are not in the layout that this package, Megatron
+# Bridge and checkpoints of 0.16 share.
+_GPT_MODEL_LOG, _GPT_MODEL_NOTE = "megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"
+logging.getLogger(_GPT_MODEL_LOG).addFilter(lambda record: not record.getMessage().startswith(_GPT_MODEL_NOTE))
 
 # Name of the layer in a multi-token prediction layer: transformer/multi_token_prediction.py 666, 1039. Checkpoints of
 # both versions call it transformer_layer.
@@ -20,6 +31,11 @@ PREDICTED_LAYER = "transformer_layer" if IS_0_16 else "mtp_model_layer"
 
 # Field that selects the modules recorded in CUDA graphs: transformer/transformer_config.py 784, 1047.
 GRAPHED_MODULES = "cuda_graph_scope" if IS_0_16 else "cuda_graph_modules"
+
+# True if Megatron FSDP may overlap the reduction of unsharded gradients (`fsdp=optim`). 0.16 then adds the reduced
+# gradients to the rank's own; without overlap they replace them. 0.19 replaces them in both cases:
+# distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py 3182, 4104.
+FSDP_OVERLAPS_WHOLE_GRADIENTS = not IS_0_16
 
 
 def mlp_submodules(layer: Any) -> Any:
@@ -108,3 +124,38 @@ def tensor_parallel_axis(parameter: torch.Tensor) -> int | None:
     if not shared or getattr(parameter, "_tp_duplicated", False):
         return None
     return int(getattr(parameter, "_tp_partition_dim", getattr(parameter, "partition_dim", 0)))
+
+
+class Saving(NamedTuple):
+    """How checkpoints are saved: maker of the queue of background saves, module of the writers, and arguments of
+    dist_checkpointing.save."""
+
+    queue: Callable[[], Any]
+    writers: Any
+    options: dict[str, str]
+
+
+def saving(in_background: bool) -> Saving:
+    """Functions for saving checkpoints. For background saves 0.19 wants nvidia-resiliency-ext; the strategy that it
+    shares with 0.16 is deprecated (dist_checkpointing/serialization.py 314, 359). Both start a process per save."""
+    if in_background and not IS_0_16:
+        from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
+
+        if has_nvrx_async_support():
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import core as resiliency
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import filesystem_async
+
+            queue = partial(resiliency.AsyncCallsQueue, persistent=False)
+            return Saving(queue, filesystem_async, {"async_strategy": "nvrx"})
+    return Saving(core.AsyncCallsQueue, core.filesystem_async, {} if IS_0_16 else {"async_strategy": "mcore"})
+
+
+def check_readable(folder: Path) -> None:
+    """Raise CheckpointError for a torch_dist iteration that this version does not read. 0.16 reads only common.pt
+    (dist_checkpointing/serialization.py:113), 0.19 also its own object (dist_checkpointing/serialization.py:207)."""
+    if IS_0_16 and not (folder / "common.pt").is_file():
+        raise CheckpointError(
+            folder,
+            f"was saved by megatron-core 0.19, but {core.version} is installed: resume with 0.19 on Python 3.12, or "
+            "export it and start from that",
+        )

@@ -6,11 +6,13 @@ device. A platform's overrides are installed all or none; an override that does 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
@@ -19,6 +21,7 @@ from dlm_bridge.errors import MissingExtraError, SettingError, one_line
 
 MEGATRON_CORE = "megatron-core"
 SUPPORTED = ("0.16.1", "0.19.2")  # the versions for which `mcore_patches` were written and tested
+_RESILIENCY = "nvidia-resiliency-ext"
 ALLOW_UNTESTED = "DLM_BRIDGE_ALLOW_UNTESTED_MCORE"
 _ABSENT = object()
 
@@ -56,6 +59,7 @@ def check_version(found: str) -> None:
                 MEGATRON_CORE,
                 f"{found} needs Python 3.12: use that, or pip install megatron-core=={SUPPORTED[0]}",
             )
+        _check_resiliency(found)
         return
     problem = f"version {found} is installed, but dlm-bridge supports {' and '.join(SUPPORTED)}"
     if os.environ.get(ALLOW_UNTESTED) != "1":
@@ -65,6 +69,19 @@ def check_version(found: str) -> None:
             f"{problem}: pip install megatron-core=={best}, or set {ALLOW_UNTESTED}=1 to try it untested",
         )
     warnings.warn(f"{MEGATRON_CORE}: {problem}: its patches are untested ({ALLOW_UNTESTED}=1)", stacklevel=2)
+
+
+def _check_resiliency(found: str) -> None:
+    """Raise MissingExtraError if nvidia-resiliency-ext prevents the import of a version of megatron-core: 0.19 reads
+    its __version__, which 0.4 lacks, and asserts 0.6 (dist_checkpointing/strategies/nvrx.py 45, 85)."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        other = metadata.version(_RESILIENCY)
+        if nearest_supported(found) != SUPPORTED[0] and Version(other) < Version("0.6"):
+            raise MissingExtraError(
+                _RESILIENCY,
+                f"{other} is too old for {MEGATRON_CORE} {found}: pip uninstall {_RESILIENCY}, or with glibc 2.39 "
+                f"pip install '{_RESILIENCY}>=0.6'",
+            )
 
 
 def install(table: Table, owner: str) -> None:

@@ -173,12 +173,10 @@ def transformers_command(
 
 
 def refuse_chats_without_template() -> None:
-    """Patch transformers' server to answer 400 to a chat if the model has no chat template. It answers 500 otherwise,
-    with a traceback in its log. Has no effect in versions without that server."""
-    try:
-        from transformers.cli.serving import server
-    except ImportError:
-        return
+    """Patch transformers' server to answer 400 to a chat if the model has no chat template. It answers 500 otherwise
+    (5.23, 5.24), with a traceback in its log."""
+    from transformers.cli.serving import server
+
     build = server.build_server
 
     def build_server(*arguments: Any, **options: Any) -> Any:

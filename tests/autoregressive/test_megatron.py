@@ -45,7 +45,7 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
     of them, and is only built here, not run."""
     from megatron.core.transformer import dot_product_attention, multi_latent_attention
 
-    from dlm_bridge.parallel import groups, overrides
+    from dlm_bridge.parallel import groups
 
     groups.initialize(Layout())
     init = dot_product_attention.DotProductAttention.__init__
@@ -58,9 +58,6 @@ def megatron() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))
         patch.setattr(dot_product_attention.DotProductAttention, "__init__", without_sizes)
         yield patch
-    groups.destroy()
-    overrides.uninstall()
-    torch.distributed.destroy_process_group()
 
 
 def transformer_config(case: Case, described: dict[str, Any]) -> Any:

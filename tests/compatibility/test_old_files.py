@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import dlm_bridge  # noqa: F401  registers the families
 from dlm_bridge.cli.app import app
 from tests import launcher
+from tests.convert.helpers import common_state, dcp_tensors
 from tests.processes import environments
 
 DATA = Path(__file__).parent / "data"
@@ -23,6 +25,7 @@ EXPECTED: dict[str, Any] = json.loads((DATA / "expected.json").read_text())
 MEGATRON = {"llada_torch_dist": "llada", "llada_torch": "llada", "sdar_moe_torch_dist": "sdar_moe"}
 STEPS = "--data mock --global-batch-size 4 --seq-length 16 --lr 0.01 --eval-interval 0 --save-interval 2 --steps 4"
 # A run, the flags that it was started with, the processes to resume it on and the tolerance of what follows.
+NEWER = "megatron_mcore_0_19"
 RESUMES = [
     ("accelerate", "--engine accelerate --precision fp32", 1, 1e-5),
     ("megatron", "--engine megatron --precision fp32", 1, 1e-5),
@@ -97,7 +100,7 @@ def test_an_adapter_is_converted_both_ways(tmp_path: Path) -> None:
     assert_same_weights(tmp_path / "again", DATA / "sdar_lora")
 
 
-@pytest.mark.parametrize("run", [run for run, *_ in RESUMES[:3]])
+@pytest.mark.parametrize("run", [*(run for run, *_ in RESUMES[:3]), NEWER])
 def test_a_trained_checkpoint_is_exported(run: str, tmp_path: Path) -> None:
     checkpoints = DATA / f"run_{run}" / "checkpoints"
     if run == "accelerate":
@@ -119,13 +122,53 @@ def test_a_run_goes_on_as_it_would_have(
 ) -> None:
     if run != "accelerate":
         pytest.importorskip("megatron.core")
+    logs = [tmp_path / f"log_{rank}.txt" for rank in range(processes)]
+    assert resumed(run, flags, tmp_path, logs), logs[0].read_text()
+    assert_trained(tmp_path, EXPECTED["train"][run], tolerance)
+
+
+def resumed(run: str, flags: str, tmp_path: Path, logs: list[Path]) -> bool:
+    """Resume a copy of a run in a process for each of the logs: whether all ended well."""
     output = tmp_path / "run"
     shutil.copytree(DATA / f"run_{run}", output)
-    (output / "config.yaml").unlink()  # the form of run configurations may change; every option is given
+    (output / "config.yaml").unlink(missing_ok=True)  # its form may change; every option is given
     words = f"pretrain --model {DATA / 'llada'} --output {output} {STEPS} {flags} --resume"
-    logs = [tmp_path / f"log_{rank}.txt" for rank in range(processes)]
-    assert launcher.run("dlm_bridge.cli", words.split(), environments(processes), logs, 300), logs[0].read_text()
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row, expected in zip(rows[2:], EXPECTED["train"][run], strict=True):
+    return launcher.run("dlm_bridge.cli", words.split(), environments(len(logs)), logs, 300)
+
+
+def assert_trained(tmp_path: Path, rows: list[dict[str, float]], tolerance: float) -> None:
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    for row, expected in zip(found[2:], rows, strict=True):
         assert {key: row[key] for key in expected} == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.extension("parallel")
+def test_a_run_of_megatron_core_0_19_goes_on_or_is_refused_by_0_16(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    log = tmp_path / "log.txt"
+    well = resumed(NEWER, "--engine megatron --precision fp32", tmp_path, [log])
+    if version("megatron-core").startswith("0.16."):
+        (line,) = [line for line in log.read_text().splitlines() if line.startswith("dlm-bridge: ")]
+        assert not well
+        assert str(tmp_path / "run" / "checkpoints" / "iter_0000002") in line
+        assert "0.19" in line
+        assert "Traceback" not in log.read_text()
+        command("export", tmp_path / "run", tmp_path / "hub")  # the remedy
+    else:
+        assert well, log.read_text()
+        assert_trained(tmp_path, EXPECTED["train"]["megatron"], 1e-5)
+
+
+@pytest.mark.parametrize("form", ["0.16", "0.19"])
+def test_a_run_of_megatron_core_0_19_is_resharded_with_its_optimizer_state(form: str, tmp_path: Path) -> None:
+    run = DATA / f"run_{NEWER}" / "checkpoints"
+    command("inspect", run)
+    command("verify", run)
+    command("reshard", run, tmp_path / "m", "--tp", "2", "--pp", "2", "--mcore", form)
+    command("verify", tmp_path / "m")
+    command("verify", tmp_path / "m", run)
+    assert common_state(tmp_path / "m" / "iter_0000002") == common_state(run / "iter_0000002")
+    ours, theirs = (dcp_tensors(root / "iter_0000002") for root in (tmp_path / "m", run))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())

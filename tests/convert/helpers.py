@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 from dlm_bridge.cli.app import main
+from dlm_bridge.convert.formats.dcp import read_metadata
 from dlm_bridge.convert.manifest import MANIFEST
 
 
@@ -46,6 +49,19 @@ def dcp_tensors(iteration: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+def common_state(iteration: Path) -> dict[str, Any]:
+    """The common state of a torch_dist checkpoint, which must be plain data: common.pt, or the object of
+    megatron-core 0.19."""
+    if (iteration / "common.pt").is_file():
+        found = torch.load(iteration / "common.pt", weights_only=True)
+    else:
+        place = read_metadata(iteration).objects["common_state/shard_0_1"]
+        data = (iteration / place.file).read_bytes()[place.offset : place.offset + place.length]
+        (found,) = torch.load(io.BytesIO(data), weights_only=True)
+    assert isinstance(found, dict)
+    return found
 
 
 def save_dcp(state: dict[str, torch.Tensor], iteration: Path) -> None:

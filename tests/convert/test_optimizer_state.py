@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.checkpoints import find_checkpoint
-from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, write_metadata
+from dlm_bridge.convert.checkpoints.torch_dist import TorchDistCheckpoint, rewrapped, write_metadata
 from dlm_bridge.convert.formats.dcp import Contents, StorageLocation, read_metadata
 from dlm_bridge.convert.verify import verify_manifest, verify_pair
 from dlm_bridge.errors import ChangedTensorsError, CheckpointError
@@ -107,20 +108,32 @@ def test_states_of_experts_and_unlike_layers(tmp_path: Path, write: Callable[[Pa
     assert_states(tmp_path / "m", states, vocab)
 
 
-def test_common_state_as_an_object(
-    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture
-) -> None:
-    """Newer Megatron-LM has no common.pt: what it has in its place goes along as it is."""
-    hub, run, states = trained
-    shutil.copytree(run, tmp_path / "run")
-    folder = tmp_path / "run" / ITERATION
+def with_object(run: Path, root: Path) -> bytes:
+    """Copy a checkpoint in the form of megatron-core 0.19, which has an object in place of common.pt: its bytes."""
+    shutil.copytree(run, root)
+    folder = root / ITERATION
     torch.save([torch.load(folder / "common.pt", weights_only=False)], folder / "__9_0.distcp")
     (folder / "common.pt").unlink()
     data = (folder / "__9_0.distcp").read_bytes()
     contents = read_metadata(folder)
     objects = {**contents.objects, "common_state/shard_0_1": StorageLocation("__9_0.distcp", 0, len(data))}
     write_metadata(folder, Contents({k: t for k, t in contents.tensors.items() if t.dtype}, objects))
-    Bridge.from_megatron(tmp_path / "run", like=hub).to_megatron(tmp_path / "m", Layout(pp=2))
+    return data
+
+
+def test_common_state_as_an_object(
+    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture
+) -> None:
+    """What megatron-core 0.19 has in place of common.pt becomes common.pt, or goes along as it is."""
+    hub, run, states = trained
+    data = with_object(run, tmp_path / "run")
+    bridge = Bridge.from_megatron(tmp_path / "run", like=hub)
+    bridge.to_megatron(tmp_path / "old", Layout(pp=2))
+    assert_states(tmp_path / "old", states)
+    common = [torch.load(root / ITERATION / "common.pt", weights_only=True) for root in (run, tmp_path / "old")]
+    assert common[0] == common[1]
+    assert not list((tmp_path / "old" / ITERATION).glob("__common*"))
+    bridge.to_megatron(tmp_path / "m", Layout(pp=2), mcore="0.19")
     assert_states(tmp_path / "m", states)
     assert data in [path.read_bytes() for path in (tmp_path / "m" / ITERATION).iterdir()]
     assert not (tmp_path / "m" / ITERATION / "common.pt").exists()
@@ -130,6 +143,35 @@ def test_common_state_as_an_object(
     path = next(path for path in (tmp_path / "m" / ITERATION).iterdir() if path.read_bytes() == data)
     path.write_bytes(data[:-30] + bytes([data[-30] ^ 1]) + data[-29:])
     assert run_cli(capsys, "verify", tmp_path / "m")[0] in (1, 2)
+
+
+def test_the_form_of_megatron_core_0_19_is_chosen(
+    trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture
+) -> None:
+    hub, run, states = trained
+    words = (run, tmp_path / "m", "--tp", 2, "--mcore", "0.19", "--like", hub, "--json")
+    code, out, _ = run_cli(capsys, "reshard", *words)
+    assert code == 0
+    assert json.loads(out)["mcore"] == "0.19"
+    folder = tmp_path / "m" / ITERATION
+    assert_states(tmp_path / "m", states)
+    assert json.loads((folder / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+    }
+    assert not (folder / "common.pt").exists()
+    (found,) = torch.load(folder / "__common_0.distcp", weights_only=True)
+    assert found == torch.load(run / ITERATION / "common.pt", weights_only=True)
+    assert run_cli(capsys, "verify", tmp_path / "m", hub)[0] == 0
+    assert run_cli(capsys, "import", hub, tmp_path / "x", "--mcore", "0.18")[0] == 2
+
+
+@pytest.mark.parametrize("value", [[{"iteration": 3}, 4], ({"iteration": 3},), []], ids=["two", "tuple", "none"])
+def test_a_common_state_of_an_unknown_form(value: object, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    with refused(CheckpointError, tmp_path, "`weights_only`"):
+        rewrapped(stream.getvalue(), wrap=False, where=tmp_path)
 
 
 def test_weights_only(trained: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: Capture) -> None:

@@ -230,7 +230,7 @@ def test_training_state_is_left_behind_and_said(tmp_path: Path, llada: Path) -> 
 
 
 def test_checkpoint_without_common_pt(tmp_path: Path, llada: Path, imported: Path) -> None:
-    """Newer Megatron-LM keeps the common state as an object of the distributed checkpoint."""
+    """megatron-core 0.19 keeps the common state as an object of the distributed checkpoint."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
     root = tmp_path / "m"

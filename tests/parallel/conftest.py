@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from rich.console import Console
 
 from dlm_bridge import Layout
 from dlm_bridge.train.config import TrainConfig
+from tests.conftest import end_megatron
 from tests.parallel import precision_aware
 from tests.train.conftest import (
     Run,
@@ -33,15 +33,12 @@ from tests.train.conftest import (
 def megatron_alone() -> Iterator[None]:
     """megatron-core on the CPU, in a world of one, and nothing of it afterwards."""
     pytest.importorskip("megatron.core")
-    from dlm_bridge.parallel import groups, overrides
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
-        yield
-        if dist.is_initialized():
-            groups.destroy()
-            dist.destroy_process_group()
-        overrides.uninstall()
+        try:
+            yield
+        finally:
+            end_megatron()
 
 
 @pytest.fixture
@@ -82,9 +79,6 @@ def world_of_one() -> Iterator[None]:
     """megatron-core's groups of one process, on the CPU."""
     from dlm_bridge.parallel import groups
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DLM_BRIDGE_PLATFORM", "cpu")
+    with megatron_alone():
         groups.initialize(Layout())
         yield
-        groups.destroy()
-        dist.destroy_process_group()

@@ -80,7 +80,7 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
     )
     own = [dist.new_group([other]) for other in (0, 1)][dist.get_rank()]
     mesh = DeviceMesh.from_group([dist.group.WORLD, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
-    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
+    index = FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=mesh)
     gather, exchanges = dist.all_gather_object, list[int]()
 
     def counted(objects: list[Any], own: Any, group: Any = None) -> None:
@@ -96,7 +96,12 @@ def builds_layer_by_layer(folder: Path, dtype: torch.dtype) -> None:
         patch.setattr(torch.cuda, "current_device", lambda: 0)  # not the CPU platform's
         patch.setattr(dist, "all_gather_object", counted)
         sharded = MegatronFSDP(
-            model, index, config, [TransformerLayer], device=torch.device("cpu"), calculate_per_token_loss=True
+            model,
+            index,
+            config,
+            fsdp_unit_modules=[TransformerLayer],
+            device=torch.device("cpu"),
+            calculate_per_token_loss=True,
         )
     assert not absent.loads
     own = sum(cut[each][1] - cut[each][0] for each in late)

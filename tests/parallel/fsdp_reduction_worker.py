@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.layouts.host_transport import NAME, register
+from dlm_bridge.parallel.mcore_compat import IS_0_16
 from dlm_bridge.train.config import TrainConfig
 from tests.processes import work
 
@@ -58,18 +59,19 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     if dist.get_world_size() == 4:
         for strategy in ("optim_grads", "optim_grads_params"):
             yield f"{strategy}: two instances", partial(gradients, strategy, None, True, instances=2)
-        yield "optim: two instances, which is why it is refused", partial(gradients, "optim", None, False, instances=2)
+        equal = not IS_0_16  # which 0.16 does wrong: it is refused
+        yield "optim: two instances", partial(gradients, "optim", None, equal, instances=2)
         yield "where shards lie", shards_lie_where_they_are_said_to
         return
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: as the engine asks for it", partial(gradients, strategy, None, True)
-    yield "optim: overlapped, which is why", partial(gradients, "optim", True, False)
+    yield "optim: overlapped, which 0.16 does wrong", partial(gradients, "optim", True, not IS_0_16)
     yield "optim_grads: several buckets", partial(gradients, "optim_grads", None, True, bucket_size=16)
     for strategy in ("optim", "optim_grads"):
         yield f"{strategy}: experts of one rank each", partial(gradients, strategy, None, True, experts=True)
     yield (
-        "optim_grads: such experts unpatched, which is why",
-        partial(gradients, "optim_grads", None, False, experts=True, patched=False),
+        "optim_grads: such experts unpatched, which 0.16 does wrong",
+        partial(gradients, "optim_grads", None, not IS_0_16, experts=True, patched=False),
     )
 
 
@@ -139,7 +141,7 @@ def gradients(
         mesh = DeviceMesh.from_group([pair, own], "cpu", mesh=[[0], [1]], mesh_dim_names=("dp_cp", "tp"))
         own_mesh = DeviceMesh.from_group([own, own], "cpu", mesh=[[rank]], mesh_dim_names=("dp_cp", "tp"))
         index = FSDPDistributedIndex(
-            mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=own_mesh if experts else None
+            mesh, dp_shard_dim="dp_cp", tp_dim="tp", expt_device_mesh=own_mesh if experts else mesh
         )
     else:
         inside = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
@@ -149,11 +151,19 @@ def gradients(
             [between, inside, own], "cpu", mesh=[[[0], [1]], [[2], [3]]], mesh_dim_names=names
         )
         index = FSDPDistributedIndex(
-            mesh, dp_shard_dim="dp_cp", dp_outer_dim="outer_fsdp_dp", tp_dim="tp", hybrid_fsdp_group=dist.group.WORLD
+            mesh,
+            dp_shard_dim="dp_cp",
+            dp_outer_dim="outer_fsdp_dp",
+            tp_dim="tp",
+            hybrid_fsdp_group=dist.group.WORLD,
+            expt_device_mesh=mesh,
+            **({} if IS_0_16 else {"hybrid_fsdp_expt_group": dist.group.WORLD}),
         )
     device = torch.device("cpu")
     units = [nn.Linear] if strategy == "optim_grads_params" else []
-    sharded = MegatronFSDP(deepcopy(alone), index, config, units, device=device, calculate_per_token_loss=True)
+    sharded = MegatronFSDP(
+        deepcopy(alone), index, config, fsdp_unit_modules=units, device=device, calculate_per_token_loss=True
+    )
     assert len(sharded.param_and_grad_buffer.parameter_groups) >= (4 if bucket_size else 1)  # buckets
     if patched:
         patch_unshared_gradients(sharded)

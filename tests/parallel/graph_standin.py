@@ -60,8 +60,19 @@ def _recording(graph: Graph, **_: Any) -> Iterator[None]:
         yield
 
 
+class _Event:
+    """On a device where every kernel has ended when it is launched."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    wait = synchronize = record
+
+
 class _Cuda(types.ModuleType):
     CUDAGraph, Stream, default_generators = Graph, object, ()
+    Event, current_stream = _Event, staticmethod(lambda: None)
     graph = staticmethod(_recording)
 
     def __getattr__(self, name: str) -> Any:
@@ -111,6 +122,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_graphs, "_ensure_generator_state_is_cudagraph_safe", lambda generator: generator)
     patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: torch.Generator())
     patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
+    for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"):
+        patch.setattr(torch._C, name, lambda *_: None)
     patch.setattr(torch.cuda, "CUDAGraph", Graph)  # the tracker looks whether its generators can be registered
     patch.setattr(CPU, "records_graphs", lambda self: True)
     Graph.replays = 0

@@ -29,11 +29,13 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        capturable: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         assert adam_w_mode
         assert master_weights
         assert use_decoupled_grad
+        assert not capturable
         self.dtypes = {"master_param": master_weight_dtype, "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.store_param_remainders = store_param_remainders
 

@@ -68,7 +68,7 @@ def test_a_flipped_bit_in_any_file_is_found(finished: Path, tmp_path: Path) -> N
     from dlm_bridge.parallel.train.checkpoints import find_iteration
 
     files = file_names(finished / "checkpoints" / LAST)
-    assert {".metadata", "common.pt", "metadata.json"} < set(files)
+    assert {".metadata", "metadata.json"} < set(files)
     for name in (*files, FILE_DIGESTS):
         copy = tmp_path / f"flip{name}"
         shutil.copytree(finished, copy)
@@ -144,9 +144,9 @@ def test_a_tracker_that_was_set_back_is_followed_and_keeps_its_iteration(finishe
 
 
 def test_no_whole_iteration_is_an_error_that_names_each(finished: Path, train: Train) -> None:
-    flip(finished / "checkpoints" / FIRST / "common.pt")
+    flip(finished / "checkpoints" / FIRST / "metadata.json")
     flip(finished / "checkpoints" / LAST / ".metadata")
-    with pytest.raises(DlmBridgeError, match=rf"{LAST}.*\.metadata.*{FIRST}.*common\.pt"):
+    with pytest.raises(DlmBridgeError, match=rf"{LAST}.*\.metadata.*{FIRST}.*metadata\.json"):
         train(finished, resume=True)
     assert names(finished) == [FIRST, LAST]
     assert (finished / "checkpoints" / TRACKER).read_text() == "4"

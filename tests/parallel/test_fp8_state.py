@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from dlm_bridge import Bridge
 from dlm_bridge.errors import CheckpointError
+from dlm_bridge.parallel import mcore_compat
 from dlm_bridge.parallel.mcore_patches import modules
 from dlm_bridge.parallel.train import fp8_state
 from tests.convert.test_bad_megatron_input import Exploit
@@ -61,6 +63,17 @@ def test_scales_come_back(delayed: None) -> None:
     assert "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE" not in os.environ
 
 
+def test_scales_that_megatron_core_0_19_has_pickled_come_back(delayed: None) -> None:
+    """It replaces torch's function, which every tensor's pickle names, in the whole process."""
+    saved = scaled()
+    pickled = pickle.dumps({"recipe": saved.recipe, **saved.tensors, "extra_fp8_variables": saved.variables}, 2)
+    for name in (b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"):
+        assert b"load_from_bytes\n" in pickled
+        pickled = re.sub(rb"c[\w.]+\n\w*_load_from_bytes\n", name, pickled)
+        found = restored(torch.frombuffer(bytearray(pickled), dtype=torch.uint8))
+        assert all(torch.equal(found.tensors[key], tensor) for key, tensor in saved.tensors.items())
+
+
 def test_the_parts_of_grouped_experts_are_views(delayed: None) -> None:
     """megatron-core cuts a layer's state into its experts', as columns of the whole."""
     whole = scaled(gemms=4)
@@ -77,6 +90,7 @@ def test_the_parts_of_grouped_experts_are_views(delayed: None) -> None:
         assert torch.equal(found[name], tensor)
 
 
+@pytest.mark.skipif(not mcore_compat.IS_0_16, reason="megatron-core 0.19 saves them itself")
 def test_grouped_experts_without_scales_are_saved() -> None:
     class Experts(torch.nn.Module):
         """Of megatron-core's, whose state says nothing."""

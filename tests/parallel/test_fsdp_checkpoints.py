@@ -14,6 +14,7 @@ from dlm_bridge import Bridge, Layout
 from dlm_bridge.convert.manifest import digests_of, file_names, write_digests
 from dlm_bridge.convert.verify import verify_manifest
 from dlm_bridge.errors import DlmBridgeError, LayoutError, SettingError
+from dlm_bridge.parallel.mcore_compat import IS_0_16
 from dlm_bridge.parallel.weights import is_vocabulary, live_tensors
 from tests.convert.helpers import hub_tensors, same
 from tests.families import llada, llada_moe
@@ -112,6 +113,15 @@ def test_a_lost_file_is_found(tmp_path: Path) -> None:
     assert [found.name for found in verify_manifest(folder).differences] == [file.name]
 
 
+def mark_tensor_parallel(part: Any, axis: int | None) -> None:
+    """Set the attributes with which megatron-core's FSDP says how tensor parallel ranks shard a parameter, or that
+    they replicate it."""
+    if IS_0_16:
+        part._mcore_tp, part._tp_partition_dim, part._tp_duplicated = True, axis or 0, axis is None
+    else:
+        part._tensor_parallel_mode = {None: "replicated", 0: "column", 1: "row"}[axis]
+
+
 class TensorParallelPart:
     """What a model is on rank `rank` of `ranks` of tensor parallelism: each parameter's part, by the mapping. `rows`
     is the size of the padded vocabulary."""
@@ -128,8 +138,8 @@ class TensorParallelPart:
             elif param.rule.tp_axis is not None:
                 whole = param.shard(whole, rank, ranks)
             part = torch.nn.Parameter(whole.clone())
-            if param.rule.tp_axis is not None and ranks > 1:  # as megatron-core's FSDP marks them
-                part._mcore_tp, part._tp_partition_dim = True, param.rule.tp_axis  # type: ignore[attr-defined]
+            if ranks > 1:
+                mark_tensor_parallel(part, param.rule.tp_axis)
             self._named.append((name, part))
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:

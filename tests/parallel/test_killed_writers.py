@@ -26,6 +26,8 @@ def test_one_line_names_the_signal(
     from dlm_bridge.parallel.core import filesystem_async
     from dlm_bridge.parallel.train import checkpoints
 
+    if killed == "a writer" and not hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
+        pytest.skip("the writers of this version of megatron-core are threads")
     background = "background" in killed
     rows = on_megatron(tmp_path / "whole", **OPTIONS)
     output = tmp_path / "run"

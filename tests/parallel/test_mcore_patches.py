@@ -113,11 +113,23 @@ def test_a_platform_adds_its_own_replacements() -> None:
 def test_another_python_than_the_version_supports_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(overrides.ALLOW_UNTESTED, "1")
     monkeypatch.setattr(overrides.sys, "version_info", (3, 11, 9))
+    monkeypatch.setattr(overrides.metadata, "version", lambda _: "0.6.0")  # of nvidia-resiliency-ext
     overrides.check_version("0.16.1")
     with refused(MissingExtraError, "megatron-core", "0.19.2", "Python 3.12"):
         overrides.check_version("0.19.2")
     monkeypatch.setattr(overrides.sys, "version_info", (3, 12, 1))
     overrides.check_version("0.19.3")
+
+
+def test_an_old_resiliency_package_is_refused_before_it_breaks_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overrides.sys, "version_info", (3, 12, 1))
+    for version in ("0.4.1", "0.5.0"):
+        monkeypatch.setattr(overrides.metadata, "version", lambda _, found=version: found)
+        overrides.check_version("0.16.1")
+        with refused(MissingExtraError, "nvidia-resiliency-ext", version, "0.19.2", "uninstall"):
+            overrides.check_version("0.19.2")
+    monkeypatch.setattr(overrides.metadata, "version", lambda _: "0.6.0")
+    overrides.check_version("0.19.2")
 
 
 def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

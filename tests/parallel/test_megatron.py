@@ -145,7 +145,7 @@ def test_commands_read_a_training_checkpoint(files: Files, said: Said, tmp_path:
 def test_a_flipped_byte_of_a_training_checkpoint_is_found(run: str, files: Files, said: Said, tmp_path: Path) -> None:
     shutil.copytree(files.run(run) / "checkpoints", tmp_path / "checkpoints")
     folder = max((tmp_path / "checkpoints").glob("iter_*"))
-    assert json.loads((folder / "dlm_bridge_files.json").read_text())["files"].keys() >= {".metadata", "common.pt"}
+    assert json.loads((folder / "dlm_bridge_files.json").read_text())["files"].keys() >= {".metadata", "metadata.json"}
     for file in sorted(folder.iterdir()):
         whole = file.read_bytes()
         middle = len(whole) // 2

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_bridge import Layout
 from dlm_bridge.errors import DlmBridgeError, MissingExtraError, SettingError
 from dlm_bridge.parallel import mcore_patches, overrides, platform
 from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.parallel.platform import CPU, CUDA
 from dlm_bridge.registration import load_entry_points
+from tests.parallel.conftest import megatron_alone
 from tests.refusals import refused
 
 MIB = 2**20
@@ -82,6 +84,31 @@ def newly_mapped(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.ones(nbytes, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).fill_(1)
+
+
+@needs_megatron
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_test_that_fails_leaves_nothing_to_the_next_one(joined: bool) -> None:
+    from dlm_bridge.parallel import groups
+
+    def fail() -> None:
+        with megatron_alone():
+            if joined:
+                groups.initialize(Layout())
+            else:
+                overrides.install({f"{HERE}.own": _louder}, "a test")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert in_force() is None
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("earlier", ["none", "one that left its overrides"])
+def test_overrides_end_with_their_test(earlier: str) -> None:
+    assert in_force() is None
+    overrides.install({f"{HERE}.own": _louder}, "a test")
 
 
 @needs_megatron

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,14 +22,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bridge]:
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Bridge:
     """Of a model whose original context is 8 positions, in one process."""
-    from dlm_bridge.parallel import groups, overrides
-
-    yield Bridge.from_hf(CASES[1].write(tmp_path_factory.mktemp("nemotron") / "hub", torch_dtype="float32"))
-    groups.destroy()
-    overrides.uninstall()
-    torch.distributed.destroy_process_group()
+    return Bridge.from_hf(CASES[1].write(tmp_path_factory.mktemp("nemotron") / "hub", torch_dtype="float32"))
 
 
 def test_packed_documents_count_their_own_positions(bridge: Bridge) -> None:

@@ -1,10 +1,11 @@
-"""Megatron's distributed checkpoint (`torch_dist`), read and written like megatron-core 0.16's."""
+"""Megatron's distributed checkpoint (`torch_dist`), read and written like megatron-core 0.16's and 0.19's."""
 
 from __future__ import annotations
 
 import io
 import json
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,9 +66,8 @@ _COMMON_FILE = "__common_0.distcp"
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
 }
+_COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}  # not known to megatron-core 0.19
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -92,7 +92,9 @@ class TorchDistCheckpoint(DistributedCheckpoint):
     def plan_output(cls, request: OutputRequest) -> tuple[dict[str, int], Callable[[Path], TorchDistWriter]]:
         more, dtypes = ([], {}) if request.state is None else (request.state.params, request.state.dtypes)
         items = plan_torch_dist([*request.params, *more], request.layout, {**request.dtypes, **dtypes})
-        return items.files, lambda folder: TorchDistWriter(folder, items, request.state)
+        return items.files, lambda folder: TorchDistWriter(
+            folder, items, request.state, common_is_object=request.mcore == "0.19"
+        )
 
     def scaling_histories(self) -> list[str]:
         empty = len(object_item(_NO_STATE))
@@ -136,12 +138,13 @@ class TorchDistReader(ChunkedReader):
     """
 
     def __init__(self, folder: Path) -> None:
-        _check_backend(folder)
+        check_backend(folder)
         super().__init__(folder, read_metadata(folder))
         self.common = _read_common(folder, self.contents)
 
 
-def _check_backend(folder: Path) -> None:
+def check_backend(folder: Path) -> None:
+    """Raise CheckpointError for an iteration of another or a newer format."""
     path = folder / BACKEND_FILE
     try:
         backend = read_json(path)
@@ -166,7 +169,8 @@ def _read_common(folder: Path, contents: Contents) -> dict[str, Any]:
     if isinstance(common, list) and len(common) == 1:  # a sharded object is saved in a list
         common = common[0]
     if not isinstance(common, dict):
-        raise CheckpointError(path, "is not a dict" if path.exists() else "is missing")
+        missing = f"is missing, and so is the object {COMMON_STATE} of megatron-core 0.19"
+        raise CheckpointError(path, "is not a dict" if path.exists() else missing)
     args = common.get("args")
     return {**common, "args": args.fields} if isinstance(args, Inert) else common
 
@@ -239,10 +243,18 @@ class TorchDistWriter:
 
     Args:
         state: optimizer state whose slices are in `items`; its unsharded part becomes the checkpoint's.
+        common_is_object: write the unsharded state as megatron-core 0.19 does, and not as `common.pt`.
     """
 
-    def __init__(self, folder: Path, items: TorchDistItems, state: OptimizerState | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        items: TorchDistItems,
+        state: OptimizerState | None = None,
+        common_is_object: bool = False,
+    ) -> None:
         self._folder, self._items, self._state = folder, items, state
+        self._common_is_object = common_is_object
         self._missing = set(items.pieces)
         self._digests: dict[StorageLocation, bytes] = {}
         folder.mkdir(exist_ok=True)
@@ -277,7 +289,7 @@ class TorchDistWriter:
         self._digests.update(zip(self._places(param), map(bytes.fromhex, digests), strict=True))
 
     def finish(self, iteration: int) -> dict[str, str]:
-        """Write the objects, `common.pt`, `metadata.json` and `.metadata`, after all planned slices.
+        """Write the objects, the unsharded state, `metadata.json` and `.metadata`, after all planned slices.
 
         Returns the digests by file that `ChunkedReader.file_digests` computes.
         """
@@ -293,18 +305,21 @@ class TorchDistWriter:
                     stream.write(data)
                     self._digests[place] = xxhash.xxh3_128_digest(data)
         objects = {**self._items.contents.objects, **self._write_common(iteration)}
-        (self._folder / BACKEND_FILE).write_text(json.dumps(_BACKEND))
+        backend = _BACKEND if self._common_is_object else _BACKEND | _COMMON_BACKEND
+        (self._folder / BACKEND_FILE).write_text(json.dumps(backend))
         write_metadata(self._folder, Contents(self._items.contents.tensors, objects))
         return combined_digests((place.file, place.offset, found) for place, found in self._digests.items())
 
     def _write_common(self, iteration: int) -> dict[str, StorageLocation]:
-        """Write the unsharded state as `common.pt`, or as an object (newer Megatron-LM), which is returned."""
+        """Write the unsharded state as `common.pt`, or as an object (megatron-core 0.19), which is returned."""
         if self._state is None:
             common = {"iteration": iteration, "checkpoint_version": 3.0, "content_metadata": dict(CONTENT_METADATA)}
-            torch.save(common, self._folder / "common.pt")
-            return {}
-        data = self._state.common
-        if not self._state.common_is_object:
+            data = object_item([common] if self._common_is_object else common)
+        elif self._state.common_is_object == self._common_is_object:
+            data = self._state.common
+        else:
+            data = rewrapped(self._state.common, self._common_is_object, self._state.reader.folder)
+        if not self._common_is_object:
             (self._folder / "common.pt").write_bytes(data)
             return {}
         (self._folder / _COMMON_FILE).write_bytes(data)
@@ -370,6 +385,27 @@ def object_item(value: object) -> bytes:
     """`torch.save` of a small object."""
     stream = io.BytesIO()
     torch.save(value, stream)
+    return stream.getvalue()
+
+
+def rewrapped(data: bytes, wrap: bool, where: Path) -> bytes:
+    """`torch.save`'s file of `[value]` from its file of `value` if `wrap`, else the reverse. Nothing is unpickled.
+
+    Raises CheckpointError for the checkpoint `where` if the pickle does not begin and end as torch.save's.
+    """
+    start, end = b"\x80\x02", b"."  # protocol 2
+    longer = (start + b"]", b"a" + end)  # an empty list, and append
+    listed = (longer[0] + b"q\x00", longer[1])  # as Python pickles it, with the list as number 0 of the memo
+    old, new = ((start, end), longer) if wrap else (listed, (start, end))
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
+        for name in source.namelist():
+            record = source.read(name)
+            if name.endswith("/data.pkl"):
+                if not (record.startswith(old[0]) and record.endswith(old[1])):
+                    raise CheckpointError(where, "common state is not as torch.save writes it: set `weights_only`")
+                record = new[0] + record[len(old[0]) : -len(old[1])] + new[1]
+            target.writestr(zipfile.ZipInfo(name), record)  # of no date
     return stream.getvalue()
 
 

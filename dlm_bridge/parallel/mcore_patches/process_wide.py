@@ -16,6 +16,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, resource_tracker
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -198,7 +199,7 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    wait = wait_stream
+    wait = wait_event = wait_stream
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -317,18 +318,17 @@ def release_cuda_graphs() -> None:
             references.clear()
 
 
-def start_results_queue() -> None:
-    """Start the process of the queue to which megatron-core's checkpoint writers report. It ends with this process and
-    ignores signals: Slurm or a shell signals all processes of a job, but the last checkpoint needs this queue."""
-    from dlm_bridge.parallel.core import filesystem_async
-
-    if filesystem_async._results_queue is not None:
+def start_results_queue(writers: Any) -> None:
+    """Start the process of the queue to which the checkpoint writers in a module, `writers`, report. It ends with this
+    process and ignores signals: Slurm or a shell signals all processes of a job, but the last checkpoint needs this
+    queue."""
+    if writers._results_queue is not None:
         return
     resource_tracker.ensure_running()  # before signals are blocked: starting it unblocks them
     manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
     with signals_blocked():
         manager.start(end_with_parent, (os.getpid(),))
-    filesystem_async._results_queue = manager.Queue()
+    writers._results_queue = manager.Queue()
 
 
 def collect_from_writers(original: Any) -> Any:
@@ -395,15 +395,38 @@ def _written(write: Callable[..., None], buckets: list[Any], rank: int) -> dict[
             process.join()
 
 
+def collect_from_threads(original: Any) -> Any:
+    """Write a rank's part of a checkpoint with a thread for each file, and put their results, or the first exception,
+    into `results_queue`."""
+
+    def write_preloaded_data_multithread(
+        transforms: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], results_queue: Any
+    ) -> None:
+        from dlm_bridge.parallel.core import filesystem_async
+
+        def write(number: int, bucket: Any) -> tuple[int, Any]:
+            written: tuple[int, Any] = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, number, bucket, results_queue=None, count_queue=None, use_fsync=True, use_msc=use_msc
+            )
+            return written
+
+        with gc_paused(), ThreadPoolExecutor() as threads:
+            results = dict(threads.map(write, range(len(write_buckets)), write_buckets))
+        failures = (result for result in results.values() if isinstance(result, Exception))
+        results_queue.put(next(failures, results))
+
+    return staticmethod(write_preloaded_data_multithread)
+
+
 def end_writers_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
     """End a checkpoint writer with its parent, the rank or the rank's background save."""
 
     @functools.wraps(original)
-    def write_preloaded_data(*arguments: Any, **options: Any) -> Any:
+    def write_preloaded_data(*arguments: Any, **options: Any) -> None:
         if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
             end_with_parent(parent.pid)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the rank
-        return original(*arguments, **options)
+        original(*arguments, **options)
 
     return write_preloaded_data
 
@@ -429,14 +452,18 @@ def replicas_on_cpu() -> Iterator[None]:
 @contextlib.contextmanager
 def distributed_reader(reader: Any) -> Iterator[None]:
     """Context manager in which megatron-core reads distributed checkpoints with `reader`, a torch storage reader."""
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     original = strategy._get_filesystem_reader
-    strategy._get_filesystem_reader = lambda *_, **__: reader
+    users = [module for module in (strategy, serialization) if hasattr(module, "_get_filesystem_reader")]
+    for module in users:
+        module._get_filesystem_reader = lambda *_, **__: reader
     try:
         yield
     finally:
-        strategy._get_filesystem_reader = original
+        for module in users:
+            module._get_filesystem_reader = original
 
 
 def destroy_process_groups() -> None:

@@ -45,6 +45,7 @@ from dlm_bridge.convert.checkpoints.huggingface import (
     write_passthrough,
     write_side_files,
 )
+from dlm_bridge.convert.checkpoints.torch_dist import check_backend
 from dlm_bridge.convert.formats.dcp import DCP_METADATA
 from dlm_bridge.convert.formats.dcp_reader import RestrictedReader
 from dlm_bridge.convert.manifest import MANIFEST, Manifest, is_intact
@@ -65,8 +66,8 @@ from dlm_bridge.hub import CONFIG_FILE, TRACKER
 from dlm_bridge.loading.source import MegatronSource
 from dlm_bridge.mapping.rules import ParamMapping
 from dlm_bridge.models.special_tokens import SPECIAL_TOKENS
+from dlm_bridge.parallel import mcore_compat
 from dlm_bridge.parallel.core import (
-    AsyncCallsQueue,
     AsyncRequest,
     LocalNonpersistentObject,
     ShardedBase,
@@ -110,9 +111,11 @@ NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # prefix of their temporary folder
 CHANGED = "a file that was changed"
 LOCAL_RECORD = "local_checkpoints.json"  # in a run's folder: see `local_checkpoints.Record`
-WRITER_LOG = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+# Loggers of writers, whose errors are raised as one line. 0.19 also warns about what it calls itself (its strategy of
+# synchronous saves is deprecated), and about reading common.pt.
+WRITER_LOGS = ("megatron.core.dist_checkpointing.strategies", "nvidia_resiliency_ext.checkpointing.async_ckpt")
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's name for an optimizer state that can be loaded on any layout
-STATE = "dlm_bridge_run"  # key of our own values in `common.pt`
+STATE = "dlm_bridge_run"  # key of our own values in the common state
 OPTIMIZER_KEY, REQUEST_KEY = "optimizer", "wanted_optimizer"  # in a checkpoint; in a request to load it
 _EXPERT_GROUP = "is_expert_parallel"
 _GROUP_SETTINGS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # also distinguish megatron-core's param groups
@@ -204,7 +207,7 @@ def _write_tracker(root: Path, step: int) -> None:
 
 def check_resumable(folder: Path, config: TrainConfig) -> None:
     """Raise SettingError for an iteration in a format that these options cannot resume, and CheckpointError for one
-    that is damaged."""
+    that is damaged or that the installed megatron-core cannot read."""
     fsdp = config.parallel.fsdp is not None
     if (folder / "metadata.json").is_file() == fsdp:
         how = "without" if fsdp else "with"
@@ -212,6 +215,9 @@ def check_resumable(folder: Path, config: TrainConfig) -> None:
     if fsdp:
         with named_load_errors(folder):
             check_fsdp_readable(folder)
+    else:
+        check_backend(folder)
+        mcore_compat.check_readable(folder)
 
 
 def write_hub_files(output: Path, source: MegatronSource, tokenizer: Any, predicts: bool = False) -> None:
@@ -319,12 +325,14 @@ class CheckpointManager:
         self.factors, self.averages = factors, averages
         omitted = factors is not None or chunks[0].config.mtp_num_layers  # in an adapter's base, or trained
         self.mtp = {} if omitted or source is None else read_mtp_shard(source)
-        self.queue = AsyncCallsQueue() if config.checkpoint.async_save else None
+        self.saving = mcore_compat.saving(config.checkpoint.async_save)
+        self.queue = self.saving.queue() if config.checkpoint.async_save else None
         self.pending: Path | None = None  # iteration that is written in the background
         self.background: Any = None  # process that writes it
         self.fsdp = chunks[0].ddp_config.use_megatron_fsdp
         patch_grouped_linear_state(chunks)
-        logging.getLogger(WRITER_LOG).setLevel(logging.CRITICAL)  # its errors are raised as one line
+        for name in WRITER_LOGS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
     def save(self, step: int, values: dict[str, Any], save_more: Callable[[Path], None] | None = None) -> Path:
         """Write an iteration; with `async_save` in the background, after the previous one is complete.
@@ -370,9 +378,13 @@ class CheckpointManager:
         state["mtp"] = sharded_mtp(self.mtp) if self.mtp else {}
         if self.averages is not None:
             state |= self.averages.saved([*_weights_of(state, self.chunks), state["mtp"]])
-        start_results_queue()
+        start_results_queue(self.saving.writers)
         request: AsyncRequest | None = dist_checkpointing.save(
-            state, str(folder), content_metadata=_content_metadata(), async_sharded_save=self.queue is not None
+            state,
+            str(folder),
+            content_metadata=_content_metadata(),
+            async_sharded_save=self.queue is not None,
+            **self.saving.options,
         )
         return request
 
@@ -573,10 +585,17 @@ def _weights_of(state: dict[str, Any], chunks: Sequence[Any]) -> list[dict[str, 
 @contextlib.contextmanager
 def restricted_reading(folder: Path) -> Iterator[None]:
     """Context manager in which megatron-core reads the checkpoint in `folder` with the restricted reader. Every
-    process calls it. Raises CheckpointError."""
+    process calls it. Raises CheckpointError, in every process: 0.19 reads without collectives."""
     with raised_everywhere():
         reader = RestrictedReader(folder)
-    with restricted_loading(), distributed_reader(reader):
+    with (
+        raised_everywhere(),
+        named_load_errors(folder),
+        restricted_loading(),
+        distributed_reader(reader),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about how 0.19 calls it
         yield
 
 

@@ -208,9 +208,8 @@ def data_parallel_config(config: TrainConfig) -> DistributedDataParallelConfig:
     parallel, sharded = config.parallel, _is_sharded(config)
     settings: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        # FSDP with unsharded gradients: with overlap megatron-core 0.16.1 adds the reduced gradients to the rank's own
-        # (`GradReducePipeline._bucket_group_gradient_reduce`); without, the reduced gradients replace them.
-        "overlap_grad_reduce": parallel.overlap_communication and parallel.fsdp != "optim",
+        "overlap_grad_reduce": parallel.overlap_communication
+        and (parallel.fsdp != "optim" or mcore_compat.FSDP_OVERLAPS_WHOLE_GRADIENTS),
         "overlap_param_gather": parallel.overlap_communication and sharded,
         "use_distributed_optimizer": sharded,
         "fp8_param_gather": config.precision.fp8_params,

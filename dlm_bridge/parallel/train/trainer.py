@@ -385,6 +385,7 @@ def _copy_async(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
+FROZEN_BY_PYTHON = 1000  # objects: more than Python 3.12 has frozen when it starts, less than any program freezes
 FULL_GC_EVERY = 100  # steps; other steps collect only young objects
 
 
@@ -402,7 +403,7 @@ class GCSchedule:
             if gc.isenabled():
                 gc.collect()
                 # The model is permanent. If the program has frozen objects itself, they could not be told apart later.
-                self._freezes = gc.get_freeze_count() == 0
+                self._freezes = gc.get_freeze_count() < FROZEN_BY_PYTHON
                 if self._freezes:
                     gc.freeze()
                 gc.disable()
