@@ -118,7 +118,11 @@ def write_llada(folder: Path, scale: float) -> Path:
     """Random weights; layers and vocabulary shrink together, so that the tensors keep their proportions."""
     layers = max(2, 2 * round(32 * scale / 2))
     rows = max(128, round(126464 * scale / 128) * 128)
-    config = {**LLADA, "n_layers": layers, "vocab_size": rows, "embedding_size": rows}
+    return write_random(folder, {**LLADA, "n_layers": layers, "vocab_size": rows, "embedding_size": rows})
+
+
+def write_random(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a Hub folder with random weights in bfloat16, in four shards."""
     plans, shapes = plan_shards(folder, config)
     writer = HubWriter(folder, plans)
     generator = torch.Generator().manual_seed(0)

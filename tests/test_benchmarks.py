@@ -87,6 +87,7 @@ TRAINED = tuple(rf'^{side} {{"tokens_per_s": {NUMBER}.*"loss": {NUMBER}}}' for s
 ACCELERATED = "--model tiny --seq-length 16 --batch 2 --eager-batch 2 --compiled-batch 2 --steps 2 --warmup 1"
 RL_ROWS = ("dp", "fsdp", "fsdp-tp", "megatron-dp", "megatron-tp", "megatron-tp-tp")
 CERTAINTY_RUNS = ("base", "plain", "own", "certain", "again", "trajectory", "complement", "both")
+BRIDGE_FAMILIES = ("LLaDA-1.5", "Nemotron-Labs-Diffusion", "Qwen3", "Qwen3-MoE")
 FAST = (
     Case("train.py", f"--model tiny {TRAIN}", (*TRAINED, '"ratio": .*"gain": '), cuda=True),
     Case(
@@ -125,6 +126,10 @@ SLOW = (
     Case(
         "conversion.py", "--gb 0.02 --repeat 1 --folder {out} --peers {out}",
         (r"^cp -r", r"^import ", r"^export ", r"^reshard ", r"^Megatron Bridge: ", r"^mbridge: "),
+    ),
+    Case(
+        "bridge_exchange.py", "--tiny --folder {out}",
+        tuple(rf'"{family}".*"import".*"ours_s": {NUMBER}.*: "\d+ tensors equal"' for family in BRIDGE_FAMILIES),
     ),
     Case(
         "preprocess.py", "--megabytes 0.3 --rounds 1 --workers 2",

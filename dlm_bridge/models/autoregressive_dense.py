@@ -104,8 +104,7 @@ def _softmax_scale(config: dict[str, Any]) -> dict[str, Any]:
         if float(config.get(name) or 1.0) != 1.0:
             raise CheckpointError(
                 "config.json",
-                f"{name} {config[name]}: megatron-core 0.16.1 has no multipliers of embeddings, sublayer outputs or "
-                "logits",
+                f"{name} {config[name]}: megatron-core has no multipliers of embeddings, sublayer outputs or logits",
             )
     return {"softmax_scale": float(config.get("attention_multiplier") or 1.0)}
 
@@ -131,7 +130,7 @@ _QK_NORM = frozenset({"qk_norm"})
 
 def _olmo(name: str, title: str, hub_ids: tuple[str, ...], prefix: str) -> FamilySpec:
     reason = (
-        f"{title} normalises the outputs of attention and MLP, and whole query and key rows; megatron-core 0.16.1 has "
+        f"{title} normalises the outputs of attention and MLP, and whole query and key rows; megatron-core has "
         "no norm after a sublayer, and its QK norm is per head: Megatron's formats are not supported, only the Hub's"
     )
     attention = [rule for rule in attention_rules(HUB) if "input_layernorm" not in rule.hub[0]]
@@ -204,7 +203,7 @@ def _gemma(
         Direct(POST_MLP, name=HUB + "post_feedforward_layernorm.weight", shape="hidden"),
     )
     reason = (
-        f"{title} normalises the outputs of attention and MLP and {reason}; megatron-core 0.16.1 has neither: "
+        f"{title} normalises the outputs of attention and MLP and {reason}; megatron-core has neither: "
         "Megatron's formats are not supported, only the Hub's"
     )
     return autoregressive_spec(

@@ -25,7 +25,7 @@ ATTENTION, MLP = LAYER + "self_attention.", LAYER + "mlp."
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 NO_MEGATRON_ENGINE = (
-    "megatron-core 0.16.1 cannot compute DiffusionGemma (docs/diffusion_gemma.md lists the missing parts): train it "
+    "megatron-core cannot compute DiffusionGemma (docs/diffusion_gemma.md lists the missing parts): train it "
     "with `engine=accelerate`"
 )
 # Defaults of transformers' config classes, for keys that config.json omits.
