@@ -8,13 +8,15 @@ import re
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import dlm_bridge
 from dlm_bridge.errors import MissingExtraError
 from dlm_bridge.parallel import mcore_patches, overrides
-from dlm_bridge.parallel.mcore_patches import PATCHES, Patch
+from dlm_bridge.parallel.mcore_patches import PATCHES, Patch, process_wide
 from dlm_bridge.parallel.platform import CPU, CUDA, Platform
 from tests.refusals import refused
 
@@ -167,3 +169,26 @@ def test_a_version_that_lacks_a_name_is_one_line(monkeypatch: pytest.MonkeyPatch
         refused(MissingExtraError, "megatron-core", "0.18.0", "permute"),
     ):
         _import_core_again(monkeypatch, "0.18.0")
+
+
+@pytest.mark.skipif(INSTALLED == 0, reason="megatron-core 0.16 does not find Transformer Engine's function")
+@pytest.mark.parametrize("hidden", [torch.bfloat16, torch.float32])
+def test_a_router_in_fp32_reads_hidden_states_in_bf16(hidden: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS, stood in for by torch, multiplies operands of one dtype only."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def cublas(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, layout: str, **_: Any) -> list[torch.Tensor]:
+        assert a.dtype == b.dtype
+        first, second = {"TN": (b, a.T), "NN": (b, a), "NT": (b.T, a)}[layout]
+        return [(first.float() @ second.float()).to(out_dtype)]
+
+    monkeypatch.setattr(moe_utils, "te_general_gemm", process_wide.in_one_dtype(cublas))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(5, 8, generator=generator).to(hidden).requires_grad_()
+    weight = torch.randn(3, 8, generator=generator).requires_grad_()
+    logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+    wanted = inputs.detach().float() @ weight.detach().T
+    assert torch.equal(logits, wanted)
+    logits.backward(torch.ones_like(logits))
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad, inputs.detach().float().sum(dim=0).expand(3, 8))

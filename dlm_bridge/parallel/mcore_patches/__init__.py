@@ -274,6 +274,16 @@ MODULE_PATCHES = (
         code="modules:LocalRouter",
     ),
     Patch(
+        target="moe_utils.te_general_gemm",
+        what="operands of different dtypes are converted to the result's",
+        why="cuBLAS refuses them: a router in fp32 with hidden states in bf16. 0.16 does not find Transformer Engine "
+        "2.20's function, and uses torch's",
+        source="transformer/moe/moe_utils.py",
+        lines=(None, 1327),
+        when=with_te("experts, Transformer Engine"),
+        replaces={"megatron.core.transformer.moe.moe_utils.te_general_gemm": process.in_one_dtype},
+    ),
+    Patch(
         target="TopKRouter.routing",
         what="chooses a block's experts, then a token's among them; a hook passes a layer's mask to its router",
         why="megatron-core routes each token independently",

@@ -299,6 +299,17 @@ def cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_of_cuda
 
 
+def in_one_dtype(original: Any) -> Any:
+    """Convert the operands of a product to the result's dtype if they differ."""
+
+    def te_general_gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, **options: Any) -> Any:
+        if a.dtype != b.dtype:
+            a, b = a.to(out_dtype), b.to(out_dtype)
+        return original(a, b, out_dtype, **options)
+
+    return None if original is None else te_general_gemm
+
+
 def init_data_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_data(self: Any, device: Any, *arguments: Any, **options: Any) -> None:
         original(self, "cpu" if device == "cuda" else device, *arguments, **options)
