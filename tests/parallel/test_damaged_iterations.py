@@ -3,6 +3,7 @@ says, and the damaged one is kept."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -17,8 +18,10 @@ from rich.console import Console
 from dlm_bridge.convert.manifest import FILE_DIGESTS, MANIFEST, check_files, file_names
 from dlm_bridge.errors import CheckpointError, DlmBridgeError
 from dlm_bridge.train.config import TrainConfig
+from tests import launcher
 from tests.convert.helpers import run_cli
 from tests.parallel.conftest import megatron_alone
+from tests.processes import environments
 from tests.refusals import refused
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip, lose
@@ -179,3 +182,12 @@ def test_a_damaged_manifest_of_all_iterations(finished: Path, train: Train) -> N
     flip(finished / "checkpoints" / MANIFEST)
     with refused(CheckpointError, finished / "checkpoints" / MANIFEST):
         train(finished, resume=True, steps=5)
+
+
+def test_an_iteration_that_one_rank_cannot_read_ends_all(trained: Path, tmp_path: Path) -> None:
+    logs = [tmp_path / "log_0.txt", tmp_path / "log_1.txt"]
+    words = f"pretrain --config {trained / 'config.yaml'} --output {trained} --resume --steps 5"
+    assert not launcher.run("tests.parallel.unreadable_worker", words.split(), environments(2), logs, 120)
+    (line,) = [line for log in logs for line in log.read_text().splitlines() if "dlm-bridge: " in line]
+    assert str(trained / "checkpoints" / LAST) in line
+    assert os.strerror(errno.EIO) in line

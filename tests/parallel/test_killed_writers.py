@@ -23,15 +23,16 @@ pytestmark = pytest.mark.timeout(300)  # or it would wait for half an hour
 def test_one_line_names_the_signal(
     killed: str, tmp_path: Path, on_megatron: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlm_bridge.parallel.core import filesystem_async
+    from dlm_bridge.parallel import mcore_compat
     from dlm_bridge.parallel.train import checkpoints
 
-    if killed == "a writer" and not hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
-        pytest.skip("the writers of this version of megatron-core are threads")
     background = "background" in killed
+    writers = mcore_compat.saving(background).writers
+    if killed == "a writer" and not mcore_compat.IS_0_16:
+        pytest.skip("the writers of this version of megatron-core are threads")
     rows = on_megatron(tmp_path / "whole", **OPTIONS)
     output = tmp_path / "run"
-    owner, name = (checkpoints, "end_with_parent") if killed == "the background" else (filesystem_async, "_write_item")
+    owner, name = (checkpoints, "end_with_parent") if killed == "the background" else (writers, "_write_item")
     real, rank = getattr(owner, name), os.getpid()
 
     @functools.wraps(real)  # megatron-core looks at its parameters
