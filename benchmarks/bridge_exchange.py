@@ -42,8 +42,8 @@ QWEN3: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "LLaDA-1.5": {
         **LLADA, "n_layers": 2, "vocab_size": 126464, "embedding_size": 126464, "mlp_ratio": 4,
-        "attention_dropout": 0.0, "embedding_dropout": 0.0, "residual_dropout": 0.0, "init_std": 0.02, "mask_token_id": 126336,
-        "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig"},
+        "attention_dropout": 0.0, "embedding_dropout": 0.0, "residual_dropout": 0.0, "init_std": 0.02,
+        "mask_token_id": 126336, "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig"},
     },
     "Nemotron-Labs-Diffusion": {
         **BASE, "architectures": ["NemotronLabsDiffusionModel"], "model_type": "nemotron_labs_diffusion",

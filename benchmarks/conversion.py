@@ -1,7 +1,7 @@
 """Conversion against a plain copy: seconds, speed and peak memory on one machine, in one run.
 
     python benchmarks/conversion.py --folder /fast/disk --gb 16
-    python benchmarks/conversion.py --peers DIR     # DIR: pip install --target DIR --no-deps megatron-bridge mbridge
+    python benchmarks/conversion.py --peers DIR     # DIR: pip install --target DIR --no-deps mbridge
 
 It writes a LLaDA-8B-shaped bfloat16 checkpoint of random weights (with fewer layers and a smaller vocabulary below
 16 GB), four shards, tensors in random order over them. Then it times, in turn and several times over, `cp -r` and sync
@@ -82,7 +82,6 @@ figures = {"torch": torch_done - start, "package": ready - torch_done, "warm": r
 print(json.dumps({**figures, "seconds": done - ready_to_run, "peak": peak}))
 """
 PEERS = {
-    "Megatron Bridge": "from megatron.bridge import AutoBridge; AutoBridge.import_ckpt({hub!r}, {output!r})",
     "mbridge": "from mbridge import AutoBridge; AutoBridge.from_pretrained({hub!r}).get_model(weight_path={hub!r})",
 }
 
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="0: dlm-bridge's own default")
     parser.add_argument("--processes", type=int, default=1, help="each with --workers threads")
     parser.add_argument("--folder", type=Path, help="where to write (three times the size); a temporary folder else")
-    parser.add_argument("--peers", type=Path, help="folder with megatron-bridge and mbridge, to be tried as well")
+    parser.add_argument("--peers", type=Path, help="folder with mbridge, to be tried as well")
     options = parser.parse_args()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = min(memory / 3, FULL_SIZE) if options.gb is None else options.gb * 1e9

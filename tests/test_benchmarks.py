@@ -125,7 +125,7 @@ SLOW = (
     ),
     Case(
         "conversion.py", "--gb 0.02 --repeat 1 --folder {out} --peers {out}",
-        (r"^cp -r", r"^import ", r"^export ", r"^reshard ", r"^Megatron Bridge: ", r"^mbridge: "),
+        (r"^cp -r", r"^import ", r"^export ", r"^reshard ", r"^mbridge: "),
     ),
     Case(
         "bridge_exchange.py", "--tiny --folder {out}",
