@@ -15,7 +15,7 @@ GPU_TEST_WORKERS ?= 8
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: setup demo docs check-docs test test-core test-slow test-nodes test-nodes-short fuzz faults test-gpu test-gpu-part test-matrix lint clean
+.PHONY: setup demo docs check-docs test test-core test-mcore test-slow test-nodes test-nodes-short fuzz faults test-gpu test-gpu-part test-matrix lint clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,20 @@ test: setup
 # The fast tests that need no extension.
 test-core: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile --core -m "not slow and not nodes"
+
+# The Megatron engine's tests on megatron-core 0.19, which needs Python 3.12, in an environment of their own (5 GB: PyPI
+# has torch for Python 3.12 with CUDA libraries only).
+MCORE_PYTHON ?= python3.12
+MCORE_VENV := build/mcore
+MCORE_TESTS ?= tests/interop tests/parallel
+test-mcore: $(MCORE_VENV)/.installed
+	DLM_BRIDGE_PLATFORM=cpu $(MCORE_VENV)/bin/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile \
+		-m "not slow and not nodes" $(MCORE_TESTS)
+
+$(MCORE_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(MCORE_VENV)/bin/python || $(MCORE_PYTHON) -m venv $(MCORE_VENV)
+	$(MCORE_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,dev]'
+	@touch $@
 
 test-slow: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile -m slow
