@@ -27,7 +27,7 @@ PYTHONS = {"3.11": "0.16.1", "3.12": "0.19", "3.13": "0.19"}  # with what the ex
 TORCHES = ("2.11", "2.13", "2.15", NEWEST)
 TRANSFORMERS = ("5.23", "5.24", NEWEST)
 # Of the extra `dev`, which has linters too, and libraries of other tests; and what builds the package.
-NEEDS = ("pytest", "pytest-timeout", "hypothesis", "trl", "lm-eval")
+NEEDS = ("pytest", "pytest-timeout", "hypothesis", "trl", "lm-eval", "bitsandbytes")
 BUILD = "setuptools>=77"
 SUITE = (
     "tests/test_package.py",
