@@ -36,8 +36,8 @@ test: setup
 test-core: setup
 	$(PYTEST) --numprocesses $(TEST_WORKERS) --dist loadfile --core -m "not slow and not nodes"
 
-# The Megatron engine's tests on megatron-core 0.19, which needs Python 3.12, in an environment of their own (5 GB: PyPI
-# has torch for Python 3.12 with CUDA libraries only).
+# The Megatron engine's tests on megatron-core 0.19, which needs Python 3.12, in an environment of their own (5 GB, because
+# PyPI's torch brings CUDA libraries).
 MCORE_PYTHON ?= python3.12
 MCORE_VENV := build/mcore
 MCORE_TESTS ?= tests/interop tests/parallel
@@ -47,7 +47,7 @@ test-mcore: $(MCORE_VENV)/.installed
 
 $(MCORE_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(MCORE_VENV)/bin/python || $(MCORE_PYTHON) -m venv $(MCORE_VENV)
-	$(MCORE_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,dev]'
+	$(MCORE_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[megatron,demo,dev]' 'megatron-core==0.19.*'
 	@touch $@
 
 test-slow: setup

@@ -153,7 +153,7 @@ def exchange(family: str, folder: Path, options: argparse.Namespace) -> None:
     exported = {}
     if "error" not in imported.get("bridge", imported["ours"]):
         exported["ours"] = convert("ours", "export", theirs, folder / "by_ours")
-    result = compare(hub, folder / "by_ours", exported.get("ours", {}), imported)
+    result = compare(hub, folder / "by_ours", exported.get("ours", {}), {"": imported.get("bridge", imported["ours"])})
     print(json.dumps({**line, "action": "import", **times(imported), "read by dlm-bridge": result}), flush=True)
     shutil.rmtree(folder / "by_ours", ignore_errors=True)
     result = "not run"

@@ -149,7 +149,7 @@ def _show(found: dict[str, Any]) -> None:
         console.print("megatron-core is not installed (extra megatron): no patches", soft_wrap=True)
         return
     fits = "" if overrides["fits"] else ", not the installed version: training is refused"
-    title = f"Patches of megatron-core {' and '.join(overrides['made_for'])}{fits}"
+    title = f"Patches of megatron-core, written for {' and '.join(overrides['made_for'])}{fits}"
     table = Table(title=title, title_justify="left")
     for heading in ("", "versions", "patched", "what", "when"):
         table.add_column(heading, overflow="fold")

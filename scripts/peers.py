@@ -4,7 +4,8 @@
 
 prints a line per package, with its newest release for each Python version: a final release with a wheel for Linux on
 x86-64 that is not yanked, or a pre-release if the package has nothing else. The index is `PIP_INDEX_URL` or PyPI. Exit
-code 1 if the table is older for a package, 2 if the index does not answer. What is not on an index is listed as it is.
+code 1 if the table is older for a package, 2 if the index does not answer. Repositories without a package are listed
+without a comparison.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _softmax_scale(config: dict[str, Any]) -> dict[str, Any]:
         if float(config.get(name) or 1.0) != 1.0:
             raise CheckpointError(
                 "config.json",
-                f"{name} {config[name]}: megatron-core has no multipliers of embeddings, sublayer outputs or logits",
+                f"{name} {config[name]}: Megatron's formats have no multipliers of embeddings, sublayers or logits",
             )
     return {"softmax_scale": float(config.get("attention_multiplier") or 1.0)}
 

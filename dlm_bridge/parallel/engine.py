@@ -69,7 +69,7 @@ class MegatronEngine(TrainingEngine):
                     "target": patch.target,
                     "what": patch.what,
                     "why": patch.why,
-                    "source": f"megatron/core/{patch.source}",
+                    "source": f"megatron/core/{patch.cited(megatron)}",
                     "versions": list(patch.versions),
                     "when": patch.when.words,
                     "active": patch.applies(chosen, megatron),

@@ -1,7 +1,7 @@
 """Differences between the supported versions of megatron-core, one function or name for each.
 
-Docstrings and comments cite both versions' source as path:line. Patches are in `mcore_patches`, whose rows name their
-versions. Nothing else asks for a version.
+Two numbers after a path are its lines in 0.16.1 and in 0.19.2; elsewhere the version is named. Patches are in
+`mcore_patches`, whose rows name their versions. Only this module and the patches depend on the version.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def permute(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def moe_loss_scale(tokens: int, tp: int, cp: int) -> float:
-    """Factor of the balancing and z losses' coefficients with which the losses, summed over ranks and micro-batches,
-    are means over `tokens`.
+    """Scale of the coefficients of the balancing and z losses that makes their sum over ranks and micro-batches a mean
+    over `tokens`.
 
-    megatron-core multiplies these losses by each rank's number of tokens, which sequence and context parallelism
-    divide (without them it repeats the tokens and divides): summed over ranks that is 1 / (tp cp) of all tokens. 0.16
-    (transformer/moe/router.py:416) leaves it so; 0.19 (transformer/moe/router.py:550, 639) multiplies by tp cp.
+    megatron-core weights each rank's loss by its number of tokens, which sequence and context parallelism divide
+    (without them ranks repeat the tokens, and it divides). These weights add up to tokens / (tp cp). 0.16
+    (transformer/moe/router.py:416) leaves it so, and the factor is applied here; 0.19 applies it itself
+    (transformer/moe/router.py:550, and 639 for the z loss).
     """
     return (tp * cp if IS_0_16 else 1) / tokens
 
@@ -90,7 +91,7 @@ def grads_for_norm(part: Any) -> list[torch.Tensor]:
 
 def data_parallel(chunk: Any, config: Any, disable_bucketing: bool) -> Any:
     """Wrap a model in DistributedDataParallel. 0.19 expects the layout of a distributed optimizer's buffers, and warns
-    where it has to compute it itself (distributed/distributed_data_parallel.py 41, 51, 132)."""
+    where it has to compute it itself (distributed/distributed_data_parallel.py, 0.19: 51 and 132)."""
     more: dict[str, Any] = {}
     if not IS_0_16 and config.use_distributed_optimizer:
         more["full_param_layout"] = _buffer_layout(chunk, config, disable_bucketing)
@@ -136,8 +137,9 @@ class Saving(NamedTuple):
 
 
 def saving(in_background: bool) -> Saving:
-    """Functions for saving checkpoints. For background saves 0.19 wants nvidia-resiliency-ext; the strategy that it
-    shares with 0.16 is deprecated (dist_checkpointing/serialization.py 314, 359). Both start a process per save."""
+    """Functions for saving checkpoints. For background saves 0.19 uses nvidia-resiliency-ext (`nvrx`) if it is
+    installed; the alternative, `mcore`, is the strategy of 0.16, and deprecated in 0.19
+    (dist_checkpointing/serialization.py 314, 359). With either, each background save forks a process."""
     if in_background and not IS_0_16:
         from megatron.core.dist_checkpointing.strategies.nvrx import has_nvrx_async_support
 
@@ -152,10 +154,10 @@ def saving(in_background: bool) -> Saving:
 
 def check_readable(folder: Path) -> None:
     """Raise CheckpointError for a torch_dist iteration that this version does not read. 0.16 reads only common.pt
-    (dist_checkpointing/serialization.py:113), 0.19 also its own object (dist_checkpointing/serialization.py:207)."""
+    (dist_checkpointing/serialization.py:121), 0.19 also its own object (dist_checkpointing/serialization.py:207)."""
     if IS_0_16 and not (folder / "common.pt").is_file():
         raise CheckpointError(
             folder,
-            f"was saved by megatron-core 0.19, but {core.version} is installed: resume with 0.19 on Python 3.12, or "
-            "export it and start from that",
+            f"has no common.pt: megatron-core 0.19 saves none, but {core.version} is installed: resume with 0.19 on "
+            "Python 3.12 or later, or export it and start from that",
         )

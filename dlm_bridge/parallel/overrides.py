@@ -57,11 +57,11 @@ def check_version(found: str) -> None:
         if found != SUPPORTED[0] and sys.version_info < (3, 12):
             raise MissingExtraError(
                 MEGATRON_CORE,
-                f"{found} needs Python 3.12: use that, or pip install megatron-core=={SUPPORTED[0]}",
+                f"{found} needs Python 3.12 or later: use that, or pip install megatron-core=={SUPPORTED[0]}",
             )
         _check_resiliency(found)
         return
-    problem = f"version {found} is installed, but dlm-bridge supports {' and '.join(SUPPORTED)}"
+    problem = f"version {found} is installed, but dlm-bridge supports 0.16.1 and 0.19"
     if os.environ.get(ALLOW_UNTESTED) != "1":
         best = SUPPORTED[sys.version_info >= (3, 12)]
         raise MissingExtraError(

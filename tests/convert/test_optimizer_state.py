@@ -163,6 +163,9 @@ def test_the_form_of_megatron_core_0_19_is_chosen(
     (found,) = torch.load(folder / "__common_0.distcp", weights_only=True)
     assert found == torch.load(run / ITERATION / "common.pt", weights_only=True)
     assert run_cli(capsys, "verify", tmp_path / "m", hub)[0] == 0
+    assert run_cli(capsys, "reshard", tmp_path / "m", tmp_path / "back", "--tp", 1, "--like", hub)[0] == 0
+    assert torch.load(tmp_path / "back" / ITERATION / "common.pt", weights_only=True) == found
+    assert_states(tmp_path / "back", states)
     assert run_cli(capsys, "import", hub, tmp_path / "x", "--mcore", "0.18")[0] == 2
 
 

@@ -395,8 +395,8 @@ def rewrapped(data: bytes, wrap: bool, where: Path) -> bytes:
     """
     start, end = b"\x80\x02", b"."  # protocol 2
     longer = (start + b"]", b"a" + end)  # an empty list, and append
-    listed = (longer[0] + b"q\x00", longer[1])  # as Python pickles it, with the list as number 0 of the memo
-    old, new = ((start, end), longer) if wrap else (listed, (start, end))
+    old, new = ((start, end), longer) if wrap else (longer, (start, end))
+    memo = b"q\x00"  # Python makes the list number 0 of the memo
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
         for name in source.namelist():
@@ -404,7 +404,8 @@ def rewrapped(data: bytes, wrap: bool, where: Path) -> bytes:
             if name.endswith("/data.pkl"):
                 if not (record.startswith(old[0]) and record.endswith(old[1])):
                     raise CheckpointError(where, "common state is not as torch.save writes it: set `weights_only`")
-                record = new[0] + record[len(old[0]) : -len(old[1])] + new[1]
+                content = record[len(old[0]) : -len(old[1])]
+                record = new[0] + (content if wrap else content.removeprefix(memo)) + new[1]
             target.writestr(zipfile.ZipInfo(name), record)  # of no date
     return stream.getvalue()
 

@@ -45,6 +45,11 @@ class Patch:
         """Supported versions of megatron-core to which it applies."""
         return tuple(version for version, line in zip(overrides.SUPPORTED, self.lines, strict=True) if line)
 
+    def cited(self, version: str) -> str:
+        """path:line in an installed version of megatron-core; the path alone if the patch does not apply to it."""
+        line = self.lines[overrides.SUPPORTED.index(overrides.nearest_supported(version))]
+        return f"{self.source}:{line}" if line else self.source
+
     def applies(self, platform: Platform, version: str) -> bool:
         """True if it applies on a platform to an installed version of megatron-core."""
         return self.when.met(platform) and overrides.nearest_supported(version) in self.versions

@@ -421,7 +421,7 @@ def collect_from_threads(original: Any) -> Any:
             )
             return written
 
-        with gc_paused(), ThreadPoolExecutor() as threads:
+        with gc_paused(), ThreadPoolExecutor(len(write_buckets) or 1) as threads:
             results = dict(threads.map(write, range(len(write_buckets)), write_buckets))
         failures = (result for result in results.values() if isinstance(result, Exception))
         results_queue.put(next(failures, results))

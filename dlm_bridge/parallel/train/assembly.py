@@ -270,7 +270,7 @@ def describe_layout(config: TrainConfig) -> str:
 
 
 def _data_parallel(config: TrainConfig) -> Callable[[Any, Any, bool], Any]:
-    """Function that wraps a chunk, given its configuration and whether it has no buckets."""
+    """Function that wraps a chunk, given its configuration and whether bucketing is disabled."""
     fsdp = config.parallel.fsdp
     if fsdp is None:
         return mcore_compat.data_parallel
@@ -278,4 +278,6 @@ def _data_parallel(config: TrainConfig) -> Callable[[Any, Any, bool], Any]:
         raise MissingExtraError("fsdp", f"{fsdp} needs a GPU: unset it")
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    return lambda chunk, ddp, whole: FullyShardedDataParallel(chunk.config, ddp, chunk, disable_bucketing=whole)
+    return lambda chunk, ddp, unbucketed: FullyShardedDataParallel(
+        chunk.config, ddp, chunk, disable_bucketing=unbucketed
+    )

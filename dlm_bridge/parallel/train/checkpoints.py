@@ -111,8 +111,8 @@ NAME = re.compile(r"iter_(\d{7,})")
 NEW_HUB_FILES = ".hub-"  # prefix of their temporary folder
 CHANGED = "a file that was changed"
 LOCAL_RECORD = "local_checkpoints.json"  # in a run's folder: see `local_checkpoints.Record`
-# Loggers of writers, whose errors are raised as one line. 0.19 also warns about what it calls itself (its strategy of
-# synchronous saves is deprecated), and about reading common.pt.
+# Loggers that are silent during a run: errors of writers are raised as one line instead. 0.19 also logs that code is
+# deprecated which it calls itself (synchronous saves, common.pt).
 WRITER_LOGS = ("megatron.core.dist_checkpointing.strategies", "nvidia_resiliency_ext.checkpointing.async_ckpt")
 ANY_LAYOUT = "fully_reshardable"  # megatron-core's name for an optimizer state that can be loaded on any layout
 STATE = "dlm_bridge_run"  # key of our own values in the common state

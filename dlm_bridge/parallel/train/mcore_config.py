@@ -194,7 +194,10 @@ def check_mcore_config(config: TrainConfig) -> None:
     if (backend := config.engine.attention_backend) is not None:
         check_choice("attention_backend", backend, ATTENTION_BACKENDS)
     if config.checkpoint.local_folder is not None and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise MissingExtraError("local_folder", "needs nvidia-resiliency-ext: pip install 'dlm-bridge[resiliency]'")
+        raise MissingExtraError(
+            "local_folder",
+            "needs nvidia-resiliency-ext, for Python 3.11 and 3.12: pip install 'dlm-bridge[resiliency]'",
+        )
     if config.parallel.tp_overlap:
         groups.check_userbuffers(config.parallel.tp)
     if config.engine.cuda_graphs and not platform.current().records_graphs():

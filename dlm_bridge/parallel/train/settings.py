@@ -87,7 +87,6 @@ OURS: dict[str, dict[str, str]] = {
         "use_custom_fsdp": "fsdp",
         "data_parallel_sharding_strategy": "fsdp",
         "fp8_param_gather": "fp8_params",
-        "fp4_param_gather": "precision",
         "num_distributed_optimizer_instances": "optimizer_instances",
     },
     "optimizer": {
@@ -176,6 +175,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "moe_router_topk_limited_devices": "the routing would depend on `ep`, and no export supports it",
     },
     "ddp": {
+        "fp4_param_gather": "`precision` has no fp4",
         "average_in_collective": "gradients are sums: the loss's weights contain the divisor",
         "delay_wgrad_compute": _DELAYED,
         "outer_dp_sharding_strategy": "each of the `optimizer_instances` has all shards",

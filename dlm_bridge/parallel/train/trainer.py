@@ -385,7 +385,7 @@ def _copy_async(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-FROZEN_BY_PYTHON = 1000  # objects: more than Python 3.12 has frozen when it starts, less than any program freezes
+FROZEN_BY_PYTHON = 1000  # objects: Python 3.12 starts with a few hundred; more means that the program froze its own
 FULL_GC_EVERY = 100  # steps; other steps collect only young objects
 
 
