@@ -62,7 +62,7 @@ def convert_to_dlm(
     chosen = settings_from(ToDlmSettings, mask_token=mask_token, to=to, **settings)
     opened = open_hub(source, chosen)
     target = _target(opened, chosen.to)
-    if chosen.block_size is not None and target.attention_pattern != "block_causal":
+    if chosen.block_size is not None and target.attention_pattern == "bidirectional":
         raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
     token = find_mask_token(opened.folder, chosen.mask_token)
     checkpoint = _DiffusionCheckpoint(opened, target, token, chosen.seed, chosen.block_size)
@@ -170,11 +170,17 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
         **dict.fromkeys(("eos_token_id", "pad_token_id")),  # the target's defaults are for another tokenizer
         **(config if target.derived_from else rope_theta_form(config)),
         **aligned_ids(config, token.special),
-        "architectures": [target.architectures[0]],
+        **({} if target.told_from is None else {target.told_from[1]: True}),
+        "architectures": list(_architectures(target)[:1]),
         "model_type": target.model_type,
         "mask_token_id": token.id,
         "vocab_size": max(source.dims.vocab, token.id + 1),
     }
+
+
+def _architectures(target: FamilySpec) -> tuple[str, ...]:
+    """Class names in a config.json of the family, which for some is another family's."""
+    return target.architectures or family_by_name(target.told_from[0] if target.told_from else "").architectures
 
 
 def _generation(path: Path) -> dict[str, Any]:

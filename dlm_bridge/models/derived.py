@@ -1,7 +1,7 @@
 """Specs of the diffusion forms of autoregressive families, the targets of `convert-to-dlm`.
 
-Each family has three forms: bidirectional, bidirectional with shifted logits, and block-causal. Tensors, mapping and
-body are those of the autoregressive family; `modeling_derived` creates the classes. A published family with the same
+Each family has four forms: bidirectional, bidirectional with shifted logits, block-causal, and I-DLM's, which stays causal
+and predicts the masks after a token. Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published family with the same
 form (`PUBLISHED`) replaces it.
 """
 
@@ -57,13 +57,18 @@ FORMS = (
         "BlockCausalLM",
         {"attention_pattern": "block_causal", "objective": "block", "sampler": {"algorithm": "sdar"}},
     ),
+    Form(
+        "idlm",
+        "IntrospectiveLM",
+        {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
+    ),
 )
 
 # Published families with the tensors of an autoregressive family, by form.
 PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {"bidirectional": "a2d_llama"},
     "qwen2": {"bidirectional": "a2d_qwen2"},
-    "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar"},
+    "qwen3": {"bidirectional": "a2d_qwen3", "block-causal": "sdar", "idlm": "idlm"},
     "qwen3_moe": {"shifted": "rnd1", "block-causal": "sdar_moe"},
     "bailing_moe_v2": {"block-causal": "llada2_moe"},
 }
@@ -90,6 +95,7 @@ def _derived(body: FamilySpec, form: Form) -> FamilySpec:
         mapping=body.mapping,
         initialisation=body.initialisation,
         derived_from=body.name,
+        form=form.name,
         sft={"eos_padding": "block" if block_causal else "row"},
         lora_targets=body.lora_targets,
         # All published gpt-oss models have sliding windows, which are causal in megatron-core.

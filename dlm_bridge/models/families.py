@@ -156,6 +156,7 @@ class FamilySpec:
     # Converts a config.json saved by transformers to the keys of the Hub, which other programs read.
     hub_spelling: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     derived_from: str = ""  # of a diffusion form: the autoregressive family with the same body
+    form: str = ""  # of a diffusion form: which one, see `derived.FORMS`
 
     def __post_init__(self) -> None:
         for name in ("sft", "sampler"):

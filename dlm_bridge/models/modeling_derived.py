@@ -53,6 +53,14 @@ class BlockCausalConfig(DerivedConfig):
         super().__post_init__(**kwargs)
 
 
+class IntrospectiveConfig(BlockCausalConfig):
+    """Base of the configs of I-DLM's form. `block_size`: number of masks after a token in training."""
+
+    is_causal: ClassVar[bool] = True
+
+    block_size: int = 1
+
+
 class DerivedLM(DiffusionLM):
     """`DiffusionLM` for the bodies of `models.derived`, with sliding windows and scaled or capped logits."""
 
@@ -74,6 +82,8 @@ class DerivedLM(DiffusionLM):
         window, length = sliding_window(self.config), tokens.shape[1]
         if window is None or (positions is None and length <= window):
             return mask, positions
+        if self.family.attention_pattern == "causal" and (mask is None or mask.dim() == 2):
+            return mask, positions  # transformers makes the body's own masks
         counted = torch.arange(length, device=tokens.device)[None] if positions is None else positions
         near = ((counted[:, :, None] - counted[:, None, :]).abs() < window)[:, None]
         if mask is None:
@@ -118,7 +128,9 @@ def _make_classes(spec: FamilySpec) -> None:
     experts = hasattr(body_config, "num_experts_per_tok")
     mixins = (ExpertsMixin,) if experts and not issubclass(body_model, ExpertsMixin) else ()
 
-    class Config(BlockCausalConfig if spec.attention_pattern == "block_causal" else DerivedConfig, body_config):
+    bases = {"block_causal": BlockCausalConfig, "causal": IntrospectiveConfig, "bidirectional": DerivedConfig}
+
+    class Config(bases[spec.attention_pattern], body_config):
         model_type = spec.model_type
         family = spec
 
