@@ -79,7 +79,7 @@ def families(as_json: Annotated[bool, typer.Option("--json", help="One JSON obje
         table.add_column(column, no_wrap=True)
     for row in rows:
         for number, (form, name) in enumerate(row["becomes"].items()):
-            architecture = registry.family_by_name(name).architectures[0]
+            architecture = registry.family_by_name(name).stored_architecture
             table.add_row("" if number else row["family"], form, f"{name}\n  {architecture}")
     console.print(table)
     console.print("Each form was checked against its family's reference with a causal mask.")

@@ -171,16 +171,11 @@ def _config(source: HubCheckpoint, target: FamilySpec, token: MaskToken) -> dict
         **(config if target.derived_from else rope_theta_form(config)),
         **aligned_ids(config, token.special),
         **({} if target.told_from is None else {target.told_from[1]: True}),
-        "architectures": list(_architectures(target)[:1]),
+        "architectures": [target.stored_architecture],
         "model_type": target.model_type,
         "mask_token_id": token.id,
         "vocab_size": max(source.dims.vocab, token.id + 1),
     }
-
-
-def _architectures(target: FamilySpec) -> tuple[str, ...]:
-    """Class names in a config.json of the family, which for some is another family's."""
-    return target.architectures or family_by_name(target.told_from[0] if target.told_from else "").architectures
 
 
 def _generation(path: Path) -> dict[str, Any]:

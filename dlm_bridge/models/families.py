@@ -168,6 +168,13 @@ class FamilySpec:
         return self.model_class.startswith("transformers:")
 
     @property
+    def stored_architecture(self) -> str:
+        """Class name in a config.json of the family; another family's if a key of the config tells them apart."""
+        if self.architectures or self.told_from is None:
+            return self.architectures[0]
+        return family_by_name(self.told_from[0]).architectures[0]
+
+    @property
     def sampled_here(self) -> bool:
         """True if this package's samplers and likelihood bounds apply to the model."""
         return self.kind == "diffusion" and not self.native
