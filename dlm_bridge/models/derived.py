@@ -2,8 +2,7 @@
 
 Each family has four forms: bidirectional, bidirectional with shifted logits, block-causal, and I-DLM's, which stays
 causal and predicts the masks after a token. Tensors, mapping and body are those of the autoregressive family;
-`modeling_derived` creates the classes. A published family with the same
-form (`PUBLISHED`) replaces it.
+`modeling_derived` creates the classes. A published family with the same form (`PUBLISHED`) replaces it.
 """
 
 from __future__ import annotations
