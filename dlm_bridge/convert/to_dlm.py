@@ -31,6 +31,7 @@ TARGETS: dict[str, tuple[str, ...]] = {body.name: tuple(forms_of(body).values())
 GENERATION = "generation_config.json"
 DEFAULT = "<|mask|>"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_WITHOUT_BLOCKS = ("masked", "shifted")  # objectives
 _FLAGS = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
 
 
@@ -62,7 +63,7 @@ def convert_to_dlm(
     chosen = settings_from(ToDlmSettings, mask_token=mask_token, to=to, **settings)
     opened = open_hub(source, chosen)
     target = _target(opened, chosen.to)
-    if chosen.block_size is not None and target.attention_pattern == "bidirectional":
+    if chosen.block_size is not None and target.objective in _WITHOUT_BLOCKS:
         raise SettingError("block_size", f"{target.name} has {target.attention_pattern} attention, without blocks")
     token = find_mask_token(opened.folder, chosen.mask_token)
     checkpoint = _DiffusionCheckpoint(opened, target, token, chosen.seed, chosen.block_size)

@@ -42,7 +42,7 @@ class LinearSpecSampler(Sampler):
 
     name: ClassVar[str] = "linear_spec"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion", "nemotron")
     infills: ClassVar[bool] = False  # causal attention does not reach later tokens
     model_blocks: ClassVar[bool] = True
     takes_commit_rule: ClassVar[bool] = False

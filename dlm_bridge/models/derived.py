@@ -1,8 +1,8 @@
 """Specs of the diffusion forms of autoregressive families, the targets of `convert-to-dlm`.
 
-Each family has four forms: bidirectional, bidirectional with shifted logits, block-causal, and I-DLM's, which stays
-causal and predicts the masks after a token. Tensors, mapping and body are those of the autoregressive family;
-`modeling_derived` creates the classes. A published family with the same form (`PUBLISHED`) replaces it.
+Each family has five forms: bidirectional, bidirectional with shifted logits, block-causal, I-DLM's, which stays causal
+and predicts the masks after a token, and Nemotron-Labs-Diffusion's, which denoises blocks after a causal context.
+Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published family with the same form (`PUBLISHED`) replaces it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ FORMS = (
         "IntrospectiveLM",
         {"attention_pattern": "causal", "shift": True, "objective": "idlm", "sampler": {"algorithm": "idlm"}},
     ),
+    Form("nemotron", "HybridLM", {"objective": "nemotron", "sampler": {"algorithm": "nemotron"}}),
 )
 
 # Published families with the tensors of an autoregressive family, by form.

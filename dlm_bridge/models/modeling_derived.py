@@ -61,6 +61,14 @@ class IntrospectiveConfig(BlockCausalConfig):
     block_size: int = 1
 
 
+class HybridConfig(BlockCausalConfig):
+    """Base of the configs of Nemotron-Labs-Diffusion's form, with its keys for the weights of the two losses."""
+
+    block_size: int = 32
+    dlm_loss_weight: float | None = None
+    ar_loss_weight: float = 1.0
+
+
 class DerivedLM(DiffusionLM):
     """`DiffusionLM` for the bodies of `models.derived`, with sliding windows and scaled or capped logits."""
 
@@ -128,9 +136,9 @@ def _make_classes(spec: FamilySpec) -> None:
     experts = hasattr(body_config, "num_experts_per_tok")
     mixins = (ExpertsMixin,) if experts and not issubclass(body_model, ExpertsMixin) else ()
 
-    bases = {"block_causal": BlockCausalConfig, "causal": IntrospectiveConfig, "bidirectional": DerivedConfig}
+    bases = {"block_causal": BlockCausalConfig, "idlm": IntrospectiveConfig, "nemotron": HybridConfig}
 
-    class Config(bases[spec.attention_pattern], body_config):
+    class Config(bases.get(spec.form, DerivedConfig), body_config):
         model_type = spec.model_type
         family = spec
 

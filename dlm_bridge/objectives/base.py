@@ -49,7 +49,7 @@ class Objective(abc.ABC):
     # Supported models. With another attention pattern or shift, a model would be sampled differently than trained.
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shift: ClassVar[bool] = False  # logits[i - 1] predicts token i
-    families: ClassVar[tuple[str, ...]] = ()  # families that support it; (): no restriction
+    families: ClassVar[tuple[str, ...]] = ()  # families and forms that support it; (): no restriction
     also: ClassVar[tuple[str, ...]] = ()  # families of another attention pattern that also support it
     masks: ClassVar[bool] = True  # False: no mask token is needed
     noise_ranges: ClassVar[bool] = True  # False: `noise_range` is not supported

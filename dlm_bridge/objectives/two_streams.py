@@ -156,7 +156,7 @@ class NemotronDiffusion(TwoStreamObjective):
     """
 
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion", "nemotron")
     forces_certainty: ClassVar[bool] = False
     loss_fraction: ClassVar[float] = 1.5
     terms: ClassVar[int] = 2

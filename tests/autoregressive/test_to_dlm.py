@@ -420,8 +420,8 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text"])
-def test_the_greedy_text_of_idlm_is_the_autoregressive_models(family: str, tmp_path: Path) -> None:
-    """With and without a cache, also past a sliding window; the mask token is never drawn."""
+def test_greedy_text_of_the_causal_forms_is_the_autoregressive_models(family: str, tmp_path: Path) -> None:
+    """`idlm` with and without a cache, and `nemotron` by self-speculation; also past a sliding window."""
     source = write(FIRST[family], tmp_path / "ar")
     convert_to_dlm(source, tmp_path / "dlm", to="idlm", block_size=2)
     parent = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64).eval()
@@ -434,5 +434,11 @@ def test_the_greedy_text_of_idlm_is_the_autoregressive_models(family: str, tmp_p
     for cache in ("none", "block"):
         found = model.generate(ids, gen_length=20, temperature=0.0, eos_token_id=None, cache=cache)
         assert torch.equal(found, wanted), cache
+    convert_to_dlm(source, tmp_path / "hybrid", to="nemotron")
+    hybrid = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hybrid", dtype=torch.float64).eval()
+    drafted = hybrid.generate(ids, gen_length=20, temperature=0.0, eos_token_id=None, algorithm="linear_spec")
+    assert torch.equal(drafted, wanted)
+    assert hybrid.generate(ids, gen_length=20, temperature=0.0, eos_token_id=None).shape == wanted.shape
+    assert hybrid.train()(input_ids=ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss.isfinite()
     trained = model.train()(input_ids=ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss
     assert trained.isfinite()

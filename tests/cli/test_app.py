@@ -121,7 +121,7 @@ def test_families_lists_all_that_convert_to_dlm_makes(
     rows = json.loads(capsys.readouterr().out)["families"]
     becomes = {row["family"]: row["becomes"] for row in rows if row["becomes"]}
     assert {name: tuple(forms.values()) for name, forms in becomes.items()} == TARGETS
-    assert list(becomes["qwen3_moe"]) == ["shifted", "block-causal", "bidirectional", "idlm"]
+    assert list(becomes["qwen3_moe"]) == ["shifted", "block-causal", "bidirectional", "idlm", "nemotron"]
     assert becomes["bailing_moe_v2"]["block-causal"] == "llada2_moe"
     assert run(monkeypatch, "families") == 0
     table = capsys.readouterr().out.split("convert-to-dlm", 1)[1]

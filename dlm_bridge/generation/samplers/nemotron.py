@@ -33,7 +33,7 @@ class NemotronSampler(Sampler):
 
     name: ClassVar[str] = "nemotron"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
-    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion",)
+    families: ClassVar[tuple[str, ...]] = ("nemotron_labs_diffusion", "nemotron")
     infills: ClassVar[bool] = False  # blocks start after the prompt and do not attend to later tokens
     model_blocks: ClassVar[bool] = True
     shortens_block: ClassVar[bool] = True
