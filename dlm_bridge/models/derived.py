@@ -2,7 +2,8 @@
 
 Each family has five forms: bidirectional, bidirectional with shifted logits, block-causal, I-DLM's, which stays causal
 and predicts the masks after a token, and Nemotron-Labs-Diffusion's, which denoises blocks after a causal context.
-Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published family with the same form (`PUBLISHED`) replaces it.
+Tensors, mapping and body are those of the autoregressive family; `modeling_derived` creates the classes. A published
+family with the same form (`PUBLISHED`) replaces it.
 """
 
 from __future__ import annotations
