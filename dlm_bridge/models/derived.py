@@ -100,7 +100,7 @@ def _derived(body: FamilySpec, form: Form) -> FamilySpec:
         form=form.name,
         sft={"eos_padding": "block" if block_causal else "row"},
         lora_targets=body.lora_targets,
-        # All published gpt-oss models have sliding windows, which are causal in megatron-core.
+        # All published gpt-oss models have sliding windows, which are causal and over one stream in megatron-core.
         training=("accelerate",) if body is gpt_oss.SPEC else body.training,
         checked_against=f"{body.checked_against}, under a causal mask",
         **form.fields,

@@ -31,8 +31,9 @@ def buildable(family: str, config: dict[str, Any]) -> bool:
     from dlm_bridge.parallel.config import model_config
 
     spec = family_by_name(family)
-    if "sliding_attention" in config.get("layer_types", ()) and spec.attention_pattern != "causal":
-        return False  # a window on both sides
+    alone = spec.attention_pattern == "causal" and spec.objective != "idlm"
+    if "sliding_attention" in config.get("layer_types", ()) and not alone:
+        return False  # a window on both sides, or over two streams: the engine refuses both
     mapping = spec.mapping
     try:
         model_config(mapping, config, mapping.dims(config), Layout(), torch.float32)
