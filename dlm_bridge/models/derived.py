@@ -51,12 +51,25 @@ class Form:
 
 
 FORMS = (
-    Form("bidirectional", "BidirectionalLM", {"objective": "masked", "sampler": {"algorithm": "mdlm"}}),
-    Form("shifted", "ShiftedLM", {"shift": True, "objective": "shifted", "sampler": {"algorithm": "dream"}}),
+    Form(
+        "bidirectional",
+        "BidirectionalLM",
+        {"objective": "masked", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "mdlm"}},
+    ),
+    Form(
+        "shifted",
+        "ShiftedLM",
+        {"shift": True, "objective": "shifted", "sft": {"eos_padding": "row"}, "sampler": {"algorithm": "dream"}},
+    ),
     Form(
         "block-causal",
         "BlockCausalLM",
-        {"attention_pattern": "block_causal", "objective": "block", "sampler": {"algorithm": "sdar"}},
+        {
+            "attention_pattern": "block_causal",
+            "objective": "block",
+            "sft": {"eos_padding": "block"},
+            "sampler": {"algorithm": "sdar"},
+        },
     ),
     Form(
         "idlm",
@@ -85,7 +98,6 @@ def forms_of(family: FamilySpec) -> dict[str, str]:
 def _derived(body: FamilySpec, form: Form) -> FamilySpec:
     prefix = body.architectures[0].removesuffix("ForCausalLM")
     module = "dlm_bridge.models.modeling_derived"
-    block_causal = form.word == "block-causal"
     return FamilySpec(
         name=f"{body.name}_{form.name}",
         title=f"{body.title.removesuffix(' (Hub side only)')}, {form.word}",
@@ -98,7 +110,6 @@ def _derived(body: FamilySpec, form: Form) -> FamilySpec:
         initialisation=body.initialisation,
         derived_from=body.name,
         form=form.name,
-        sft={"eos_padding": "block" if block_causal else "row"},
         lora_targets=body.lora_targets,
         # All published gpt-oss models have sliding windows, which are causal and over one stream in megatron-core.
         training=("accelerate",) if body is gpt_oss.SPEC else body.training,

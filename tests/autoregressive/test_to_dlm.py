@@ -442,3 +442,10 @@ def test_greedy_text_of_the_causal_forms_is_the_autoregressive_models(family: st
     assert hybrid.train()(input_ids=ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss.isfinite()
     trained = model.train()(input_ids=ids, labels=ids, generator=torch.Generator().manual_seed(0)).loss
     assert trained.isfinite()
+
+
+@pytest.mark.parametrize(("form", "published"), [("idlm", "idlm"), ("nemotron", "nemotron_labs_diffusion")])
+def test_a_form_is_trained_and_sampled_as_the_published_family(form: str, published: str) -> None:
+    made, known = family_by_name(f"llama_{form}"), family_by_name(published)
+    for name in ("attention_pattern", "shift", "objective", "sft", "sampler"):
+        assert getattr(made, name) == getattr(known, name), name
