@@ -197,7 +197,7 @@ def fitting_samplers(family: FamilySpec) -> list[str]:
         name
         for name, known in SAMPLERS.items()
         if family.attention_pattern in known.attention_patterns
-        and (not known.families or family.name in known.families or family.form in known.families)
+        and family.is_any_of(known.families)
         and known.shifted in (None, family.shift)
     ]
     return sorted(fits, key=lambda name: name != family.sampler["algorithm"])

@@ -167,6 +167,11 @@ class FamilySpec:
         """True if the model class is part of transformers."""
         return self.model_class.startswith("transformers:")
 
+    def is_any_of(self, names: tuple[str, ...]) -> bool:
+        """True if the family or its form is among `names`, those that an objective or a sampler supports; () are
+        all."""
+        return not names or self.name in names or self.form in names
+
     @property
     def stored_architecture(self) -> str:
         """Class name in a config.json of the family; another family's if a key of the config tells them apart."""

@@ -69,6 +69,9 @@ class HybridConfig(BlockCausalConfig):
     ar_loss_weight: float = 1.0
 
 
+_CONFIGS = {"block_causal": BlockCausalConfig, "idlm": IntrospectiveConfig, "nemotron": HybridConfig}  # by form
+
+
 class DerivedLM(DiffusionLM):
     """`DiffusionLM` for the bodies of `models.derived`, with sliding windows and scaled or capped logits."""
 
@@ -136,9 +139,7 @@ def _make_classes(spec: FamilySpec) -> None:
     experts = hasattr(body_config, "num_experts_per_tok")
     mixins = (ExpertsMixin,) if experts and not issubclass(body_model, ExpertsMixin) else ()
 
-    bases = {"block_causal": BlockCausalConfig, "idlm": IntrospectiveConfig, "nemotron": HybridConfig}
-
-    class Config(bases.get(spec.form, DerivedConfig), body_config):
+    class Config(_CONFIGS.get(spec.form, DerivedConfig), body_config):
         model_type = spec.model_type
         family = spec
 

@@ -54,8 +54,7 @@ class ModelFamily(Protocol):
     def attention_pattern(self) -> str: ...
     @property
     def shift(self) -> bool: ...
-    @property
-    def form(self) -> str: ...
+    def is_any_of(self, names: tuple[str, ...]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class ObjectiveSpec:
 
     def fits(self, family: ModelFamily) -> bool:
         kind = self.kind
-        if kind.families and family.name not in kind.families and family.form not in kind.families:
+        if not family.is_any_of(kind.families):
             return False
         if family.name in CanvasDiffusion.families and not issubclass(kind, CanvasDiffusion):
             return False  # the family has two towers and no mask token

@@ -63,10 +63,7 @@ _WITH_EXTRA_STATE = {
 }  # fmt: skip
 _NO_STATE = [None]
 _COMMON_FILE = "__common_0.distcp"
-_BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-}
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}  # not known to megatron-core 0.19
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
