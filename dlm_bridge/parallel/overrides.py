@@ -7,12 +7,15 @@ device. A platform's overrides are installed all or none; an override that does 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
+import importlib.util
 import os
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -32,12 +35,14 @@ _installed: tuple[Table, str] | None = None  # with its owner
 _originals: dict[str, Any] = {}  # by dotted name; _ABSENT if the holder inherits the attribute
 
 
+@functools.cache
 def installed_version() -> str:
-    """Version of megatron-core that this process imports."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about optional packages (apex, transformer-engine)
-        from megatron.core.package_info import __version__
-    return str(__version__)
+    """Version of megatron-core that this process imports, read without importing it: an unsupported version, or one
+    beside an old nvidia-resiliency-ext, may fail to import."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return str(runpy.run_path(str(Path(spec.submodule_search_locations[0], "package_info.py")))["__version__"])
 
 
 def nearest_supported(found: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -134,14 +136,31 @@ def test_an_old_resiliency_package_is_refused_before_it_breaks_the_import(monkey
     overrides.check_version("0.19.2")
 
 
-def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    import megatron.core.package_info
+def test_a_version_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    """A package that fails when it is imported, as megatron-core 0.19 does beside an old nvidia-resiliency-ext."""
+    package = tmp_path / "megatron" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AttributeError('imported')")
+    (package / "package_info.py").write_text("__version__ = '0.18.0'")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", "import dlm_bridge.parallel.core"],
+        env={**os.environ, "PYTHONPATH": paths, "DLM_BRIDGE_PLATFORM": "cpu", overrides.ALLOW_UNTESTED: ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "MissingExtraError" in done.stderr.splitlines()[-1]
+    assert "0.18.0" in done.stderr.splitlines()[-1]
 
+
+def _import_core_again(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     from dlm_bridge import parallel
     from dlm_bridge.parallel import core
 
     monkeypatch.setattr(parallel, "core", core)  # put back afterwards
-    monkeypatch.setattr(megatron.core.package_info, "__version__", version)
+    monkeypatch.setattr(overrides, "installed_version", lambda: version)
     monkeypatch.delitem(sys.modules, "dlm_bridge.parallel.core", raising=False)
     importlib.import_module("dlm_bridge.parallel.core")
 
