@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -23,3 +24,14 @@ def refused(kind: type[E], field: object = None, *named: str) -> Iterator[pytest
     assert field is None or raised.value.field == str(field), raised.value
     for name in named:
         assert name in str(raised.value)
+
+
+def hide(patch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Let these packages, and no others, look uninstalled to `importlib.util.find_spec`. A replacement that finds no
+    package at all would leave an empty table of extensions behind, which is read once per process."""
+    find = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        return None if name.partition(".")[0] in packages else find(name, package)
+
+    patch.setattr(importlib.util, "find_spec", find_spec)

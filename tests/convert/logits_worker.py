@@ -6,7 +6,6 @@ python -m tests.convert.logits_worker FOLDER      writes FOLDER/report.json
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from dlm_bridge import Bridge, Layout
@@ -24,6 +24,7 @@ from tests.checkpoints import write_llada
 from tests.convert.helpers import hub_tensors, save_dcp
 from tests.convert.test_torch_dist import expected
 from tests.families import sdar
+from tests.refusals import hide
 
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48}}
 WINDOW = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 2}
@@ -34,7 +35,8 @@ def run(folder: Path) -> dict[str, Any]:
     hub, megatron = write_llada(folder / "hub", shards=1, n_kv_heads=2), folder / "megatron"
     Bridge.from_hf(hub).to_megatron(megatron, Layout(tp=2, pp=2))
     said: dict[str, Any] = {}
-    with mock.patch.object(importlib.util, "find_spec", without_megatron):
+    with pytest.MonkeyPatch.context() as patch:
+        hide(patch, "megatron")
         said["missing"] = verify(hub, megatron)
         said["missing-shown"] = verify(hub, megatron, json=False)
         said["missing-alone"] = verify(megatron)
@@ -72,13 +74,6 @@ def verify(*paths: Path, json: bool = True) -> list[Any]:
         except SystemExit as stop:
             return [int(stop.code or 0), out.getvalue(), err.getvalue()]
     raise AssertionError("main returned")
-
-
-def without_megatron(name: str, *_: Any) -> Any:
-    return None if name.startswith("megatron") else FIND_SPEC(name, *_)
-
-
-FIND_SPEC = importlib.util.find_spec
 
 
 def imported(hub: Path) -> Path:

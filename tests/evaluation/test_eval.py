@@ -35,7 +35,7 @@ from dlm_bridge.loading import LoadedModel, Placement, load_model
 from dlm_bridge.models.modeling_llada import LLaDAConfig, LLaDAModelLM
 from tests.checkpoints import llada_config
 from tests.processes import launch
-from tests.refusals import refused
+from tests.refusals import hide, refused
 
 TEXT = " ".join(f"Question: What is {n} + {n}?\nAnswer: {2 * n}" for n in range(40))
 Eval = Callable[..., dict[str, Any]]
@@ -554,7 +554,7 @@ def test_refusals_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "results.json").write_text("{}")
     with refused(SettingError, "output", "results.json", "overwrite"):
         evaluate("no/model", tasks=["orders"], output=tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    hide(monkeypatch, "lm_eval")
     with refused(MissingExtraError, "tasks", "dlm-bridge[eval]"):
         evaluate("no/model", tasks=["orders"])
 

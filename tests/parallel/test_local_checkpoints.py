@@ -26,7 +26,7 @@ from dlm_bridge.errors import (
 )
 from dlm_bridge.train.config import TrainConfig
 from tests.parallel.conftest import megatron_alone
-from tests.refusals import refused
+from tests.refusals import hide, refused
 from tests.train.conftest import read_metrics, run_values, undrawn, without_speed
 from tests.train.test_damaged_checkpoints import flip
 from tests.train.test_full_disk import limited_files
@@ -258,7 +258,6 @@ def test_a_damaged_record_is_named(content: str, copy: Path, train: Train) -> No
 
 
 def test_what_is_refused(train: Train, values: dict[str, Any], tmp_path: Path) -> None:
-    from dlm_bridge.parallel.train import mcore_config
 
     for others in ({"fsdp": "optim"}, {"precision": "fp8", "fp8_params": True}, {"optimizer_cpu_offload": True}):
         with refused(SettingError, "local_folder"):
@@ -273,7 +272,7 @@ def test_what_is_refused(train: Train, values: dict[str, Any], tmp_path: Path) -
         train(tmp_path / "run", local_folder=str(tmp_path / "file"))
     assert not (tmp_path / "run").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mcore_config.importlib.util, "find_spec", lambda name: None)
+        hide(patch, "nvidia_resiliency_ext")
         with refused(MissingExtraError, "local_folder", "dlm-bridge[resiliency]"):
             train(tmp_path / "run", local_folder=str(tmp_path / "local"))
     assert not (tmp_path / "run").exists()

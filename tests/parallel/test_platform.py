@@ -25,7 +25,7 @@ from dlm_bridge.parallel.overrides import Table
 from dlm_bridge.parallel.platform import CPU, CUDA
 from dlm_bridge.registration import load_entry_points
 from tests.parallel.conftest import megatron_alone
-from tests.refusals import refused
+from tests.refusals import hide, refused
 
 MIB = 2**20
 AVAILABLE = [name for name, kind in platform.known().items() if kind.available()]
@@ -156,7 +156,7 @@ def test_a_process_without_a_device_is_told(rank: str, monkeypatch: pytest.Monke
 def test_without_megatron_core_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("dlm_bridge.parallel.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    hide(monkeypatch, "megatron")
     with refused(MissingExtraError, "megatron-core", "pip install 'dlm-bridge[megatron]'"):
         importlib.import_module("dlm_bridge.parallel.parallelize")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.convert.adapters import back, set_config, to_megatron
 from tests.convert.helpers import hub_tensors, run_cli, same
 from tests.data.chats import chatty, conversation, write_rows
 from tests.families import llada2_moe, sdar_moe
-from tests.refusals import refused
+from tests.refusals import hide, refused
 from tests.train.conftest import Run, without_speed
 
 OPTIONS: dict[str, Any] = {
@@ -287,10 +286,7 @@ def test_what_is_refused(tmp_path: Path, tune: Any, changes: dict[str, Any], fie
 
 
 def test_what_is_missing_is_named(tmp_path: Path, tune: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
-    )
+    hide(monkeypatch, "bitsandbytes")
     with refused(CheckpointError, "nowhere"):
         tune(tmp_path / "run", steps=1, lora_rank=0, adapter="nowhere")
     with pytest.raises(DlmBridgeError, match=r"bitsandbytes.*dlm-bridge\[quantize\]"):

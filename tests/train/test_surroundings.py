@@ -21,7 +21,7 @@ from dlm_bridge.job import Attempt
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.ranks import StragglerDetector, Watchdog, straggler_report
 from tests.processes import assert_ok, launch, work
-from tests.refusals import refused
+from tests.refusals import hide, refused
 from tests.train.conftest import Run
 
 
@@ -61,7 +61,7 @@ def test_refuses(options: dict[str, Any], field: str) -> None:
 def test_a_tracker_that_is_not_installed(
     tmp_path: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dlm_bridge.train.monitoring.importlib.util.find_spec", lambda name: None)
+    hide(monkeypatch, "wandb")
     options = ["--model", values["model"], "--from-scratch", "--data", values["data"][0], "--trackers", "wandb"]
     flags = [*options, "--output", str(tmp_path / "run"), "--seq-length", "16", "--global-batch-size", "2"]
     monkeypatch.setattr(sys, "argv", ["dlm-bridge", "pretrain", *flags])
