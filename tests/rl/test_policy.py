@@ -290,7 +290,7 @@ def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dic
     assert (rows[-1]["kl"] is not None) == ("updates" in changes)
 
 
-@pytest.mark.parametrize(("score", "steps", "count"), [("1.0", 7, 1), ("1.0", 2, 1), ("i % 2", 6, 0)])
+@pytest.mark.parametrize(("score", "steps", "count"), [("1.0", 12, 1), ("1.0", 2, 1), ("i % 2", 11, 0)])
 def test_a_run_whose_rewards_are_all_equal_warns_once(
     run: Run, tmp_path: Path, score: str, steps: int, count: int
 ) -> None:

@@ -37,7 +37,7 @@ from dlm_bridge.train.rl.updates import (
     value_loss,
 )
 
-IDLE_STEPS = 5  # consecutive steps with mostly idle groups after which a run warns
+IDLE_STEPS = 10  # consecutive steps with mostly idle groups after which a run warns
 
 
 @dataclass(frozen=True)
