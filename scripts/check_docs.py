@@ -25,7 +25,9 @@ import shown
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "configs/README.md")
 SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples", "scripts")  # of the root
-FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file|shows): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>not run|file|shows): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M
+)
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
 PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|serve) ")

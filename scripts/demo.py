@@ -1,4 +1,4 @@
-"""A published model to Megatron's layout and back, then a diffusion model made from nothing: under four minutes on
+"""A published model to Megatron's layout and back, then a diffusion model made from nothing: under three minutes on
 two CPU cores.
 
 SmolLM2-135M-Instruct comes from the Python package that ships it (93 MB, Apache-2.0). Where the package index cannot
@@ -119,7 +119,7 @@ def main() -> int:
         f"A diffusion model of stories was trained to a held-out loss of {loss:.2f} and taken to Megatron and back.",
         f"{root}/llada (Hub folder), {root}/megatron, {root}/run (loss.png, metrics.jsonl, checkpoints): that model.",
         f"Watch it write: {root}/story.html in a browser. All of this took {time.monotonic() - began:.0f} s.",
-        f"Next: dlm-bridge generate {root}/llada --prompt 'Tom was a' --gen-length 96 --show",
+        f"Next: dlm-bridge generate {root}/llada --prompt 'Tom was a' --gen-length 112 --show",
         sep="\n",
         soft_wrap=True,
     )
@@ -195,9 +195,7 @@ def train_diffusion_model(console: Console, root: Path) -> float:
     held-out stories."""
     console.rule("[bold]2  a diffusion model, from nothing")
     corpus, config, run = root / "corpus.jsonl", root / "config", root / "run"
-    with corpus.open("w", encoding="utf-8") as lines:
-        for text, _ in quality_stories.batch(0, 0, STORIES, DAYS):
-            lines.write(json.dumps({"text": text}) + "\n")
+    write_corpus(corpus)
     train_tokenizer(corpus, config)
     console.print(
         f"{STORIES} stories that a small program wrote, such as:\n[dim]{quality_stories.batch(1, 0, 1, DAYS)[0][0]}"
@@ -227,6 +225,13 @@ def dlm_bridge(console: Console, *arguments: str | Path | float) -> str:
     if output is not None:
         console.print(finished.stdout.rstrip(), markup=False, style="bold")
     return finished.stdout or ""
+
+
+def write_corpus(corpus: Path) -> None:
+    """The stories, as JSON Lines."""
+    with corpus.open("w", encoding="utf-8") as lines:
+        for text, _ in quality_stories.batch(0, 0, STORIES, DAYS):
+            lines.write(json.dumps({"text": text}) + "\n")
 
 
 def train_tokenizer(corpus: Path, folder: Path) -> None:

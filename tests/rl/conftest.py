@@ -113,7 +113,9 @@ Run = Callable[..., list[dict[str, Any]]]
 def run(policy_folder: Path, problems: Path, reward: str) -> Run:
     """Train in this process and give the rows of metrics.jsonl: run(folder, resume=False, **changed options)."""
 
-    def _run(output: Path, resume: bool = False, console: Console | None = None, **changes: Any) -> list[dict[str, Any]]:
+    def _run(
+        output: Path, resume: bool = False, console: Console | None = None, **changes: Any
+    ) -> list[dict[str, Any]]:
         AcceleratorState._reset_state(reset_partial_state=True)
         values: dict[str, Any] = {
             "model": str(policy_folder),

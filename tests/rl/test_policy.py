@@ -294,7 +294,9 @@ def test_the_reward_rises(run: Run, tmp_path: Path, problems: Path, changes: dic
 def test_a_run_whose_rewards_are_all_equal_warns_once(
     run: Run, tmp_path: Path, score: str, steps: int, count: int
 ) -> None:
-    (tmp_path / "score.py").write_text(f"def score(prompts, texts, rows):\n    return [{score} for i in range(len(texts))]")
+    (tmp_path / "score.py").write_text(
+        f"def score(prompts, texts, rows):\n    return [{score} for i in range(len(texts))]"
+    )
     console = Console(file=io.StringIO(), width=80)
     rows = run(tmp_path / "run", console=console, steps=steps, reward=[f"{tmp_path}/score.py:score"], gen_length=1)
     assert [row["idle_groups"] for row in rows] == [float(count > 0)] * steps

@@ -254,9 +254,9 @@ class PolicyTrainer(RLTrainer[Problem]):
         self.idle_steps = self.idle_steps + 1 if idle_groups > 0.5 else 0
         if self.main and self.idle_steps == min(IDLE_STEPS, self.config.schedule.steps):
             self.console.print(
-                f"warning: nothing is learned from {idle_groups:.0%} of the prompts, whose completions all have the same "
-                "reward (idle_groups). Use a reward with more levels, prompts that are neither too easy nor too hard, a "
-                "higher `temperature` or a larger `group_size`",
+                f"warning: nothing is learned from {idle_groups:.0%} of the prompts, whose completions all have the "
+                "same reward (idle_groups). Use a reward with more levels, prompts that are neither too easy nor too "
+                "hard, a higher `temperature` or a larger `group_size`",
                 highlight=False,
                 soft_wrap=True,
             )
