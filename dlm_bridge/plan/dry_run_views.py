@@ -39,7 +39,7 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
         ramp = f"starts at {start} sequences per step and grows by {increment}, over {samples} sequences"
         console.print(Text(ramp), soft_wrap=True)
     if run.step:
-        console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.steps:,}"), soft_wrap=True)
+        console.print(Text(f"resumes after step {run.step:,} of {run.config.schedule.last_step:,}"), soft_wrap=True)
     for piece in run.data[:SHOWN_PIECES]:
         console.print(Text(printable(f"data: {_described(piece, run)}")), soft_wrap=True)
     if len(run.data) > SHOWN_PIECES:

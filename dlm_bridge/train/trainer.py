@@ -152,7 +152,7 @@ class TrainingLoop(abc.ABC):
                 self.sample(samples, 0)
         limit = config.schedule.exit_duration
         deadline = math.inf if limit is None else time.monotonic() + 60 * limit
-        steps = config.schedule.steps
+        steps = config.schedule.last_step
         if self.main:
             write_status(self.output, "running", step, steps)
         with catch_sigterm() as terminated, monitor:
@@ -197,7 +197,7 @@ class TrainingLoop(abc.ABC):
         with raised_everywhere():
             if metrics is not None:
                 plot_loss(metrics.rows, self.output / "loss.png")
-                write_status(self.output, "running", step, self.config.schedule.steps)
+                write_status(self.output, "running", step, self.config.schedule.last_step)
         return folder
 
     def before_save(self, step: int, metrics: MetricsFile | None) -> None:
