@@ -24,6 +24,7 @@ from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.engine import find_engine
 from dlm_bridge.train.lora import with_lora
 from dlm_bridge.train.output import check_output
+from dlm_bridge.train.schedule import with_steps
 from dlm_bridge.train.setup import (
     BLOCK_LENGTH,
     check_data,
@@ -125,6 +126,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
     config, objective = resolve_objective(config, model, step)
     config, undecided = _with_seq_length(config, model, objective, found)
     config = with_lora(config, model)
+    if config.schedule.tokens is not None:
+        config = with_steps(config)
     _check_tokens(config, found, model, objective.mask_token)
     config.data.accumulation(gpus if config.engine.engine == "accelerate" else 1)
     memory, more = memory_of(config, run_of(config, str(config.objective.objective), gpus), checkpoint, objective)
@@ -148,7 +151,8 @@ def dry_run(config: TrainConfig, gpus: int | None = None, resume: bool = False) 
 def _with_seq_length(
     config: TrainConfig, model: Any, objective: Objective, found: DataSources
 ) -> tuple[TrainConfig, list[str]]:
-    """Sequence length of the run; with a note, an upper bound if the data or the tokenizer are on the Hub."""
+    """Replace a sequence length of 0 as the run does; if the data or the tokenizer are on the Hub, by a length to plan
+    with, and a note."""
     local = Path(config.model.tokenizer or config.model.model).is_dir()
     read = all(
         not isinstance(source, NamedDataset) or source.rows is not None for part in found.all_parts for source in part

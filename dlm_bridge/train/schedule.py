@@ -55,7 +55,7 @@ def learning_rate_jump(before: TrainConfig, now: TrainConfig, step: int) -> str 
     return f"the learning rate of step {step + 1} jumps from {was:.3g} to {will_be:.3g} because of {changed}{remedy}"
 
 
-def with_steps(config: Config, blocks: int) -> Config:
+def with_steps(config: Config, blocks: int = 0) -> Config:
     """Replace `epochs` by the number of steps after which a run with `blocks` training blocks has read each of them
     that many times, and `tokens` by the number of steps that read at least as many. The last step may read some blocks
     once more."""

@@ -101,7 +101,7 @@ def start_run(
     and its sequence length.
 
     Raises:
-        SettingError: the model is not the run's.
+        SettingError: the model is not the run's, or nothing decides the number of steps.
         CheckpointError: the run has checkpoints, and none is complete.
     """
     output = Path(config.checkpoint.output)
@@ -114,6 +114,7 @@ def start_run(
         kept = {} if config.schedule.steps is not None else {"steps": before.schedule.steps}
         kept |= {} if config.data.seq_length else {"seq_length": before.data.seq_length}
         config = config.replace(**kept)
+    config.check_length()
     steps = config.schedule.steps
     finished = None
     if steps is not None and point.step >= steps and point.folder is not None:

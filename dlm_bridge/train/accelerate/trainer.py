@@ -235,7 +235,7 @@ class AccelerateTrainer(Trainer):
     def save_checkpoint(self, step: int) -> Path:
         return save_run(
             self.config, self.accelerator, step, self.plain_model, self.optimizer, self.adapter, self.tokenizer,
-            {"train_blocks": len(self.train)}, self.averages,
+            {"train_blocks": len(self.train)}, self.averages, kept=self.kept_checkpoints(),
         )  # fmt: skip
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -91,6 +91,11 @@ class TrainConfig:
         """Format the nested configuration as a YAML file, which `load_config` reads."""
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
+    def check_length(self) -> None:
+        """Raise SettingError if nothing decides the number of steps."""
+        if all(getattr(self.schedule, name) is None for name in LENGTHS):
+            raise SettingError("steps", "is missing: give `steps`, `tokens` or `epochs`")
+
     def check_batch(self, processes: int) -> None:
         """Raise LayoutError unless the processes can share the global batch evenly."""
         self.data.accumulation(processes)
@@ -113,7 +118,6 @@ class TrainConfig:
         patience = schedule.early_stopping_patience is not None
         lengths = [name for name in LENGTHS if getattr(schedule, name) is not None]
         refuse(
-            (not lengths, "steps", "is missing: give `steps`, `tokens` or `epochs`"),
             *((True, other, f"excludes `{lengths[0]}`: give one of them") for other in lengths[1:]),
             (patience and not self.logging.eval_interval, "early_stopping_patience",
              "needs a validation: `eval_interval` is 0"),

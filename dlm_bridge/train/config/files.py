@@ -57,7 +57,9 @@ def load_config_as(
         raise InputFileError(file, f"is for dlm-bridge {values['task']}, this is dlm-bridge {task}")
     own = Path(values.get("output", "")) / "config.yaml"
     if not (resume and "output" in values and own.is_file()):
-        return config_class.from_flags(**values)
+        config = config_class.from_flags(**values)
+        config.check_length()
+        return config
     began, where = read_run_config(own, config_class), f"the run in {values['output']} began with"
     if began.get("task", "pretrain") != task:
         raise SettingError("output", f"{values['output']} contains a run of dlm-bridge {began['task']}")
