@@ -45,6 +45,7 @@ from dlm_bridge.train.monitoring import RunMonitor, TextSamples
 from dlm_bridge.train.norms import LayerNorms
 from dlm_bridge.train.output import RunEnd, write_status
 from dlm_bridge.train.schedule import anneal_mask, at_step, batch_sampler, learning_rate, with_block_size
+from dlm_bridge.train.summary import print_summary
 
 EVALUATION_STEP = 0  # step in the noise key of evaluations, so that every evaluation has the same noise
 
@@ -90,6 +91,17 @@ class TrainingLoop(abc.ABC):
     @abc.abstractmethod
     def announce(self, step: int) -> None:
         """Print on the main process that the run starts, or resumes after `step`."""
+
+    def print_summary(self, step: int, data: str, layout: str) -> None:
+        """Print the run's summary on the main process; see `train.summary`."""
+        if not self.main:
+            return
+        processes = self.processes
+        name, count = processes.device_name or "the CPU", processes.world_size
+        devices = f"{count} processes on {name}" if count > 1 else name
+        print_summary(
+            self.console, self.config, self.plain_model, data, step, devices + layout, processes.device, count
+        )  # fmt: skip
 
     @abc.abstractmethod
     def start_step(self, step: int, want_stop: bool) -> tuple[Callable[[], StepMetrics], bool]:
@@ -333,14 +345,12 @@ class Trainer(TrainingLoop):
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
-        if self.main:
-            begun = "training" if step == 0 else f"resuming at step {step}:"
-            self.console.print(
-                f"{begun} {len(self.train):,} blocks of {self.config.data.seq_length} tokens, {len(self.valid):,} for "
-                f"validation{layout}",
-                highlight=False,
-                soft_wrap=True,
-            )
+        rows, length = len(self.train), self.config.data.seq_length
+        epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
+        data = (
+            f"{rows:,} rows of {length} tokens ({rows * length:,}), read {epochs:.3g} times; {len(self.valid):,} rows"
+        )
+        self.print_summary(step, f"{data} for validation", layout)
 
     def run(self, step: int) -> RunEnd:
         self.prefetcher = Prefetcher(self.produce, step + 1)

@@ -87,7 +87,7 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
                 trainer.write_shared_files()
             checkpoints.remove_leftovers(start.output)
             write_config(trainer.config, start.output)
-    trainer.announce(step, f"; {describe_layout(config)}")
+    trainer.announce(step, f", {describe_layout(config)}")
     return trainer.run(step)
 
 
