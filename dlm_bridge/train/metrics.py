@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import nn
 
 from dlm_bridge.errors import printable
@@ -79,15 +80,16 @@ class StepMetrics:
 
     def summary(self) -> str:
         """One-line summary for the console."""
-        summary = f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s"
+        summary = f"loss {self.loss:.4f}  "
+        if self.eval_loss is not None:
+            summary += f"validation {self.eval_loss:.4f}  "
+        summary += f"{self.tokens_per_s:,.0f} tokens/s"
         if self.tokens_per_s_per_device != self.tokens_per_s:
             summary += f" ({self.tokens_per_s_per_device:,.0f} per device)"
         if self.mfu is not None:
             summary += f"  MFU {self.mfu:.1%}"
         if self.peak_memory is not None:
             summary += f"  {self.peak_memory / 2**30:.1f} GiB"
-        if self.eval_loss is not None:
-            summary += f"  validation {self.eval_loss:.4f}"
         return summary
 
     def to_json(self) -> str:
@@ -272,11 +274,13 @@ class TrainingProgress:
         self.enabled = enabled
         self.bar = Progress(
             TextColumn("[bold]training"),
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(),
+            # A narrow terminal cuts the end of this column, nothing else.
+            TextColumn("left  {task.fields[summary]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
+            expand=True,
             speed_estimate_period=ESTIMATED_OVER,
             disable=not (enabled and console.is_terminal),
         )

@@ -54,7 +54,7 @@ def _model(config: TrainConfig, model: Any) -> str:
     weights = list(model.parameters())
     total, trained = (sum(map(elements, some)) for some in (weights, [each for each in weights if each.requires_grad]))
     name = config.model.model if family is None else f"{config.model.model} ({family.title})"
-    return f"{name}, {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+    return f"{name}, {total:,} parameters" + (f", {trained:,} trained" if trained < total else "")
 
 
 def _length(config: TrainConfig, step: int) -> str:

@@ -347,9 +347,7 @@ class Trainer(TrainingLoop):
     def announce(self, step: int, layout: str = "") -> None:
         rows, length = len(self.train), self.config.data.seq_length
         epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
-        data = (
-            f"{rows:,} rows of {length} tokens ({rows * length:,}), read {epochs:.3g} times; {len(self.valid):,} rows"
-        )
+        data = f"{rows:,} rows of {length} tokens, read {epochs:.3g} times; {len(self.valid):,} rows"
         self.print_summary(step, f"{data} for validation", layout)
 
     def run(self, step: int) -> RunEnd:

@@ -106,7 +106,7 @@ def test_a_line_of_a_log_file_is_whole() -> None:
     with TrainingProgress(Console(file=file, width=80), 10_000, 0, enabled=True) as progress:
         progress.show(_row(10_000, tokens_per_s=1234567.8, peak_memory=2**36, eval_loss=1.2345))
     assert file.getvalue().splitlines() == [
-        "step 10000/10000  loss 2.0000  1,234,568 tokens/s (5 per device)  64.0 GiB  validation 1.2345"
+        "step 10000/10000  loss 2.0000  validation 1.2345  1,234,568 tokens/s (5 per device)  64.0 GiB"
     ]
 
 
