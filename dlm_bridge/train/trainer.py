@@ -345,10 +345,12 @@ class Trainer(TrainingLoop):
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
-        rows, length = len(self.train), self.config.data.seq_length
+        rows, valid = len(self.train), len(self.valid)
         epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
-        data = f"{rows:,} rows of {length} tokens, read {epochs:.3g} times; {len(self.valid):,} rows"
-        self.print_summary(step, f"{data} for validation", layout)
+        data = (
+            f"{rows:,} rows of {self.config.data.seq_length} tokens, read {epochs:.3g} times; {valid:,} for validation"
+        )
+        self.print_summary(step, data, layout)
 
     def run(self, step: int) -> RunEnd:
         self.prefetcher = Prefetcher(self.produce, step + 1)
