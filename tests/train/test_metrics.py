@@ -116,7 +116,8 @@ def test_a_terminal_of_80_columns_shows_the_counter_and_the_time_left() -> None:
     with TrainingProgress(Console(file=file, width=80, force_terminal=True), 10_000, 0, enabled=True) as progress:
         for step in (1, 2):
             progress.show(_row(step, tokens_per_s=1234567.8, peak_memory=2**36, eval_loss=1.2345))
-    (last,) = re.findall(r"training.*loss 2.0000.*", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))[-1:]
+    shown = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    last = [line for line in shown if "loss 2.0000" in line][-1]
     assert re.search(r" 2/10000 +\d+:\d\d:\d\d left ", last)
     assert len(last.rstrip()) <= 80
 
