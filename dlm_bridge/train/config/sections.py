@@ -25,6 +25,7 @@ ENGINES = tuple(dict.fromkeys(["accelerate", "megatron", *registered("engines")]
 LENGTHS = ("steps", "epochs", "tokens")  # the length of a run is one of them
 PASSED_THROUGH = ("transformer", "ddp", "optimizer")  # megatron-core's configuration classes
 OPTIMIZER_ENGINES = {"sgd": "megatron"}  # the others are both engines'
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TRACKERS = ("tensorboard", "wandb")
 DYNAMIC_CP = (
     "megatron-core's dynamic context parallelism needs batches of its own, without masks: pack rows, and use the "
@@ -405,7 +406,7 @@ class PrecisionOptions:
 
     precision: str = option(
         "auto", "fp32, bf16, fp16, fp8, or auto: bf16 on a GPU that has it, else fp32.", formerly="name",
-        choices=("auto", "fp32", "bf16", "fp16", "fp8"), aliases=("mixed_precision",), common=True,
+        choices=("auto", *PRECISIONS), aliases=("mixed_precision",), common=True,
     )  # fmt: skip
     fp8_format: str = megatron_option(
         "hybrid", "With --precision fp8: hybrid or e4m3.", choices=("hybrid", "e4m3"), needs=("precision", "fp8"),
