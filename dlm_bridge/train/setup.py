@@ -269,7 +269,7 @@ def write_config(config: TrainConfig, output: Path) -> None:
         file.write(config.to_yaml())
 
 
-def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
+def with_objective(config: Config, model: Any) -> Config:
     """Resolve the objective, and with `sft` the family's fine-tuning defaults.
 
     Raises:
@@ -296,7 +296,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     return config
 
 
-def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
+def with_family_defaults(config: Config, family: FamilySpec) -> Config:
     """Fill in the family's fine-tuning defaults. The objective is resolved already. Raises SettingError for padding
     that the objective or packing excludes."""
     kind = find_objective(str(config.objective.objective)).kind
@@ -329,7 +329,7 @@ def check_length(config: TrainConfig, model: Any) -> None:
         raise SettingError("seq_length", f"{config.data.seq_length} is more than the model's {limit} positions")
 
 
-def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
+def resolve_objective(config: Config, model: Any, step: int = 0) -> tuple[Config, Objective]:
     """Resolve the configuration by `with_objective`, and construct the objective for the step after `step`. Sets the
     block size of `block_schedule` in the model's config, which may have none. Raises SettingError."""
     config = with_objective(config, model)

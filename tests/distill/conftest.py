@@ -47,9 +47,7 @@ def forms(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in ROWS)
-    )
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in ROWS))
     return path
 
 

@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("form", "changes"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("form", "changes"), CASES, ids=str)
 def test_loss_and_gradients_equal_a_hand_computation(
     form: str, changes: dict[str, Any], settings: Settings, parent: Path
 ) -> None:
@@ -164,7 +164,8 @@ def test_divergence_is_zero_and_finite_where_a_model_agrees_or_excludes_tokens()
         loss = divergences(changed, logits, name, 0).sum()
         loss.backward()
         assert changed.grad is not None
-        assert torch.isfinite(loss) and torch.isfinite(changed.grad).all()
+        assert torch.isfinite(loss)
+        assert torch.isfinite(changed.grad).all()
 
 
 def test_first_tokens_of_texts_are_never_masked() -> None:
@@ -179,7 +180,8 @@ def test_first_tokens_of_texts_are_never_masked() -> None:
         [False, True, True, False, True, True, False, False],
         [False, False, False, True, True, True, True, True],
     ]
-    assert noisy.parent is not None and noisy.index is not None
+    assert noisy.parent is not None
+    assert noisy.index is not None
     assert torch.equal(noisy.targets, tokens[noisy.mask])
     assert torch.equal(noisy.parent.mask[:, :-1], noisy.mask[:, 1:])  # the position before
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dlm_bridge.errors import SettingError
 from dlm_bridge.settings import option
 from dlm_bridge.train.config import TrainConfig, refuse
-from dlm_bridge.train.config.files import load_config_as, read_run_config
+from dlm_bridge.train.config.files import load_config_as, read_run_config, read_yaml
 from dlm_bridge.train.config.reinforcement import RLOptions
 
 TASK = "sft"  # whose options, defaults and rows the command has
@@ -90,8 +90,8 @@ class DistillConfig(TrainConfig):
 def load_distill_config(flags: dict[str, Any], file: Path | None = None, resume: bool = False) -> DistillConfig:
     """Load the configuration of a run of `distill`; see `load_config_as`. Raises SettingError for the output of a run
     of `sft`."""
-    config = load_config_as(DistillConfig, flags, file, resume, TASK)
-    own = Path(config.checkpoint.output) / "config.yaml"
+    given = flags if file is None else read_yaml(file, DistillConfig) | flags
+    own = Path(given.get("output", "")) / "config.yaml"
     if resume and own.is_file() and "divergence" not in read_run_config(own, DistillConfig):
-        raise SettingError("output", f"{config.checkpoint.output} contains a run of dlm-bridge {TASK}, not of distill")
-    return config
+        raise SettingError("output", f"{given['output']} contains a run of another command than dlm-bridge distill")
+    return load_config_as(DistillConfig, flags, file, resume, TASK)
