@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dlm_bridge.data.blocks import LabelledTokens, Samples
 from dlm_bridge.data.loader import Prefetcher
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, printable
 from dlm_bridge.loading.pretrained import load_tokenizer as open_tokenizer
 from dlm_bridge.loading.pretrained import model_family
 from dlm_bridge.loading.source import ModelSource, StartingModel
@@ -186,6 +186,14 @@ class DistillTrainer(AccelerateTrainer):
         """Args: those of `AccelerateTrainer`, and the parent; None: the base of the adapter."""
         *own, self.parent = arguments
         super().__init__(*own)
+
+    def announce(self, step: int, layout: str = "") -> None:
+        distill = self.config.distill
+        super().announce(step, layout)
+        if self.main:
+            parent = "the base under the adapter" if distill.parent is None else printable(distill.parent)
+            texts = f", texts of up to {distill.gen_length} tokens sampled in every step" if distill.on_policy else ""
+            self.console.print(f"parent: {parent}{texts}", highlight=False, soft_wrap=True)
 
     def prefetch(self, first: int) -> Prefetcher[StepInputs]:
         return OnDemand(self.produce, first) if self.config.distill.on_policy else super().prefetch(first)
