@@ -18,7 +18,7 @@ from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, InputFileError, LayoutError, SettingError
 from dlm_bridge.train.distill.config import DistillConfig, load_distill_config
 from dlm_bridge.train.distill.sampling import SampledRows
-from tests.distill.conftest import ROWS, Settings, opened
+from tests.distill.conftest import FORMS, ROWS, Settings, opened
 from tests.refusals import refused
 from tests.rl.conftest import letters, write_llada, write_llama
 
@@ -40,8 +40,8 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     [
         {},
         {**ON_POLICY},
-        {**ON_POLICY, "objective": "trajectory_block", "micro_batch_size": 2},
-        {**ON_POLICY, "block_schedule": "0:2,2:4", "lora_rank": 0, "parent": True},
+        {**ON_POLICY, "objective": "trajectory_block", "micro_batch_size": 2, "precision": "bf16"},
+        {**ON_POLICY, "block_schedule": "0:2,2:4", "lora_rank": 0, "parent": True, "precision": "bf16"},
     ],
     ids=["off-policy", "on-policy", "trajectories", "growing blocks"],
 )
@@ -89,6 +89,17 @@ def test_sampled_rows_are_the_models_own_completions(settings: Settings) -> None
         assert not torch.equal(sampled.rows(samples).input_ids, rows.input_ids)
         sampled.sample(trainer.computing, 1, [2])
         assert torch.equal(sampled.rows([2]).input_ids[0], rows.input_ids[2])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "block-causal"])
+def test_every_form_samples_its_texts(form: str, settings: Settings) -> None:
+    mask_only = {"lora_mask_only": True} if form == "idlm" else {}
+    with opened(settings(form, **ON_POLICY, **mask_only)) as trainer:
+        trainer.prefetcher = trainer.prefetch(1)
+        assert math.isfinite(trainer.start_step(1, False)[0]().loss)
+        labels = trainer.train.rows(trainer.rank_samples(1)[0]).labels
+        assert labels is not None
+        assert (labels >= 0).sum() >= 4
 
 
 def test_a_step_trains_on_texts_of_its_own_weights(settings: Settings) -> None:
