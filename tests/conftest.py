@@ -43,7 +43,7 @@ REPORT = ("tests", "GPUs", "versions", "date", "passed", "failed", "skipped", "m
 
 # Folders of tests that need an extension: where it is not there, or with --core, they are not collected.
 FOLDERS = {
-    **{"rl": "train.rl", "interop": "parallel", "faults": "parallel", "nodes": "parallel"},
+    **{"rl": "train.rl", "distill": "train.distill", "interop": "parallel", "faults": "parallel", "nodes": "parallel"},
     **{name: name for name in EXTENSIONS},
 }
 EXTRA_SAMPLERS = (

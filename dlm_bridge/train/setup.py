@@ -298,7 +298,7 @@ def write_config(config: TrainConfig, output: Path) -> None:
         file.write(config.to_yaml())
 
 
-def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
+def with_objective(config: Config, model: Any) -> Config:
     """Resolve the objective, and with `sft` the family's fine-tuning defaults.
 
     Raises:
@@ -325,7 +325,7 @@ def with_objective(config: TrainConfig, model: Any) -> TrainConfig:
     return config
 
 
-def with_family_defaults(config: TrainConfig, family: FamilySpec) -> TrainConfig:
+def with_family_defaults(config: Config, family: FamilySpec) -> Config:
     """Fill in the family's fine-tuning defaults. The objective is resolved already. Raises SettingError for padding
     that the objective or packing excludes."""
     kind = find_objective(str(config.objective.objective)).kind
@@ -394,7 +394,7 @@ def with_seq_length(config: Config, model: Any, mask_token: int | None, found: D
     return config.replace(seq_length=min(rounded, limit))
 
 
-def resolve_objective(config: TrainConfig, model: Any, step: int = 0) -> tuple[TrainConfig, Objective]:
+def resolve_objective(config: Config, model: Any, step: int = 0) -> tuple[Config, Objective]:
     """Resolve the configuration by `with_objective`, and construct the objective for the step after `step`. Sets the
     block size of `block_schedule` in the model's config, which may have none. Raises SettingError."""
     config = with_objective(config, model)
