@@ -48,7 +48,7 @@ def test_further_save_steps(tmp_path: Path, run: Run) -> None:
     [
         ({"save_steps": "0,3"}, "save_steps"),
         ({"save_steps": "3;4"}, "save_steps"),
-        ({"trackers": "tensorboard,mlflow"}, "trackers"),
+        ({"trackers": "tensorboard,comet"}, "trackers"),
         ({"straggler_interval": 5}, "straggler_interval"),  # of the Megatron engine
         ({"straggler_interval": -1, "engine": "megatron"}, "straggler_interval"),
     ],
