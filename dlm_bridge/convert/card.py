@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from dlm_bridge.convert.manifest import Manifest
-from dlm_bridge.files.atomic import replaced_file
 from dlm_bridge.files.reading import parse_yaml
 from dlm_bridge.hub import ADAPTER_CONFIG, CONFIG_FILE, HUB_ID, public_name, read_config
 from dlm_bridge.models.families import FamilySpec, families, find_family
@@ -42,15 +41,14 @@ def folder_card(
     return _card(title, _LOCAL, family, manifest, adapter, run, {})
 
 
-def write_run_card(folder: Path) -> None:
-    """Write README.md of a training run's checkpoint, unless it has one of its own. Raises CheckpointError for an
-    invalid config, ResourceError if the disk is full."""
+def write_run_card(folder: Path, step: int) -> None:
+    """Write README.md of a training run's checkpoint, unless it has one of its own. `step`: its step, which is not in
+    the name of a folder that is being written."""
     adapter = read_config(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else None
     family = find_family(read_config(folder / CONFIG_FILE)) if adapter is None else base_family(adapter)
     path = folder / CARD
     if not path.exists() or is_generated(path, family, None, adapter):
-        with replaced_file(path) as file:
-            file.write_text(folder_card(family, None, adapter, training_run(folder)), "utf-8")
+        path.write_text(folder_card(family, None, adapter, training_run(folder, step)), "utf-8")
 
 
 def pushed_card(
@@ -122,12 +120,14 @@ def _card(
     return f"---\n{metadata}---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def training_run(folder: Path) -> dict[str, Any] | None:
-    """`config` and rows of `metrics` of the training run that contains a checkpoint folder."""
+def training_run(folder: Path, step: int | None = None) -> dict[str, Any] | None:
+    """`config` and rows of `metrics` of the training run that contains a checkpoint folder. `step`: by default the one
+    in the folder's name."""
+    step = _step(folder) if step is None else step
     for place in (folder, *(parent.parent for parent in (folder, folder.parent) if parent.name == "checkpoints")):
         config = _yaml(place / "config.yaml")
         if config:
-            return {"config": _flat(config), "metrics": _rows(place / "metrics.jsonl", _step(folder))}
+            return {"config": _flat(config), "metrics": _rows(place / "metrics.jsonl", step)}
     return None
 
 

@@ -1,4 +1,4 @@
-"""Model card and upload of a finished run's last checkpoint."""
+"""Upload of a finished run's last checkpoint to the Hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlm_bridge.convert.card import write_run_card
 from dlm_bridge.convert.checkpoints import open_checkpoint
 from dlm_bridge.convert.lora import export_adapter, is_megatron_adapter, open_adapter
 from dlm_bridge.convert.push import create_repository, push
@@ -31,14 +30,10 @@ def check_push(config: TrainConfig) -> None:
 
 
 def publish(config: TrainConfig, end: RunEnd) -> None:
-    """Write the model card of a run's last checkpoint, and upload the checkpoint if the run has finished. A Megatron
-    checkpoint is exported for the upload. Raises the errors of `push`."""
-    if not is_main():
-        return
-    if _is_hub_folder(end.folder):
-        write_run_card(end.folder)
+    """Upload the last checkpoint of a finished run to `push_to_hub`. A Megatron checkpoint is exported for that.
+    Raises the errors of `push`."""
     repo_id = config.checkpoint.push_to_hub
-    if repo_id is None or not end.finished:
+    if repo_id is None or not end.finished or not is_main():
         return
     with _hub_folder(config, end.folder) as folder:
         report = push(folder, repo_id, private=config.checkpoint.hub_private, run=end.folder)

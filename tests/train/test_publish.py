@@ -1,4 +1,4 @@
-"""The end of a run: the last checkpoint's model card, and --push-to-hub."""
+"""The model card of a run's checkpoints, and --push-to-hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_the_last_checkpoint_has_a_card_with_data_settings_and_curves(tmp_path: 
     table = cells[cells.index(["step", "loss", "eval loss", "lr"]) + 2 :][:4]
     assert [int(each[0]) for each in table] == [1, 2, 3, 4]
     assert [float(each[1]) for each in table] == [pytest.approx(row["loss"], rel=1e-3) for row in rows]
-    assert not (tmp_path / "run/checkpoints/step-0000002/README.md").exists()
+    assert "| last step | 2 |" in (tmp_path / "run/checkpoints/step-0000002/README.md").read_text()
+    assert len(run(tmp_path / "run", resume=True, steps=5, save_interval=0)) == 5  # no file is called changed
 
 
 def test_a_finished_run_is_pushed_with_its_card(tmp_path: Path, run: Run, hub: Hub) -> None:
