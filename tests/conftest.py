@@ -34,6 +34,7 @@ import typer.main  # noqa: E402
 import typer.testing  # noqa: E402
 
 from tests.checkpoints import write_llada  # noqa: E402
+from tests.mock_hub import hub  # noqa: E402, F401
 
 ROOT = Path(__file__).parent
 BEGAN = time.time()

@@ -65,6 +65,7 @@ from dlm_bridge.train.config import TrainConfig, refuse
 from dlm_bridge.train.config.files import Config, read_run_config
 from dlm_bridge.train.monitoring import check_trackers, read_prompts
 from dlm_bridge.train.output import HANG, RunEnd, opened_output, write_status
+from dlm_bridge.train.publish import check_push, publish
 from dlm_bridge.train.ranks import watched
 from dlm_bridge.train.schedule import check_adaptation, learning_rate_jump, scheduled_block_size
 
@@ -184,7 +185,8 @@ def training_errors(
 ) -> Callable[Concatenate[Config, bool, Rest], RunEnd]:
     """Decorator of functions that train a configuration, resumed or not. The processes of the job meet, and share the
     output folder. They watch each other (`ranks.Watchdog`): a lost one is a WorkerError, and an error of one rank ends
-    all."""
+    all. The last checkpoint of a finished run is uploaded
+    to `push_to_hub`."""
 
     @functools.wraps(train)
     def run(config: Config, resume: bool = False, *arguments: Rest.args, **options: Rest.kwargs) -> RunEnd:
@@ -196,7 +198,10 @@ def training_errors(
         job.join(60 * timeout_min or job.JOIN_TIMEOUT_S, changed | {"resume": resume})
         with watched(timeout_min, output / HANG), opened_output(output, resume), _named_losses():
             hang.enable_flight_recorder(output / HANG)
-            return train(config, resume, *arguments, **options)
+            check_push(config)
+            end = train(config, resume, *arguments, **options)
+        publish(config, end)  # the other processes need not wait
+        return end
 
     return run
 
