@@ -5,15 +5,16 @@ The constants that the memory and time models rest on, and that no formula gives
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import Layout
 from dlm_bridge.objectives.registry import find_objective
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.settings import check_choice, check_minimum, check_option, options_of
+from dlm_bridge.settings import check_choice, check_minimum, check_option, comma_separated, options_of
 from dlm_bridge.train.config import (
     TrainConfig,
     check_ep_overlap,
@@ -104,6 +105,34 @@ class Hardware:
 
 
 OVERHEADS = Overheads()
+# Per GPU, from NVIDIA's data sheets: memory, dense bf16 FLOP/s (half of the figure with sparsity), memory bandwidth,
+# and NVLink's rate per direction (half of the total). "A100 Tensor Core GPU" (June 2021, SXM), "H100" and "H200 Tensor
+# Core GPU" (SXM), "DGX B200" (an eighth of the system), "L40S" (PCIe 4.0 x16, no NVLink). The network is the port per
+# GPU of DGX A100 (200 Gb/s), DGX H100, H200 and B200 (400 Gb/s); the L40S has none of its own, so it has the default.
+GPUS = {
+    "A100": Hardware(80 * 10**9, 312e12, 300e9, 25e9, 2.039e12),
+    "A100-40GB": Hardware(40 * 10**9, 312e12, 300e9, 25e9, 1.555e12),
+    "H100": Hardware(80 * 10**9, 989e12, 450e9, 50e9, 3.35e12),
+    "H200": Hardware(141 * 10**9, 989e12, 450e9, 50e9, 4.8e12),
+    "B200": Hardware(180 * 10**9, 2250e12, 900e9, 50e9, 8e12),
+    "L40S": Hardware(48 * 10**9, 362e12, 32e9, 50e9, 0.864e12),
+}
+
+
+def find_gpu(name: str) -> Hardware:
+    """Data sheet rates of a GPU by name, in any case. Raises SettingError that names the nearest known one."""
+    word = name.upper().removeprefix("NVIDIA").strip(" -_").replace(" ", "-").replace("_", "-")
+    if word.removesuffix("-80GB") in GPUS:
+        word = word.removesuffix("-80GB")
+    if word not in GPUS:
+        near = difflib.get_close_matches(word, GPUS, n=1, cutoff=0.5)
+        hint = f"the nearest is {near[0]}; " if near else ""
+        raise SettingError(
+            "gpu",
+            f"{name!r} is unknown: {hint}choose one of {', '.join(GPUS)}, or describe another with `gpu_memory`, "
+            "`gpu_tflops`, `memory_bandwidth`, `nvlink` and `network`",
+        )
+    return GPUS[word]
 
 
 TRAINING_OPTIONS = (
@@ -120,7 +149,9 @@ class PlannedRun:
     `streams` is the number of copies of a sequence in the model's input (two for the two-stream block objective),
     `loss_share` the mean fraction of its positions that have a loss. With `all_logits` the logits of all positions
     exist at once, otherwise those of the positions with a loss, in chunks. With `own_shards` each
-    process reads only its shards under FSDP, as in the Accelerate engine, and never has the whole model.
+    process reads only its shards under FSDP, as in the Accelerate engine, and never has the whole model; with
+    `cpu_offload` these are in the CPU's memory. With a `lora_rank` the weights are frozen and an adapter in
+    `lora_targets` (default: the family's) is trained.
     """
 
     layout: Layout
@@ -147,6 +178,10 @@ class PlannedRun:
     loss_share: float = 1.0
     all_logits: bool = False
     own_shards: bool = False
+    cpu_offload: bool = False
+    engine: str = "megatron"
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     @property
     def model_ranks(self) -> int:
@@ -199,7 +234,7 @@ class PlannedRun:
     def check_layout(self, model: PlannedModel) -> None:
         """`check` of the numbers of ranks alone."""
         layout = self.layout
-        model.cached(("takes", layout), lambda: _check_layout(model, layout))
+        model.cached(("takes", layout), lambda: check_layout(model, layout))
         for ranks, what in (
             (self.model_ranks, f"`tp={layout.tp}` x `pp={layout.pp}` x `cp={self.cp}`"),
             (layout.pp * layout.ep * layout.expert_tp, f"`pp={layout.pp}` x `ep={layout.ep}` x `etp`"),
@@ -222,6 +257,15 @@ class PlannedRun:
         for name in TRAINING_OPTIONS:
             check_option(options[name], flags[name], "pretrain", flags)
         check_optimizer(self.optimizer, "megatron")
+        check_minimum("lora_rank", self.lora_rank, 0)
+        if self.lora_targets and not self.lora_rank:
+            raise SettingError("lora_targets", "needs `lora_rank`")
+        if self.lora_rank and self.fsdp and not self.own_shards:
+            raise SettingError("fsdp", "excludes an adapter: megatron-core's FSDP does not shard frozen weights")
+        if self.lora_rank and self.precision == "fp8" and not self.own_shards:
+            raise SettingError("precision", "fp8 is not supported with an adapter: its layers have no FP8 products")
+        if self.optimizer_cpu_offload and (self.fsdp or self.optimizer != "adamw" or self.precision == "fp32"):
+            raise SettingError("optimizer_cpu_offload", "needs `optimizer=adamw` in 16 bits, without `fsdp`")
         check_instances(self.optimizer_instances, self.fsdp, self.optimizer, self.distributed_optimizer)
         if self.optimizer == "muon" and self.distributed_optimizer:
             raise SettingError("optimizer", "muon's state is not sharded: add `distributed_optimizer=False`")
@@ -263,6 +307,7 @@ class PlannedRun:
             "optimizer", "distributed_optimizer", "optimizer_cpu_offload", "optimizer_instances",
             "fsdp", "sharded_sequence", "recompute", "recompute_modules", "recompute_layers", "moe_dispatcher",
             "tp_overlap", "ep_overlap", "gradient_bytes", "streams", "loss_share", "all_logits",
+            "engine", "cpu_offload", "lora_rank", "lora_targets",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         if self.recompute != "selective":
@@ -270,12 +315,32 @@ class PlannedRun:
         return {**self.layout.as_dict(), "etp": self.layout.expert_tp, **values}
 
 
-def _check_layout(model: PlannedModel, layout: Layout) -> None:
+def check_layout(model: PlannedModel, layout: Layout) -> None:
     layout.check(model.dims)
     for rule in model.rules:
         rule.check_tp(layout.expert_tp if "{expert}" in rule.megatron else layout.tp, model.dims)
     if model.dims.heads % layout.tp:
         raise LayoutError("tp", f"{layout.tp} does not divide the {model.dims.heads} attention heads")
+
+
+def accelerate_run(
+    run: PlannedRun, shards: bool, gradient_checkpointing: bool, replicas: int = 1, cpu_offload: bool = False
+) -> PlannedRun:
+    """The run in the Accelerate engine, as DDP or, with `shards`, FSDP2 in groups of `gpus` / `replicas`."""
+    if run.gpus % replicas:
+        raise LayoutError("fsdp_replicas", f"{replicas} does not divide `gpus={run.gpus}`")
+    return replace(
+        run,
+        gpus=run.gpus // replicas,  # each group of replicas has a model of its own
+        optimizer="adamw",
+        distributed_optimizer=shards,
+        fsdp="optim_grads_params" if shards else None,
+        own_shards=shards,
+        engine="accelerate",
+        cpu_offload=cpu_offload,
+        recompute="full" if gradient_checkpointing else "none",
+        gradient_bytes=8 if run.gpus > 1 and not shards else 4,  # DDP has buckets besides the parameters' gradients
+    )
 
 
 def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
@@ -301,6 +366,8 @@ def run_of(config: TrainConfig, objective: str, gpus: int) -> PlannedRun:
         moe_dispatcher=config.parallel.moe_dispatcher,
         tp_overlap=config.parallel.tp_overlap,
         ep_overlap=config.parallel.ep_overlap,
+        lora_rank=config.model.lora_rank,
+        lora_targets=tuple(comma_separated(config.model.lora_targets)),
         **objective_settings(objective),
     )
 
