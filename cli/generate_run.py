@@ -22,7 +22,7 @@ from transformers.utils import logging
 from dlm_bridge.cli.generate_request import GenerateOptions
 from dlm_bridge.cli.train import quieten_peft
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.files.atomic import atomic_file, check_new_file
 from dlm_bridge.files.partial import PartialOutput
 from dlm_bridge.files.reading import bytes_digest
@@ -181,8 +181,8 @@ def _sample_file(
         typer.echo(json.dumps(report, indent=2))
     else:
         typer.echo(
-            f"{report['prompts']} prompts: {report['tokens']} tokens in {seconds:.2f} s, "
-            f"{report['forwards']} forward passes",
+            f"{counted(report['prompts'], 'prompt')}: {counted(report['tokens'], 'token')} in {seconds:.2f} s, "
+            f"{counted(report['forwards'], 'forward pass', 'forward passes')}",
             err=True,
         )
 

@@ -19,7 +19,7 @@ import typer
 from dlm_bridge import processes
 from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.registration import load
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
@@ -274,7 +274,7 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(row.as_dict()))
             continue
-        console.rule(f"row {number}: {len(row.input_ids)} tokens, {sum(row.trained)} trained", style="dim")
+        console.rule(f"row {number}: {counted(len(row.input_ids), 'token')}, {sum(row.trained)} trained", style="dim")
         pieces = ((printable(piece), "bold green" if trained else "") for piece, trained in row.pieces)
         console.print(Text.assemble(*pieces), soft_wrap=True)
 

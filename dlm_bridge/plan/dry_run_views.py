@@ -8,7 +8,7 @@ import typer
 
 from dlm_bridge.cli.convert import print_json
 from dlm_bridge.cli.help import in_flags
-from dlm_bridge.errors import count, printable
+from dlm_bridge.errors import counted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,9 +31,9 @@ def show_dry_run(run: DryRun, as_json: bool) -> None:
     console = Console()
     typer.echo(run.config.to_yaml())  # valid as a --config file
     console.print(_layout(run))
-    tokens = f"{count(run.config.data.global_batch_size, 'sequence')}, {count(run.tokens_per_step, 'token')}"
-    batches = f"{count(run.micro_batches, 'micro-batch', 'micro-batches')} of"
-    batches += f" {count(run.micro_batch_size, 'sequence')} per replica"
+    tokens = f"{counted(run.config.data.global_batch_size, 'sequence')}, {counted(run.tokens_per_step, 'token')}"
+    batches = f"{counted(run.micro_batches, 'micro-batch', 'micro-batches')} of"
+    batches += f" {counted(run.micro_batch_size, 'sequence')} per replica"
     console.print(Text(f"per step: {tokens}, {batches}"), soft_wrap=True)
     if ramp_up := run.config.data.batch_ramp_up:
         start, increment, samples = ramp_up.split(",")
@@ -62,7 +62,7 @@ def _layout(run: DryRun) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    title = f"{count(run.gpus, 'device')}, --engine {run.config.engine.engine}"
+    title = f"{counted(run.gpus, 'device')}, --engine {run.config.engine.engine}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("dimension")
     table.add_column("size", justify="right")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from dlm_bridge.errors import count
+from dlm_bridge.errors import counted
 from dlm_bridge.plan.lora import adapter_layer
 from dlm_bridge.plan.model import ROLES, PlannedModel
 from dlm_bridge.plan.run import GIB, OVERHEADS, PlannedRun
@@ -122,11 +122,11 @@ def notes(model: PlannedModel, run: PlannedRun) -> list[str]:
     found = []
     if model.left_out_mtp:
         found.append(
-            f"{count(model.left_out_mtp, 'multi-token prediction layer')} not counted. When trained, each needs as much "
-            "as a layer and the output layer, plus an embedding, on the last stage; otherwise they stay on the CPU"
+            f"{counted(model.left_out_mtp, 'multi-token prediction layer')} not planned. When trained, each needs as "
+            "much as a layer and the output layer, plus an embedding, on the last stage; otherwise it stays on the CPU"
         )
     if run.global_batch_size is None:
-        batches = count(run.micro_batches, "micro-batch", "micro-batches")
+        batches = counted(run.micro_batches, "micro-batch", "micro-batches")
         found.append(f"without `global_batch_size`: assumes {batches} per step")
     found += engine_notes(model, run)
     if model.dims.experts:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dlm_bridge.cli.convert import print_json
 from dlm_bridge.cli.help import in_flags
-from dlm_bridge.errors import SettingError, count, printable
+from dlm_bridge.errors import SettingError, counted, printable
 from dlm_bridge.plan.memory import COMPONENTS, MemoryPlan
 from dlm_bridge.plan.run import GIB
 
@@ -40,7 +40,7 @@ def show_plan(plan: MemoryPlan, found: Recommendation | None, gpu_memory: int, a
     console = Console()
     run, model = plan.run, plan.model
     console.print(Text(printable(model_text(model))))
-    console.print(Text(f"{count(run.gpus, 'GPU')}: {_layout(plan)}"))
+    console.print(Text(f"{counted(run.gpus, 'GPU')}: {_layout(plan)}"))
     console.print(memory_table(plan))
     console.print(Text("parameters by role: " + _roles(plan)))
     verdict = "fits" if plan.peak.total <= gpu_memory else "does not fit"
@@ -72,14 +72,14 @@ def show_inference(plan: InferencePlan, as_json: bool) -> None:
 
     console = Console()
     console.print(Text(printable(model_text(plan.model))))
-    copies = count(plan.gpus // plan.tp, "copy", "copies")
-    console.print(Text(f"{count(plan.gpus, 'GPU')}: {copies} of the model, TP {plan.tp}, {plan.precision}"))
+    copies = counted(plan.gpus // plan.tp, "copy", "copies")
+    console.print(Text(f"{counted(plan.gpus, 'GPU')}: {copies} of the model, TP {plan.tp}, {plan.precision}"))
     parts = [("weights", plan.weights), ("overhead", plan.overhead)]
     row = [("KV cache", plan.kv_cache), ("activations", plan.activations), ("logits", plan.logits)]
     console.print(_parts_table("Memory per GPU", [*parts, ("total with one row", plan.total)]))
-    console.print(_parts_table(f"A row of {count(plan.seq_length, 'token')}", [*row, ("total", plan.row)]))
+    console.print(_parts_table(f"A row of {counted(plan.seq_length, 'token')}", [*row, ("total", plan.row)]))
     verdict = "fits" if plan.fits else "does not fit"
-    rows = f": {count(plan.rows, 'row')} at once"
+    rows = f": {counted(plan.rows, 'row')} at once"
     if plan.gpus > plan.tp:
         rows += f" per copy, {plan.rows * (plan.gpus // plan.tp):,} in all"
     console.print(Text(f"{verdict} {plan.gpu_memory / GIB:.1f} GiB{rows if plan.fits else ''}"))
@@ -113,7 +113,7 @@ def memory_table(plan: MemoryPlan) -> Table:
 
     unit, size = memory_unit(max(plan.peak.allocated, 1 << 20))  # fixed overhead exceeds a small model
     table = Table(
-        title=f"Memory per GPU in {unit} ({count(plan.ranks, 'GPU')} per pipeline stage)",
+        title=f"Memory per GPU in {unit} ({counted(plan.ranks, 'GPU')} per pipeline stage)",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -179,7 +179,7 @@ def _flags(found: Recommendation) -> str:
 
 def _layout(plan: MemoryPlan) -> str:
     run = plan.run
-    batches = count(run.micro_batches, "micro-batch", "micro-batches")
+    batches = counted(run.micro_batches, "micro-batch", "micro-batches")
     batches += f" of {run.micro_batch_size} x {run.seq_length:,} tokens"
     if run.engine == "accelerate":
         sharding = "FSDP2" if run.own_shards else "DDP"
@@ -267,9 +267,9 @@ def draw_heat_map(plan: MemoryPlan, path: Path, gpu_memory: int) -> None:
         )
         axes.set_xticks(range(len(columns)), columns)
         step = -(-len(rows) // 32)
-        labels = [f"{stage.pp_rank}  ({count(stage.layers, 'layer')})" for stage in plan.stages]
+        labels = [f"{stage.pp_rank}  ({counted(stage.layers, 'layer')})" for stage in plan.stages]
         axes.set_yticks(range(0, len(rows), step), labels[::step])
-        axes.set_ylabel(f"pipeline stage, {count(plan.ranks, 'GPU')} each")
+        axes.set_ylabel(f"pipeline stage, {counted(plan.ranks, 'GPU')} each")
         axes.set_title(_heat_map_title(plan))
         if len(rows) <= _FIELDS_WITH_NUMBERS:
             for y, row in enumerate(rows):
@@ -306,6 +306,5 @@ def _heat_map_title(plan: MemoryPlan) -> str:
         layout = "FSDP2" if run.own_shards else "DDP"
     if plan.model.dims.experts:
         layout += f" EP{run.layout.ep} ETP{run.layout.expert_tp}"
-    return (
-        f"{Path(plan.model.name).name}, {_short(plan.model.parameters)} parameters: {layout}, {count(run.gpus, 'GPU')}"
-    )
+    name = f"{Path(plan.model.name).name}, {_short(plan.model.parameters)} parameters"
+    return f"{name}: {layout}, {counted(run.gpus, 'GPU')}"

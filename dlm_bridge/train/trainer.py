@@ -24,7 +24,7 @@ from rich.console import Console
 from dlm_bridge.data.blocks import Samples
 from dlm_bridge.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.distributed import raised_everywhere
-from dlm_bridge.errors import InputFileError, NonFiniteError, printable
+from dlm_bridge.errors import InputFileError, NonFiniteError, counted, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
@@ -277,8 +277,8 @@ class Trainer(TrainingLoop):
         if self.main:
             begun = "training" if step == 0 else f"resuming at step {step}:"
             self.console.print(
-                f"{begun} {len(self.train):,} blocks of {self.config.data.seq_length} tokens, {len(self.valid):,} for "
-                f"validation{layout}",
+                f"{begun} {counted(len(self.train), 'block')} of {counted(self.config.data.seq_length, 'token')}, "
+                f"{len(self.valid):,} for validation{layout}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from rich.console import Console
 
-from dlm_bridge.errors import NonFiniteError, SettingError
+from dlm_bridge.errors import NonFiniteError, SettingError, counted
 from dlm_bridge.objectives.batches import NoisyBatch
 from dlm_bridge.objectives.noise import torch_seed
 from dlm_bridge.replicas import ALONE, Replicas
@@ -282,7 +282,7 @@ class RLTrainer(TrainingLoop, Generic[Item]):
         if self.main:
             begun = "training:" if step == 0 else f"resuming at step {step}:"
             self.console.print(
-                f"{begun} {len(self.rows):,} rows, {len(self.valid):,} held out{layout}",
+                f"{begun} {counted(len(self.rows), 'row')}, {len(self.valid):,} held out{layout}",
                 highlight=False,
                 soft_wrap=True,
             )
