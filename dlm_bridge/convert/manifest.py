@@ -109,7 +109,7 @@ def non_finite_note(counts: Mapping[str, int]) -> list[str]:
     if not found:
         return []
     named = first_of((f"{name} ({count:,})" for name, count in found.items()), _NAMED)
-    return [f"{counted(sum(found.values()), 'value')} NaN or infinite: {named}"]
+    return [f"{counted(sum(found.values()), 'value is', 'values are')} NaN or infinite: {named}"]
 
 
 def read_model_config(path: str | Path, revision: str | None = None) -> tuple[dict[str, Any], str | None]:

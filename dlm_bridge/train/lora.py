@@ -101,7 +101,7 @@ class Adapter:
         return (
             f"{'DoRA' if settings.use_dora else 'LoRA'} of rank {settings.r}, alpha {settings.lora_alpha:g}, in "
             f"{counted(sum('.lora_A.' in name for name in weights), 'linear layer')} "
-            f"({', '.join(kinds)}){where}: {counted(numbers, 'parameter')} are trained"
+            f"({', '.join(kinds)}){where}: {counted(numbers, 'parameter is', 'parameters are')} trained"
         )
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -76,7 +76,7 @@ class DcpCheckpoint(ByNameCheckpoint):
             found |= _by_name(self._contents, {module: hub for module, hub in renamed.items() if hub not in found})
         left = self._contents.tensors.keys() - {place.key for place in found.values()}
         if left:
-            self.notes.append(f"weights only: {counted(len(left), 'other tensor')} (optimizer state) are not read")
+            self.notes.append(f"weights only: {counted(len(left), 'other tensor')} (optimizer state) not read")
         return found
 
     @cached_property

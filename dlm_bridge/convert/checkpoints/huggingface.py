@@ -89,7 +89,8 @@ class HubCheckpoint(ByNameCheckpoint):
             from dlm_bridge.convert.checkpoints.dequantised import FP8Reader, MXFP4Reader
 
             self.reader = reader = FP8Reader(folder, self._config()) if dequantize_fp8 else MXFP4Reader(folder)
-            self.notes.append(f"{counted(len(reader.quantised), f'{reader.kind} tensor')} dequantised to bfloat16")
+            kind, number = f"{reader.kind} tensor", len(reader.quantised)
+            self.notes.append(f"{counted(number, f'{kind} is', f'{kind}s are')} dequantised to bfloat16")
         names = self.reader.names
         self._dtypes = ComputedMapping(names, lambda name: self.reader.entry(name).dtype)
         self._stored = ComputedMapping(names, lambda name: (self._dtypes[name], self.shape(name)))

@@ -108,7 +108,7 @@ class LoraRun:
         return (
             f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}, in "
             f"{counted(len(set(self.modules.values())), 'linear layer')} "
-            f"({', '.join(kinds)}): {counted(numbers, 'parameter')} are trained"
+            f"({', '.join(kinds)}): {counted(numbers, 'parameter is', 'parameters are')} trained"
         )
 
     def _initial(self, weight: str, part: LoraFactor) -> torch.Tensor | None:
