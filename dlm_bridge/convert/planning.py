@@ -179,9 +179,8 @@ def _dropped_note(source: Checkpoint) -> list[str]:
     state = source.training_state()
     if not any(map(is_optimizer_key, state)):
         return []
-    return [
-        f"weights only: {counted(len(state), 'item of training state is', 'items of training state are')} not converted"
-    ]
+    items = counted(len(state), "item of training state is", "items of training state are")
+    return [f"weights only: {items} not converted"]
 
 
 def _tell_cost(report: ConversionReport, sizes: Sequence[int], settings: ConversionSettings) -> None:
