@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dlm_bridge import terminal
 from dlm_bridge.cli.help import (
     ModelCommand,
     declared_parameters,
@@ -153,7 +154,7 @@ def inspect(
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """Progress bar on stderr with bytes, speed and remaining time, if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or terminal.is_quiet():
         yield None
         return
     from rich.console import Console

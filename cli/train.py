@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge import processes
+from dlm_bridge import processes, terminal
 from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
 from dlm_bridge.errors import counted, printable
@@ -258,7 +258,7 @@ def run_console() -> Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(in_flags(each) if isinstance(each, str) else each for each in objects), **options)
 
-    return FlagConsole(stderr=True, markup=False)
+    return FlagConsole(stderr=True, markup=False, quiet=terminal.is_quiet())
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
