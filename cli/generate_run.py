@@ -181,8 +181,8 @@ def _sample_file(
     if request.json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        passes = counted(report["forwards"], "forward pass", "forward passes")
-        texts = f"{counted(report['prompts'], 'prompt')}: {counted(report['tokens'], 'token')}"
+        passes = counted(forwards.value, "forward pass", "forward passes")
+        texts = f"{counted(len(prompts), 'prompt')}: {counted(written.value, 'token')}"
         _tell(f"{texts} in {seconds:.2f} s, {passes}")
 
 

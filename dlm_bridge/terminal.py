@@ -21,16 +21,19 @@ VERBOSE_FLAGS = ("-v", "--verbose")
 _OWN = "dlm_bridge"
 # Verbosity of libraries whose loggers have handlers of their own, which they read when they are imported.
 _LIBRARIES = ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY")
+_HIDDEN = "ignore::Warning"  # in the environment of processes that the command line starts
 _verbosity: list[Verbosity] = []  # the command line's, if it runs
 _loading: list[str] = []  # names of models that are being loaded
 logger = logging.getLogger(__name__)
 
 
 def silence_libraries() -> None:
-    """Hide warnings of other packages. Called before the first of them is imported, once per process of the command
-    line."""
-    if sys.warnoptions or "PYTHONWARNINGS" in os.environ:
+    """Hide warnings of other packages here and in processes that are started, unless the user has set Python's own
+    filters. Called before the first of them is imported, once per process of the command line."""
+    inherited = os.environ.get("PYTHONWARNINGS") == _HIDDEN
+    if (sys.warnoptions or "PYTHONWARNINGS" in os.environ) and not inherited:
         return
+    os.environ["PYTHONWARNINGS"] = _HIDDEN
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", module=_OWN)
     for name in _LIBRARIES:

@@ -79,7 +79,7 @@ class PlanSettings:
     @property
     def hardware(self) -> Hardware:
         """The named GPU with the rates that were set. Raises SettingError for an unknown GPU."""
-        given = {
+        given: dict[str, Any] = {
             "memory": parse_size(self.gpu_memory, "gpu_memory"),
             "flops": self.gpu_tflops and self.gpu_tflops * 1e12,
             "memory_bandwidth": self.memory_bandwidth and self.memory_bandwidth * 1e9,
