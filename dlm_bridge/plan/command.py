@@ -30,6 +30,7 @@ from dlm_bridge.plan.model import PlannedModel
 from dlm_bridge.plan.run import GPUS, Hardware, PlannedRun, accelerate_run, find_gpu, objective_settings
 from dlm_bridge.settings import check_choice, check_values, comma_separated, option, options_of
 from dlm_bridge.train.config import TrainConfig
+from dlm_bridge.train.config.sections import PRECISIONS
 
 TRAINING, INFERENCE, HARDWARE = "Training", "Inference", "Hardware"
 REQUIRED = inspect.Parameter.empty
@@ -43,6 +44,7 @@ OF_TRAINING: dict[str, Any] = {
     "optimizer_cpu_offload": False, "engine": "megatron", "sharding": "none", "gradient_checkpointing": False,
     "cpu_offload": False,
 }  # fmt: skip
+CHANGED = {"precision": {"help": "fp32, bf16, fp16 or fp8.", "choices": PRECISIONS}}
 RARE = (
     "optimizer_instances",
     "recompute_modules",
@@ -120,9 +122,12 @@ def _parameters() -> dict[str, tuple[Any, Any]]:
     return {
         "path": (Annotated[str, path], REQUIRED),
         "gpus": (Annotated[int, typer.Option(help="Number of GPUs.")], REQUIRED),
-        "seq_length": (Annotated[int, typer.Option(*seq_length.flags, help=seq_length.help)], REQUIRED),
+        "seq_length": (Annotated[int, typer.Option(*seq_length.flags, help="Tokens per sequence.")], REQUIRED),
         **{key: declared(key, default, LAYOUT, common=True) for key, default in OF_LAYOUT.items()},
-        **{key: declared(key, default, TRAINING, common=key not in RARE) for key, default in OF_TRAINING.items()},
+        **{
+            key: declared(key, default, TRAINING, common=key not in RARE, **CHANGED.get(key, {}))
+            for key, default in OF_TRAINING.items()
+        },
         **declared_parameters(PlanSettings),
         "recommend": (Annotated[bool, recommend], False),
         "inference": (Annotated[bool, inference], False),
