@@ -16,7 +16,7 @@ from dlm_bridge.errors import DlmBridgeError, SettingError
 from dlm_bridge.loading.pretrained import check_exists
 from dlm_bridge.objectives.base import Objective
 from dlm_bridge.plan.memory import MemoryPlan, engine_notes, memory_plan
-from dlm_bridge.plan.model import open_model
+from dlm_bridge.plan.model import PlannedModel, open_model
 from dlm_bridge.plan.run import PlannedRun, accelerate_run, run_of
 from dlm_bridge.settings import check_minimum
 from dlm_bridge.train.checkpoints import ResumePoint
@@ -217,7 +217,7 @@ def memory_of(
         model = open_model(source, family=config.model.family)
         dims = dataclasses.replace(model.dims, mtp=model.left_out_mtp)
         find_engine(config.engine.engine).check_model(config, model.family, model.config, dims, objective)
-        return memory_plan(model, run), engine_notes(model, run)
+        return _planned(model, run)
     if config.model.adapts:
         model_source(config).check_quantization()
         if config.model.lora_quantize or not config.model.lora_rank:
@@ -233,8 +233,18 @@ def memory_of(
         config.parallel.fsdp_replicas,
         config.parallel.cpu_offload,
     )
-    notes = [AVERAGED] if config.optimizer.ema_decay else []
-    return memory_plan(model, run), [*notes, *engine_notes(model, run)]
+    memory, notes = _planned(model, run)
+    return memory, [AVERAGED, *notes] if config.optimizer.ema_decay else notes
+
+
+def _planned(model: PlannedModel, run: PlannedRun) -> tuple[MemoryPlan | None, list[str]]:
+    """Memory with notes; no plan for adapters in layers of unknown sizes."""
+    try:
+        return memory_plan(model, run), engine_notes(model, run)
+    except SettingError as error:
+        if error.field != "lora_targets":
+            raise
+        return None, [f"no memory plan: {error}"]
 
 
 def parallel_groups(config: TrainConfig, gpus: int) -> tuple[ParallelGroup, ...]:
