@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,11 +26,14 @@ from dlm_bridge.cli.train import TrainingCommand
 from dlm_bridge.convert.settings import LayoutSettings
 from dlm_bridge.errors import ResourceError, SettingError
 from dlm_bridge.mapping.dtypes import parse_size
-from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.plan.run import GPUS, Hardware, PlannedRun, accelerate_run, find_gpu, objective_settings
+from dlm_bridge.plan.hardware import GPUS, Hardware, find_gpu
 from dlm_bridge.settings import check_choice, check_values, comma_separated, option, options_of
 from dlm_bridge.train.config import TrainConfig
 from dlm_bridge.train.config.sections import PRECISIONS
+
+if TYPE_CHECKING:
+    from dlm_bridge.plan.model import PlannedModel
+    from dlm_bridge.plan.run import PlannedRun
 
 TRAINING, INFERENCE, HARDWARE = "Training", "Inference", "Hardware"
 REQUIRED = inspect.Parameter.empty
@@ -191,6 +194,8 @@ def plan(**given: Any) -> None:
 
 def _run(model: PlannedModel, given: dict[str, Any], settings: PlanSettings) -> PlannedRun:
     """The run of the command line's options."""
+    from dlm_bridge.plan.run import PlannedRun, accelerate_run, objective_settings
+
     fields = {each.name for each in dataclasses.fields(PlannedRun)} - {"engine", "cpu_offload"}
     sizes = {key: value for key, value in given.items() if key in fields}
     lists = {key: tuple(comma_separated(given[key])) for key in ("recompute_modules", "lora_targets")}

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.memory import adapter_parameters, copies
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.plan.run import Hardware, PlannedRun
+from dlm_bridge.plan.run import PlannedRun
 
 # Passes over each token copy in memory: permutation and back, forward and backward, and reading it.
 _EXPERT_PASSES = 10

@@ -10,8 +10,9 @@ from typing import Any
 
 from dlm_bridge.errors import LayoutError, SettingError
 from dlm_bridge.mapping.layout import Layout
+from dlm_bridge.plan.hardware import Hardware
 from dlm_bridge.plan.model import PlannedModel
-from dlm_bridge.plan.run import OVERHEADS, Hardware, check_layout
+from dlm_bridge.plan.run import OVERHEADS, check_layout
 from dlm_bridge.settings import check_minimum
 
 USED_FRACTION = 0.8  # of free memory, as in generation/batch_size.py

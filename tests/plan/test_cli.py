@@ -16,8 +16,8 @@ from dlm_bridge.generation import batch_size
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.loading.pretrained import load_hub_model
 from dlm_bridge.plan.command import PlanSettings
+from dlm_bridge.plan.hardware import GPUS
 from dlm_bridge.plan.inference import USED_FRACTION
-from dlm_bridge.plan.run import GPUS
 from tests.checkpoints import write_llada
 from tests.convert.helpers import run_cli
 from tests.families import sdar
