@@ -11,7 +11,7 @@ import typer
 
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, with_parameters
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.settings import LoadingOptions, options_of
 
@@ -87,10 +87,12 @@ def _show(facts: Mapping[str, Any]) -> None:
             table.add_row(printable(str(task)), shown, f"{value:.4f}", spread, str(documents))
     if text := facts.get("perplexity"):
         bound = "" if text["exact"] else ", at most"
-        size = f"{text['tokens']:,} tokens"
+        size = f"{counted(text['tokens'], 'token')}"
         table.add_row("perplexity", f"by token{bound}", f"{text['perplexity']:.4f}", "", size)
         table.add_row("", f"nats a token{bound}", f"{text['nats']:.4f}", f"{text['error']:.4f}", size)
-        table.add_row("", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{text['bytes']:,} bytes")
+        table.add_row(
+            "", f"bits a byte{bound}", f"{text['bits_per_byte']:.4f}", "", f"{counted(text['bytes'], 'byte')}"
+        )
     console.print(table)
     console.print(f"likelihood: {facts['likelihood']}", highlight=False)
     settings = facts["settings"] | ({"window": text["window"]} if text else {})

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_bridge import processes
+from dlm_bridge import processes, terminal
 from dlm_bridge.cli.help import Command, HelpAll, in_flags, option_annotation, refuse_two, with_parameters
 from dlm_bridge.distributed import is_main
-from dlm_bridge.errors import printable
+from dlm_bridge.errors import counted, printable
 from dlm_bridge.registration import load
 from dlm_bridge.settings import GUESSES, Option, options_meant, options_of
 from dlm_bridge.train.config import RLConfig, TrainConfig
@@ -258,7 +258,7 @@ def run_console() -> Console:
         def print(self, *objects: Any, **options: Any) -> None:
             super().print(*(in_flags(each) if isinstance(each, str) else each for each in objects), **options)
 
-    return FlagConsole(stderr=True, markup=False)
+    return FlagConsole(stderr=True, markup=False, quiet=terminal.is_quiet())
 
 
 def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
@@ -274,7 +274,7 @@ def _preview(config: TrainConfig, count: int, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(row.as_dict()))
             continue
-        console.rule(f"row {number}: {len(row.input_ids)} tokens, {sum(row.trained)} trained", style="dim")
+        console.rule(f"row {number}: {counted(len(row.input_ids), 'token')}, {sum(row.trained)} trained", style="dim")
         pieces = ((printable(piece), "bold green" if trained else "") for piece, trained in row.pieces)
         console.print(Text.assemble(*pieces), soft_wrap=True)
 

@@ -69,6 +69,8 @@ def command_line() -> str:
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
         "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
+        "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which are "
+        "hidden otherwise) and `-q` (`--quiet`: errors and results only).",
     ]
     for path, command in commands(root, "dlm-bridge"):
         parts += [f"## {path}", *described(command)]
@@ -96,6 +98,8 @@ def described(command: Any) -> Iterator[str]:
             yield escaped(paragraph)
     rows = ["| option | | default |", "|---|---|---|"]
     for parameter in command.params:
+        if parameter.name in ("help", "verbose", "quiet"):
+            continue  # of every command
         names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
         if parameter.param_type_name == "argument":
             names = f"`{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|")

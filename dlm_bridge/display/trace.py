@@ -21,6 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from dlm_bridge.errors import counted
 from dlm_bridge.generation.callbacks import DenoisingStep
 from dlm_bridge.generation.request import MASK
 
@@ -173,7 +174,7 @@ def confidence_colour(confidence: float) -> str:
 
 def status(frame: TraceFrame) -> Text:
     """The progress, and the legend of the colours."""
-    text = Text(f"forward {frame.forwards}, {frame.committed} tokens committed", style=GIVEN_STYLE)
+    text = Text(f"forward {frame.forwards}, {counted(frame.committed, 'token')} committed", style=GIVEN_STYLE)
     if any(confidence is not None for confidence in frame.confidence):
         text.append("   probability 0 ")
         for step in range(STEPS):

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from dlm_bridge.errors import CheckpointError, InputFileError, RowError, SettingError, one_line
+from dlm_bridge.errors import CheckpointError, InputFileError, RowError, SettingError, counted, one_line
 from dlm_bridge.files.reading import check_characters, check_text_file
 from dlm_bridge.generation.request import MASK
 
@@ -348,7 +348,7 @@ def check_row(prompt: Sequence[int], name: object, limits: PromptLimits, remedy:
     if limits.inside:
         masks = sum(token == MASK for token in prompt)
         if masks > new:
-            raise RowError(f"contains {masks} masks, but `gen_length={new}`: increase it", [name])
+            raise RowError(f"contains {counted(masks, 'mask')}, but `gen_length={new}`: increase it", [name])
         count -= masks
     if limits.context is not None and count + new > limits.context:
         room = limits.context - count

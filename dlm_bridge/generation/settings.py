@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import CheckpointError, SettingError
+from dlm_bridge.errors import CheckpointError, SettingError, counted
 from dlm_bridge.generation.config import (
     ALTERNATIVES,
     IGNORED_SETTINGS,
@@ -454,8 +454,8 @@ def _gen_length(sources: list[_Source], prompt_width: int, infill: bool, room: i
             if length <= prompt_width:
                 raise SettingError(
                     "max_length",
-                    f"{length} ({source.where}) leaves no room after a prompt of {prompt_width} tokens: use "
-                    "`gen_length`, which counts new tokens only",
+                    f"{length} ({source.where}) leaves no room after a prompt of {counted(prompt_width, 'token')}: "
+                    "use `gen_length`, which counts new tokens only",
                 )
             return length - prompt_width
     return 0  # with infill; otherwise the sampler has a default

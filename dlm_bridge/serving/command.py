@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_bridge import terminal
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, with_parameters
 from dlm_bridge.distributed import world_size
@@ -95,7 +96,8 @@ def serve(model: str, **given: Any) -> None:
     if batch_size is None:
         plan = served.plan()
         batch_size = plan.rows
-        typer.echo(plan.summary, err=True)
+        if not terminal.is_quiet():
+            typer.echo(plan.summary, err=True)
     scheduler = Scheduler(served.open_engine, batch_size=batch_size, queue_size=options.queue_size)
     address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/v1"
     ready = f"{printable(model)} ({loaded.family}): {address} (Ctrl-C ends)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dlm_bridge.errors import DlmBridgeError, RowError, SettingError
+from dlm_bridge.errors import DlmBridgeError, RowError, SettingError, counted
 from dlm_bridge.generation.autoregressive import NEW_TOKENS
 from dlm_bridge.generation.batch_size import Capacity, plan_batch
 from dlm_bridge.generation.offline import check_prompts, open_engine
@@ -156,7 +156,8 @@ class ServedModel:
         own = {key: value for key, value in settings.items() if key not in LENGTHS} | {"gen_length": new}
         if isinstance(new, int) and len(prompt) + new > limit:
             raise RequestError(
-                f"{name} has {len(prompt)} tokens; with {new} new tokens (max_tokens) that is {len(prompt) + new}, "
+                f"{name} has {counted(len(prompt), 'token')}; with {counted(new, 'new token')} (max_tokens) that is "
+                f"{len(prompt) + new}, "
                 f"above the limit of {limit}",
                 param=field,
                 code=TOO_LONG,

@@ -26,7 +26,7 @@ from dlm_bridge.display.trace import (
     TraceFrame,
     confidence_colour,
 )
-from dlm_bridge.errors import DlmBridgeError, SettingError
+from dlm_bridge.errors import DlmBridgeError, SettingError, counted
 from dlm_bridge.generation.offline import GeneratedTexts, check_prompts, write_texts
 from dlm_bridge.generation.options import GENERAL as DECLARED
 from dlm_bridge.generation.options import requirement
@@ -238,7 +238,7 @@ def frame_html(frame: TraceFrame, summary: str | None = None) -> str:
             colour = "" if confidence is None else f' style="color:{confidence_colour(confidence)}"'
             title = "" if confidence is None else f' title="{confidence:.3f}"'
             parts.append(f"<span{mark}{colour}{title}>{html.escape(string)}</span>")
-    caption = summary or f"forward {frame.forwards}, {frame.committed} tokens committed"
+    caption = summary or f"forward {frame.forwards}, {counted(frame.committed, 'token')} committed"
     legend = ""
     if any(confidence is not None for confidence in frame.confidence):
         bars = "".join(f'<span style="color:{confidence_colour(step / STEPS)}">{BAR}</span>' for step in range(STEPS))

@@ -53,6 +53,7 @@ from dlm_bridge.objectives.registry import (
     own_objective,
 )
 from dlm_bridge.settings import options_of
+from dlm_bridge.terminal import loading
 from dlm_bridge.train import hang
 from dlm_bridge.train.checkpoints import (
     STATE,
@@ -270,7 +271,8 @@ def starting_model(config: TrainConfig, checkpoint: Path | None, main: bool) -> 
     """Load the model of `model_source`. Under FSDP no process loads all weights, if the checkpoint's format allows
     that."""
     source = model_source(config, checkpoint)
-    return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
+    with loading(config.model.model):
+        return source.in_parts(main) if config.parallel.shards else StartingModel(source.load())
 
 
 def open_megatron_source(config: TrainConfig, checkpoint: Path | None) -> MegatronSource:

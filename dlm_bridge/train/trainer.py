@@ -24,7 +24,7 @@ from rich.console import Console
 from dlm_bridge.data.blocks import LabelledTokens, Samples
 from dlm_bridge.data.loader import BatchSampler, Prefetcher
 from dlm_bridge.distributed import from_all, raised_everywhere
-from dlm_bridge.errors import InputFileError, NonFiniteError, SettingError, printable
+from dlm_bridge.errors import InputFileError, NonFiniteError, SettingError, counted, printable
 from dlm_bridge.objectives.base import Objective, divisors
 from dlm_bridge.objectives.batches import IGNORE_INDEX, NoisyBatch
 from dlm_bridge.objectives.noise import Purpose, Uniforms, torch_seed
@@ -345,12 +345,11 @@ class Trainer(TrainingLoop):
         self.prefetcher: Prefetcher[StepInputs] | None = None
 
     def announce(self, step: int, layout: str = "") -> None:
-        rows, valid = len(self.train), len(self.valid)
-        epochs = self.sampler.samples_before(self.config.schedule.last_step + 1) / rows
-        data = (
-            f"{rows:,} rows of {self.config.data.seq_length} tokens, read {epochs:.3g} times; {valid:,} for validation"
-        )
-        self.print_summary(step, data, layout)
+        rows, valid = counted(len(self.train), "row"), len(self.valid)
+        epochs = f"{self.sampler.samples_before(self.config.schedule.last_step + 1) / len(self.train):.3g}"
+        times = "once" if epochs == "1" else f"{epochs} times"
+        length = counted(self.config.data.seq_length, "token")
+        self.print_summary(step, f"{rows} of {length}, read {times}; {valid:,} for validation", layout)
 
     def run(self, step: int) -> RunEnd:
         self.prefetcher = self.prefetch(step + 1)

@@ -137,7 +137,8 @@ def read_contents(folder: Path) -> Contents:
 
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata, byte for byte as `pickle.dump` of torch's own classes."""
-    memory_format = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
+    encoding: Any = Enum  # of a name and values that are known at run time only
+    memory_format = encoding("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
     properties_end = (torch.strided, False, next(iter(memory_format)), False)  # requires_grad, pin_memory
     state: dict[str, _StandIn] = {}
     stored: dict[_StandIn, _StandIn] = {}
@@ -159,7 +160,7 @@ def write_metadata(folder: Path, contents: Contents) -> None:
     for name, place in contents.objects.items():
         state[name] = _stand_in("BytesStorageMetadata", None)
         locate(name, place)
-    storage = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    storage: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     metadata = {
         "state_dict_metadata": state,
         "planner_data": None,
@@ -190,13 +191,16 @@ def _stand_in_class(name: str, module: str) -> type[_StandIn]:
     return type(name, (_StandIn,), {"__module__": module})
 
 
-class _Pickler(pickle._Pickler):
+_PythonPickler: Any = pickle._Pickler
+
+
+class _Pickler(_PythonPickler):
     """Pickler that names stand-ins without importing their modules. Python's implementation, because C's has no hook
     for names; where the two differ, the bytes are C's."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if getattr(obj, "__module__", None) not in (_METADATA_MODULE, _FILESYSTEM_MODULE):
-            super().save_global(obj, name)  # type: ignore[misc]
+            super().save_global(obj, name)
             return
         self.save(obj.__module__)
         self.save(obj.__qualname__)

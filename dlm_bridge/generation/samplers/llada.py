@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from dlm_bridge.attention.masks import AttentionPattern
-from dlm_bridge.errors import SettingError
+from dlm_bridge.errors import SettingError, counted
 from dlm_bridge.generation.canvas import BlockLayout, Canvas, Columns, to_device
 from dlm_bridge.generation.commit_rules import (
     MINUS_INFINITY,
@@ -115,7 +115,7 @@ class LLaDASampler(GuidedSampler):
             numbers = f"{below} or {below + blocks}" if below else f"{blocks} or more"
             raise SettingError(
                 "steps",
-                f"{steps} is not a multiple of the {blocks} blocks (`gen_length={self.gen_length}` / "
+                f"{steps} is not a multiple of the {counted(blocks, 'block')} (`gen_length={self.gen_length}` / "
                 f"`block_length={self.block_length}`): use {numbers}",
             )
         return SamplerSpec(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from dlm_bridge.errors import rows_named
+from dlm_bridge.errors import counted, rows_named
 from dlm_bridge.generation.batch_size import plan_batch
 from dlm_bridge.generation.offline import open_engine
 from dlm_bridge.generation.request import MASK, Ended, Failed, Request
@@ -143,7 +143,7 @@ class Rollouts:
             yield rows
         except torch.OutOfMemoryError as error:
             raise no_room(
-                f"{rows} rows at once, of which {plan.described}",
+                f"{counted(rows, 'row')} at once, of which {plan.described}",
                 rows * plan.row,
                 plan.free,
                 f"sample fewer at once (`rollout_batch_size`); or {self.remedy}",
