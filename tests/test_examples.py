@@ -1,4 +1,4 @@
-"""The examples run as written, on tiny models in the place of the demo's."""
+"""The examples run as written, on the demo's own model, and show words that exist and texts that end."""
 
 from __future__ import annotations
 
@@ -8,24 +8,38 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.checkpoints import write_llada, write_tokenizer
+from tests.checkpoints import write_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import check_docs
+import demo
+import shown
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SPECIAL = {"eos_token": "<eos>", "pad_token": "<eos>", "mask_token": "<mask>"}
-TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
-EOS, MASK = 258, 259
+TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>"}
+EOS = 258
+# Checks of the last line that each script prints.
+SCRIPTS = {
+    "custom_sampler": "words; end",
+    "tiny_diffusion_gemma": "/random/",
+    "trainer": "/Mia was a .*lived/; words; end",
+    "trl_sft": "/Tom had 7 apples\\. He gave Ida one\\./; words; end",
+}
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples and what they read of demo-output."""
+    """A folder with the examples and what they read of demo-output: what `make demo` trains, and in SmolLM2's place,
+    which is not downloaded, a tiny model with random weights."""
     root = tmp_path_factory.mktemp("examples")
-    ids = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS}
-    write_tokenizer(write_llada(root / "demo-output/llada", vocab_size=272, embedding_size=272, **ids), TOKENIZER)
+    (root / "demo-output").mkdir()
+    demo.train_diffusion_model(Console(quiet=True), root / "demo-output")
     config = LlamaConfig(
         vocab_size=272,
         hidden_size=32,
@@ -42,9 +56,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_script(script: Path, root: Path) -> None:
-    done = subprocess.run([sys.executable, script], cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, script], cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    text = done.stdout.strip().splitlines()[-1]
+    assert shown.problem(SCRIPTS[script.stem], text, script.read_text(), root) is None, text
+
+
+def test_the_demo_s_texts(root: Path) -> None:
+    """In settings of all kinds."""
+    for settings in ("--block-length 8", "--block-length 96", "--temperature 1 --seed 3", "--steps 24 --seed 1"):
+        for prompt in ("Tom was a", "Mia was a clever painter", "On Monday it was"):
+            words = ["generate", "demo-output/llada", "--prompt", prompt, "--gen-length", "96", *settings.split()]
+            command = [sys.executable, "-m", "dlm_bridge.cli", *words]
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, done.stderr
+            assert shown.problem("words", done.stdout, prompt, root) is None, done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/rl.md", "docs/sampling.md"])
+def test_the_first_block_that_shows_something(page: str, root: Path) -> None:
+    """The rest is run by `make check-docs`."""
+    found = next(block for block in check_docs.blocks(check_docs.ROOT / page) if block.mark == "shows")
+    assert check_docs.run(found, root, check_docs.environment()) is None
 
 
 def test_notebooks(root: Path) -> None:
