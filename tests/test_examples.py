@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import dlm_bridge  # noqa: F401  registers the families
 from tests.checkpoints import write_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -62,15 +65,26 @@ def test_script(script: Path, root: Path) -> None:
     assert shown.problem(SCRIPTS[script.stem], text, script.read_text(), root) is None, text
 
 
-def test_the_demo_s_texts(root: Path) -> None:
-    """In settings of all kinds."""
-    for settings in ("--block-length 8", "--block-length 96", "--temperature 1 --seed 3", "--steps 24 --seed 1"):
-        for prompt in ("Tom was a", "Mia was a clever painter", "On Monday it was"):
-            words = ["generate", "demo-output/llada", "--prompt", prompt, "--gen-length", "96", *settings.split()]
-            command = [sys.executable, "-m", "dlm_bridge.cli", *words]
-            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, done.stderr
-            assert shown.problem("words", done.stdout, prompt, root) is None, done.stdout
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_length": 8},
+        {"block_length": 96},
+        {"block_length": 32, "temperature": 0.5, "seed": 1},
+        {"block_length": 16, "temperature": 1.0, "seed": 3},
+        {"block_length": 16, "steps": 24},
+    ],
+    ids=str,
+)
+def test_the_demo_s_texts(settings: dict[str, Any], root: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(root / "demo-output/llada", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(root / "demo-output/llada")
+    prompts = ["Tom was a", "Mia was a clever painter", "On Monday it was"]
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, gen_length=96, **{"steps": 96, **settings})
+    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+    assert [shown.unknown_words(text) for text in texts] == [[], [], []], texts
+    assert sum(tokenizer.eos_token_id in row for row in output.tolist()) >= 2, texts  # one may be longer
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/rl.md", "docs/sampling.md"])
@@ -81,7 +95,17 @@ def test_the_first_block_that_shows_something(page: str, root: Path) -> None:
 
 
 def test_notebooks(root: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbmake", "--nbmake-timeout=300"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--nbmake",
+        "--nbmake-timeout=300",
+        "--overwrite",
+    ]
     done = subprocess.run(
         [*command, *sorted(root.glob("examples/*.ipynb"))],
         cwd=root,
@@ -92,6 +116,10 @@ def test_notebooks(root: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert f"{len(list(EXAMPLES.glob('*.ipynb')))} passed" in done.stdout
+    cells = json.loads((root / "examples/sample_and_watch.ipynb").read_text())["cells"]
+    texts = ["".join(output["text"]) for cell in cells for output in cell.get("outputs", []) if "text" in output]
+    assert shown.problem("words; end", texts[0], "", root) is None, texts
+    assert shown.ends(texts[-1]), texts
 
 
 def test_custom_family(root: Path) -> None:
