@@ -69,10 +69,10 @@ def test_script(script: Path, root: Path) -> None:
     "settings",
     [
         {"block_length": 8},
-        {"block_length": 96},
+        {"block_length": 128},
         {"block_length": 32, "temperature": 0.5, "seed": 1},
         {"block_length": 16, "temperature": 1.0, "seed": 3},
-        {"block_length": 16, "steps": 24},
+        {"block_length": 16, "steps": 32},
     ],
     ids=str,
 )
@@ -81,7 +81,7 @@ def test_the_demo_s_texts(settings: dict[str, Any], root: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(root / "demo-output/llada")
     prompts = ["Tom was a", "Mia was a clever painter", "On Monday it was"]
     inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, gen_length=96, **{"steps": 96, **settings})
+    output = model.generate(**inputs, gen_length=128, **{"steps": 128, **settings})
     texts = tokenizer.batch_decode(output, skip_special_tokens=True)
     assert [shown.unknown_words(text) for text in texts] == [[], [], []], texts
     assert sum(tokenizer.eos_token_id in row for row in output.tolist()) >= 2, texts  # one may be longer
