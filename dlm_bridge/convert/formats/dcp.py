@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import cache
@@ -35,6 +35,7 @@ _METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each need 40 M
 BACKEND_FILE = "metadata.json"  # written by megatron-core, not by torch
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
+_MEM_FORMAT_ENCODING = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
 
 # Full names of the classes in a genuine `.metadata`.
 _METADATA_CLASSES = re.compile(
@@ -137,8 +138,7 @@ def read_contents(folder: Path) -> Contents:
 
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata, byte for byte as `pickle.dump` of torch's own classes."""
-    memory_format = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
-    properties_end = (torch.strided, False, next(iter(memory_format)), False)  # requires_grad, pin_memory
+    properties_end = (torch.strided, False, _MEM_FORMAT_ENCODING(0), False)  # requires_grad, pin_memory
     state: dict[str, _StandIn] = {}
     stored: dict[_StandIn, _StandIn] = {}
 
@@ -159,7 +159,7 @@ def write_metadata(folder: Path, contents: Contents) -> None:
     for name, place in contents.objects.items():
         state[name] = _stand_in("BytesStorageMetadata", None)
         locate(name, place)
-    storage = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    storage: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
     metadata = {
         "state_dict_metadata": state,
         "planner_data": None,
@@ -193,6 +193,11 @@ def _stand_in_class(name: str, module: str) -> type[_StandIn]:
 class _Pickler(pickle._Pickler):
     """Pickler that names stand-ins without importing their modules. Python's implementation, because C's has no hook
     for names; where the two differ, the bytes are C's."""
+
+    save: Callable[[Any], None]
+    write: Callable[[bytes], Any]
+    memoize: Callable[[Any], None]
+    _BATCHSIZE: int
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if getattr(obj, "__module__", None) not in (_METADATA_MODULE, _FILESYSTEM_MODULE):
