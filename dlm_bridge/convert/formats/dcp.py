@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import cache
@@ -35,6 +35,7 @@ _METADATA_LIMIT = 1 << 30  # bytes; 100,000 tensors in two chunks each need 40 M
 BACKEND_FILE = "metadata.json"  # written by megatron-core, not by torch
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
+_MEM_FORMAT_ENCODING = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
 
 # Full names of the classes in a genuine `.metadata`.
 _METADATA_CLASSES = re.compile(
@@ -137,9 +138,7 @@ def read_contents(folder: Path) -> Contents:
 
 def write_metadata(folder: Path, contents: Contents) -> None:
     """Write `folder`/.metadata, byte for byte as `pickle.dump` of torch's own classes."""
-    encoding: Any = Enum  # of a name and values that are known at run time only
-    memory_format = encoding("_MEM_FORMAT_ENCODING", {"TORCH_CONTIGUOUS_FORMAT": 0}, module=_METADATA_MODULE)
-    properties_end = (torch.strided, False, next(iter(memory_format)), False)  # requires_grad, pin_memory
+    properties_end = (torch.strided, False, _MEM_FORMAT_ENCODING(0), False)  # requires_grad, pin_memory
     state: dict[str, _StandIn] = {}
     stored: dict[_StandIn, _StandIn] = {}
 
@@ -191,16 +190,18 @@ def _stand_in_class(name: str, module: str) -> type[_StandIn]:
     return type(name, (_StandIn,), {"__module__": module})
 
 
-_PythonPickler: Any = pickle._Pickler
-
-
-class _Pickler(_PythonPickler):
+class _Pickler(pickle._Pickler):
     """Pickler that names stand-ins without importing their modules. Python's implementation, because C's has no hook
     for names; where the two differ, the bytes are C's."""
 
+    save: Callable[[Any], None]
+    write: Callable[[bytes], Any]
+    memoize: Callable[[Any], None]
+    _BATCHSIZE: int
+
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if getattr(obj, "__module__", None) not in (_METADATA_MODULE, _FILESYSTEM_MODULE):
-            super().save_global(obj, name)
+            super().save_global(obj, name)  # type: ignore[misc]
             return
         self.save(obj.__module__)
         self.save(obj.__qualname__)

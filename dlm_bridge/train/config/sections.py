@@ -430,9 +430,7 @@ class CheckpointOptions:
         None, "Hub repository (owner/name) to which the last checkpoint is uploaded when the run has finished.",
         aliases=("hub_model_id",), common=True,
     )  # fmt: skip
-    hub_private: bool = option(
-        False, "Create the repository as private.", aliases=("hub_private_repo",), needs=("push_to_hub", None)
-    )
+    hub_private: bool = option(False, "Create the repository as private.", needs=("push_to_hub", None))
     keep_last: int = option(
         0, "Number of checkpoints to keep; 0: all.", minimum=0, aliases=("save_total_limit",), common=True
     )
