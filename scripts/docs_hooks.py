@@ -69,8 +69,8 @@ def command_line() -> str:
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
         "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
-        "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which are "
-        "hidden otherwise) and `-q` (`--quiet`: errors and results only).",
+        "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which "
+        "are hidden otherwise) and `-q` (`--quiet`: errors and results only).",
     ]
     for path, command in commands(root, "dlm-bridge"):
         parts += [f"## {path}", *described(command)]

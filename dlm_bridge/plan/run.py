@@ -1,6 +1,6 @@
 """The planned training run and its hardware: settings that decide memory and time, and their checks.
 
-The constants that the memory and time models rest on, and that no formula gives, are in `Overheads` and in hardware.py.
+Constants that the memory and time models rest on, and that no formula gives, are in `Overheads` and in hardware.py.
 """
 
 from __future__ import annotations
