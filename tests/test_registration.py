@@ -164,7 +164,7 @@ EDGES = {
     "plan": ("dlm_bridge.train.rl.dry_run",),
     "display": ("dlm_bridge.serving.server", "dlm_bridge.serving.web_page"),
 }
-TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o")
+TRAIN = ("pretrain", "--model", "m", "--data", "mock", "--output", "o", "--steps", "9")
 RL = ("rl", "--model", "m", "--data", "d", "--output", "o", "--method", "dpo")
 DISTILL = ("distill", "--model", "m", "--data", "d", "--output", "o", "--lora-rank", "1")
 GENERATE = ("generate", "m", "--prompt", "x")

@@ -78,7 +78,7 @@ class DistillConfig(TrainConfig):
             return
         _ = distill.sampler  # raises SettingError for malformed values
         refuse(
-            (distill.gen_length >= data.seq_length, "gen_length",
+            (0 < data.seq_length <= distill.gen_length, "gen_length",
              f"{distill.gen_length} leaves no room for a prompt in `seq_length={data.seq_length}`"),
             (data.valid_data, "valid_data", "excludes `on_policy`: evaluate the checkpoints with dlm-bridge eval"),
             (data.packing, "packing", "excludes `on_policy`: a row is one sampled text"),

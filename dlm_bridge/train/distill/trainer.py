@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -38,13 +40,14 @@ from dlm_bridge.train.schedule import with_block_size, with_steps
 from dlm_bridge.train.setup import (
     RunStart,
     check_data,
-    check_length,
+    context_length,
     conversation_settings,
     load_data,
     load_tokenizer,
     resolve_objective,
     starting_model,
     training_errors,
+    with_seq_length,
 )
 from dlm_bridge.train.trainer import StepInputs
 
@@ -75,7 +78,9 @@ def assembled(
     source = parent_source(config, model)
     config = with_lora(config, model)
     with accelerator.main_process_first():
-        data = load_rows(config, model, objective.mask_token)
+        config, data = load_rows(config, model, objective.mask_token)
+    if source is not None:
+        check_parent_length(config, source)
     config = with_steps(config, len(data[0]))
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
@@ -112,7 +117,7 @@ def parent_source(config: DistillConfig, model: Any) -> ModelSource | None:
     """Source of the parent's weights, which are in the run's precision; None: the base of the adapter is the parent.
 
     Raises:
-        SettingError: the parent is not an autoregressive model, has another vocabulary or is shorter than the rows.
+        SettingError: the parent is not an autoregressive model, or has another vocabulary.
         CheckpointError: it does not load, or has no tokenizer.
     """
     path = config.distill.parent
@@ -132,11 +137,15 @@ def parent_source(config: DistillConfig, model: Any) -> ModelSource | None:
             f"{path} has another vocabulary than {config.model.model}: {other!r} is token {theirs[other]} there, "
             f"{ours.get(other, 'missing')} here",
         )
-    try:
-        check_length(config, parent)
-    except SettingError as error:
-        raise SettingError("parent", f"{path}: `seq_length` {error.reason}") from None
     return source
+
+
+def check_parent_length(config: DistillConfig, source: ModelSource) -> None:
+    """Raise SettingError for rows that are longer than the parent supports."""
+    limit = context_length(source.empty())
+    if limit is not None and config.data.seq_length > limit:
+        length = config.data.seq_length
+        raise SettingError("parent", f"{source.path} has {limit} positions, less than `seq_length={length}`")
 
 
 def load_parent(source: ModelSource, config: DistillConfig, accelerator: Accelerator) -> Any:
@@ -152,14 +161,25 @@ def load_parent(source: ModelSource, config: DistillConfig, accelerator: Acceler
     return parent.to(accelerator.device)
 
 
-def load_rows(config: DistillConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
-    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run."""
+def load_rows(
+    config: DistillConfig, model: Any, mask_token: int | None
+) -> tuple[DistillConfig, tuple[Samples, Samples, Any]]:
+    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run. A sequence length
+    of 0 is replaced by that of the longest row."""
+    length = config.distill.gen_length
     if not config.distill.on_policy:
-        return load_data(config, model, mask_token)
+        config = with_seq_length(config, model, mask_token)
+        return config, load_data(config, model, mask_token)
     tokenizer, _ = conversation_settings(config, model, mask_token)  # checks that it fits the model
-    longest = config.data.seq_length - config.distill.gen_length
-    rows = SampledRows(config, model, load_problems(config.data.data, tokenizer, longest, mask_token), tokenizer)
-    return rows, SampledRows(config, model, [], tokenizer), tokenizer
+    limit = context_length(model) or sys.maxsize
+    problems = load_problems(config.data.data, tokenizer, (config.data.seq_length or limit) - length, mask_token)
+    if not config.data.seq_length:
+        longest = max(len(problem.input_ids) for problem in problems) + length
+        blocks = [size for _, size in config.objective.block_sizes]
+        multiple = math.lcm(8, getattr(model.config, "block_size", None) or 1, *blocks)
+        config = config.replace(seq_length=min(limit, -(-longest // multiple) * multiple))
+    rows = SampledRows(config, model, problems, tokenizer)
+    return config, (rows, SampledRows(config, model, [], tokenizer), tokenizer)
 
 
 class OnDemand(Prefetcher[StepInputs]):
