@@ -68,6 +68,7 @@ def settings(forms: Callable[[str], Path], rows: Path, tmp_path: Path) -> Settin
             "lr": 1e-2,
             "lr_schedule": "constant",
             "lora_rank": 2,
+            "precision": "fp32",
             "eval_interval": 0,
             "save_interval": 0,
         }

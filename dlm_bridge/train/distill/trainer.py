@@ -164,7 +164,7 @@ def load_parent(source: ModelSource, config: DistillConfig, accelerator: Acceler
 def load_rows(
     config: DistillConfig, model: Any, mask_token: int | None
 ) -> tuple[DistillConfig, tuple[Samples, Samples, Any]]:
-    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run. A sequence length
+    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run. A `seq_length`
     of 0 is replaced by that of the longest row."""
     length = config.distill.gen_length
     if not config.distill.on_policy:
