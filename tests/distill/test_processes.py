@@ -15,7 +15,9 @@ from tests.rl.conftest import read_metrics
 
 CASES: list[Any] = [
     pytest.param({"on_policy": True, "gen_length": 8}, [], id="on-policy"),
-    pytest.param({"lora_rank": 0, "parent": True}, ["--sharding", "fsdp"], id="sharded parent"),
+    pytest.param(
+        {"lora_rank": 0, "parent": True}, ["--sharding", "fsdp"], id="sharded parent", marks=pytest.mark.slow
+    ),
     pytest.param({}, ["--sharding", "fsdp"], id="sharded base", marks=pytest.mark.slow),
 ]
 

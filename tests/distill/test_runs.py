@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from dlm_bridge.convert.to_dlm import convert_to_dlm
 from dlm_bridge.errors import CheckpointError, DlmBridgeError, InputFileError, LayoutError, SettingError
+from dlm_bridge.train.config.files import read_run_config
 from dlm_bridge.train.distill.config import DistillConfig, load_distill_config
 from dlm_bridge.train.distill.sampling import SampledRows
 from tests.distill.conftest import FORMS, ROWS, Settings, opened
@@ -119,6 +120,13 @@ def test_only_prompts_are_needed_on_policy(settings: Settings, run: Run, tmp_pat
     with_answers = run(settings(**ON_POLICY, output=str(tmp_path / "one")))
     without = run(settings(**ON_POLICY, output=str(tmp_path / "two"), data=[str(tmp_path / "prompts.jsonl")]))
     assert [row["loss"] for row in with_answers] == [row["loss"] for row in without]
+
+
+def test_rows_are_as_long_as_the_longest(settings: Settings, run: Run, tmp_path: Path) -> None:
+    for number, changes in enumerate(({}, ON_POLICY)):
+        output = tmp_path / str(number)
+        run(settings(**changes, seq_length=0, steps=1, output=str(output)))
+        assert read_run_config(output / "config.yaml", DistillConfig)["seq_length"] == (8, 16)[number]
 
 
 def test_validation_has_the_divergence(settings: Settings, run: Run) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,10 +38,8 @@ from dlm_bridge.train.output import RunEnd
 from dlm_bridge.train.rl.rows import load_problems
 from dlm_bridge.train.schedule import with_block_size, with_steps
 from dlm_bridge.train.setup import (
-    BLOCK_LENGTH,
     RunStart,
     check_data,
-    check_length,
     context_length,
     conversation_settings,
     load_data,
@@ -74,13 +74,13 @@ def assembled(
     starting = starting_model(config, start.checkpoint, accelerator.is_main_process)
     model = starting.model
     config, objective = resolve_objective(config, model, start.step)
-    with accelerator.main_process_first():
-        config = with_row_length(config, model, objective.mask_token)
     check_model(config, model, objective)
     source = parent_source(config, model)
     config = with_lora(config, model)
     with accelerator.main_process_first():
-        data = load_rows(config, model, objective.mask_token)
+        config, data = load_rows(config, model, objective.mask_token)
+    if source is not None:
+        check_parent_length(config, source)
     config = with_steps(config, len(data[0]))
     with fsdp.process_group(config):
         adapter = add_adapter(config, model, start.checkpoint, starting.weights) if config.model.adapts else None
@@ -113,20 +113,11 @@ def check_model(config: DistillConfig, model: Any, objective: Objective) -> None
         )
 
 
-def with_row_length(config: DistillConfig, model: Any, mask_token: int | None) -> DistillConfig:
-    """Replace a sequence length of 0: on data rows as `sft` does, else by `BLOCK_LENGTH` for the prompt and
-    `gen_length` for the text, at most the model's context."""
-    if config.distill.on_policy and not config.data.seq_length:
-        length = BLOCK_LENGTH + config.distill.gen_length
-        return config.replace(seq_length=min(length, context_length(model) or length))
-    return with_seq_length(config, model, mask_token)
-
-
 def parent_source(config: DistillConfig, model: Any) -> ModelSource | None:
     """Source of the parent's weights, which are in the run's precision; None: the base of the adapter is the parent.
 
     Raises:
-        SettingError: the parent is not an autoregressive model, has another vocabulary or is shorter than the rows.
+        SettingError: the parent is not an autoregressive model, or has another vocabulary.
         CheckpointError: it does not load, or has no tokenizer.
     """
     path = config.distill.parent
@@ -146,11 +137,15 @@ def parent_source(config: DistillConfig, model: Any) -> ModelSource | None:
             f"{path} has another vocabulary than {config.model.model}: {other!r} is token {theirs[other]} there, "
             f"{ours.get(other, 'missing')} here",
         )
-    try:
-        check_length(config, parent)
-    except SettingError as error:
-        raise SettingError("parent", f"{path}: `seq_length` {error.reason}") from None
     return source
+
+
+def check_parent_length(config: DistillConfig, source: ModelSource) -> None:
+    """Raise SettingError for rows that are longer than the parent supports."""
+    limit = context_length(source.empty())
+    if limit is not None and config.data.seq_length > limit:
+        length = config.data.seq_length
+        raise SettingError("parent", f"{source.path} has {limit} positions, less than `seq_length={length}`")
 
 
 def load_parent(source: ModelSource, config: DistillConfig, accelerator: Accelerator) -> Any:
@@ -166,14 +161,25 @@ def load_parent(source: ModelSource, config: DistillConfig, accelerator: Acceler
     return parent.to(accelerator.device)
 
 
-def load_rows(config: DistillConfig, model: Any, mask_token: int | None) -> tuple[Samples, Samples, Any]:
-    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run."""
+def load_rows(
+    config: DistillConfig, model: Any, mask_token: int | None
+) -> tuple[DistillConfig, tuple[Samples, Samples, Any]]:
+    """Load training rows, validation rows and tokenizer: conversations, or prompts of an on-policy run. A `seq_length`
+    of 0 is replaced by that of the longest row."""
+    length = config.distill.gen_length
     if not config.distill.on_policy:
-        return load_data(config, model, mask_token)
+        config = with_seq_length(config, model, mask_token)
+        return config, load_data(config, model, mask_token)
     tokenizer, _ = conversation_settings(config, model, mask_token)  # checks that it fits the model
-    longest = config.data.seq_length - config.distill.gen_length
-    rows = SampledRows(config, model, load_problems(config.data.data, tokenizer, longest, mask_token), tokenizer)
-    return rows, SampledRows(config, model, [], tokenizer), tokenizer
+    limit = context_length(model) or sys.maxsize
+    problems = load_problems(config.data.data, tokenizer, (config.data.seq_length or limit) - length, mask_token)
+    if not config.data.seq_length:
+        longest = max(len(problem.input_ids) for problem in problems) + length
+        blocks = [size for _, size in config.objective.block_sizes]
+        multiple = math.lcm(8, getattr(model.config, "block_size", None) or 1, *blocks)
+        config = config.replace(seq_length=min(limit, -(-longest // multiple) * multiple))
+    rows = SampledRows(config, model, problems, tokenizer)
+    return config, (rows, SampledRows(config, model, [], tokenizer), tokenizer)
 
 
 class OnDemand(Prefetcher[StepInputs]):
