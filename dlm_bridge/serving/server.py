@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -33,6 +33,7 @@ from dlm_bridge.serving.connections import HttpServer
 from dlm_bridge.serving.metrics import Metrics
 from dlm_bridge.serving.model import ServedModel
 from dlm_bridge.serving.options import ServeOptions
+from dlm_bridge.serving.pages import POLICY, docs, home
 from dlm_bridge.serving.protocol import (
     AnswerBodies,
     InfillBodies,
@@ -45,7 +46,7 @@ from dlm_bridge.serving.responses import ResponseBodies, parse_response
 from dlm_bridge.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = ("/health", "/metrics")  # need no API key
+OPEN_PATHS = ("/", "/docs", "/health", "/metrics")  # need no API key
 SAMPLER_S = 3.0  # shutdown: maximum wait for the running forward pass
 LINGER_S = 0.3  # shutdown: time in which arriving requests still get an error as their answer
 BODY_S = 60.0  # maximum time to receive a request's body
@@ -101,6 +102,8 @@ def build_app(routes: _Routes, options: ServeOptions) -> FastAPI:
     read = ["GET", "HEAD"]
     app.add_api_route("/v1/models", routes.answering(routes.models), methods=read)
     app.add_api_route("/v1/models/{name:path}", routes.answering(routes.model), methods=read)
+    app.add_api_route("/", routes.answering(routes.home), methods=read)
+    app.add_api_route("/docs", routes.answering(routes.docs), methods=read)
     app.add_api_route("/load_model", routes.answering(routes.load_model), methods=["POST"])
     app.add_api_route("/health", routes.answering(routes.health), methods=read)
     app.add_api_route("/metrics", routes.answering(routes.figures), methods=read)
@@ -161,7 +164,7 @@ class _Routes:
         status = error.status_code if isinstance(error, HTTPException) else 500
         self._metrics.request("other", status)
         what = f"{request.method} {request.url.path}"
-        return _error_response(RequestError(f"{what}: no such endpoint; try /v1/models", status, code="not_found"))
+        return _error_response(RequestError(f"{what}: no such endpoint; /docs lists them", status, code="not_found"))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(self._served.name)]})
@@ -171,6 +174,13 @@ class _Routes:
         if name != self._served.name:
             raise RequestError(f"no model {name!r} here: there is {self._served.name}", 404, code="model_not_found")
         return JSONResponse(self._model(name))
+
+    async def home(self, request: Request) -> Response:
+        origin = f"{request.url.scheme}://{request.url.netloc}"
+        return _html(home(self._served, origin, self._options.api_key is not None))
+
+    async def docs(self, request: Request) -> Response:
+        return _html(docs(self._served, self._options.api_key is not None))
 
     async def load_model(self, request: Request) -> Response:
         """Answer the first request of `transformers chat`."""
@@ -373,6 +383,15 @@ async def _encoded(events: AsyncIterator[Any]) -> AsyncIterator[str]:
             yield f"{named}data: {text}\n\n"
     except RequestError as error:
         yield f"data: {json.dumps(error.body)}\n\n"
+
+
+def _html(page: str) -> Response:
+    headers = {
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+    return HTMLResponse(page, headers=headers)
 
 
 def _error_response(error: RequestError) -> Response:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
+import io
 import json
+import re
+import subprocess
 from typing import Any
 
 import httpx
@@ -10,7 +15,8 @@ import pytest
 
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.generation.prompts import encode_text
-from dlm_bridge.loading import load_model
+from dlm_bridge.generation.samplers import SAMPLERS
+from dlm_bridge.loading import LoadedModel, load_model
 from dlm_bridge.serving.protocol import RequestError, parse_infill
 from dlm_bridge.serving.responses import parse_response
 from tests.serving.conftest import PATIENCE_S, Running, openai, running
@@ -172,3 +178,46 @@ def test_an_autoregressive_model_fills_in_no_masks(qwen3: Any) -> None:
         assert infill(found, prompt="a [MASK]").status_code == 400
         answer = found.client().responses.create(model="any", input="hi", max_output_tokens=4)
         assert answer.usage.output_tokens <= 4
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_load_nothing_and_name_the_model(diffusion: LoadedModel, path: str) -> None:
+    name = "</title><script>alert(1)</script>"
+    with running(diffusion, name=name) as found:
+        page = httpx.get(found.address + path, timeout=PATIENCE_S)
+        assert httpx.head(found.address + path, timeout=PATIENCE_S).status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "{{" not in page.text
+    assert html.escape(name) in page.text
+    assert name not in page.text
+    assert set(re.findall('(?:src|href)="([^"]*)"', page.text)) <= {"data:,", ".", "docs"}
+    assert "@import" not in page.text
+
+
+def test_the_home_page_s_examples_are_answered(server: Running) -> None:
+    page = httpx.get(server.address, timeout=PATIENCE_S).text
+    examples = [html.unescape(re.sub("<[^>]+>", "", each)) for each in re.findall("<pre>(.*?)</pre>", page, re.DOTALL)]
+    assert len(examples) == 2
+    done = subprocess.run(["bash", "-c", examples[0]], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    text = json.loads(done.stdout)["choices"][0]["message"]["content"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(examples[1], {})
+    assert printed.getvalue() == f"{text}\n"
+
+
+def test_docs_list_every_endpoint_and_setting(server: Running) -> None:
+    page = httpx.get(f"{server.address}/docs", timeout=PATIENCE_S).text
+    routes = {route.path for route in server.process.config.app.routes if "{" not in route.path}
+    assert [path for path in routes - {"/", "/docs", "/load_model"} if path not in page] == []
+    assert [name for name in SAMPLERS["llada"].parameters() if f"<code>{name}</code>" not in page] == []
+
+
+def test_a_key_hides_the_model_but_not_the_pages(diffusion: LoadedModel) -> None:
+    with running(diffusion, api_key="secret", name="unreleased") as found:
+        for path in ("/", "/docs"):
+            page = httpx.get(found.address + path, timeout=PATIENCE_S)
+            assert page.status_code == 200
+            assert "unreleased" not in page.text
+        assert httpx.post(f"{found.address}/v1/infill", json={}, timeout=PATIENCE_S).status_code == 401
+        assert httpx.post(f"{found.address}/v1/responses", json={}, timeout=PATIENCE_S).status_code == 401
