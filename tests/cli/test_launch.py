@@ -183,6 +183,7 @@ def command(*given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, env=environment, check=False, timeout=WAIT_S)
 
 
+@pytest.mark.slow
 def test_bad_input_that_all_processes_find_is_one_line(llada: Path, tmp_path: Path) -> None:  # noqa: F811
     refused = command(*words(llada, tmp_path, "--nproc-per-node=2", *BATCH, "3"))
     assert refused.returncode == 2
