@@ -65,7 +65,7 @@ class ServedModel:
         return self.limit * max(map(len, self.loaded.tokenizer.get_vocab()))
 
     def open_engine(
-        self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None]
+        self, settings: Mapping[str, Any], max_rows: int, deliver: Callable[[Sequence[Event]], None] | None = None
     ) -> Engine:
         """Open an engine for jobs with these settings; see `scheduler.OpenEngine`."""
         return open_engine(
