@@ -39,11 +39,12 @@ def with_processes(command: Callable[..., None]) -> Callable[..., None]:
         if nproc_per_node is not None and launched():
             reason = "the processes are started already, by torchrun or another launcher: omit one of them"
             raise SettingError("nproc_per_node", reason)
-        if (nproc_per_node or 1) == 1 or given.get("dry_run") or given.get("preview") is not None:
+        count = nproc_per_node or 1
+        if count == 1 or given.get("dry_run") or given.get("preview") is not None:
             return command(**given)
-        _check(nproc_per_node, given.get("device"))
+        _check(count, given.get("device"))
         arguments, _ = split_option(sys.argv[1:], NAMES)
-        raise SystemExit(run_processes(nproc_per_node, arguments))  # typer.Exit(130) would report an interrupt again
+        raise SystemExit(run_processes(count, arguments))  # typer.Exit(130) would report an interrupt again
 
     option = typer.Option(NAMES[0], min=1, metavar="N", help="Run in N processes on this machine, one per GPU.")
     parameters = inspect.signature(command, eval_str=True).parameters.values()

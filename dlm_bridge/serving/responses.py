@@ -42,7 +42,7 @@ ROLES = {"developer": "system"}  # names of roles that chat templates do not hav
 
 class _Item(BaseModel):
     model_config = ConfigDict(strict=True)
-    type: str = Field("message", pattern="^message$")
+    type: str = Field(default="message", pattern="^message$")
     role: str
     content: str | ListOf[TextPart]
 
