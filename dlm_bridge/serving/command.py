@@ -98,10 +98,9 @@ def serve(model: str, **given: Any) -> None:
         )
     name = printable(Path(model).resolve().name if Path(model).is_dir() else model)
     served, plan, shared = _served(model, name, options)
-    batch_size = options.batch_size
     if plan is not None:
-        batch_size = plan.rows
         typer.echo(plan.summary, err=True)
+    batch_size = plan.rows if plan is not None else options.batch_size or 1
     scheduler = Scheduler((shared or served).open_engine, batch_size=batch_size, queue_size=options.queue_size)
     address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/v1"
     ready = f"{printable(model)} ({served.loaded.family}): {address} (Ctrl-C ends)"
