@@ -68,7 +68,7 @@ def command_line() -> str:
     parts = [
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
-        "On several processes of one machine: `--nproc-per-node N`. On several nodes: [torchrun, Slurm](../launch.md).",
+        "Several processes of one machine: `--nproc-per-node N`. Several nodes: [torchrun, Slurm](../launch.md).",
     ]
     for path, command in commands(root, "dlm-bridge"):
         parts += [f"## {path}", *described(command)]
