@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.errors import DlmBridgeError, counted
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ GIB = 2**30
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command()(env)
+    app.command()(with_processes(env))
 
 
 def env(

@@ -11,6 +11,7 @@ import typer
 
 from dlm_bridge.cli.generate_request import parse_options, text_parameters
 from dlm_bridge.cli.help import Model, ModelCommand, declared_parameters, with_parameters
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.errors import counted, printable
 from dlm_bridge.evaluation.options import EvaluationOptions
 from dlm_bridge.settings import LoadingOptions, options_of
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
         **declared_parameters(LoadingOptions),
         "as_json": (Json, False),
     }
-    app.command("eval", cls=ModelCommand)(with_parameters(evaluate, parameters))
+    app.command("eval", cls=ModelCommand)(with_processes(with_parameters(evaluate, parameters)))
 
 
 def evaluate(model: str, as_json: bool = False, **given: Any) -> None:
@@ -44,7 +45,7 @@ def evaluate(model: str, as_json: bool = False, **given: Any) -> None:
 
     On several GPUs, each with the whole model and a part of the rows (with --tp N, N GPUs share a model):
 
-      torchrun --nproc-per-node 8 -m dlm_bridge.cli eval MODEL --tasks gsm8k --output results/
+      dlm-bridge eval MODEL --nproc-per-node 8 --tasks gsm8k --output results/
     """
     values = parse_options(given)
     loading = LoadingOptions(**{name: values.pop(name) for name in options_of(LoadingOptions) if name in values})

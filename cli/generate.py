@@ -19,6 +19,7 @@ from dlm_bridge.cli.help import (
     split_option,
     with_parameters,
 )
+from dlm_bridge.cli.launch import with_processes
 from dlm_bridge.errors import SettingError
 from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, SHARED
 from dlm_bridge.settings import LoadingOptions, Option, check_choice, options_of
@@ -38,9 +39,9 @@ A file of prompts, one {"prompt": ...} or {"messages": [...]} per line:
 
 On several GPUs, with --device-map auto or:
 
-  torchrun --nproc-per-node 4 -m dlm_bridge.cli generate MODEL --tp-plan auto --prompt ...
+  dlm-bridge generate MODEL --nproc-per-node 4 --tp-plan auto --prompt ...
 
-  torchrun --nproc-per-node 8 -m dlm_bridge.cli generate MODEL --tp 2 --jsonl in.jsonl --output out.jsonl
+  dlm-bridge generate MODEL --nproc-per-node 8 --tp 2 --jsonl in.jsonl --output out.jsonl
 """
 Set = Annotated[
     list[str],
@@ -95,15 +96,17 @@ def _command() -> Callable[..., None]:
 
     sampling = {name: (option_annotation(each), None) for name, each in COMMAND_LINE.items()}
     sampling["seed"] = (option_annotation(dataclasses.replace(COMMAND_LINE["seed"], type=int)), None)
-    return with_parameters(
-        command,
-        {
-            "model": (Model, ...),
-            **text_parameters(GenerateOptions),
-            **sampling,
-            "set": (Set, []),
-            **declared_parameters(LoadingOptions),
-        },
+    return with_processes(
+        with_parameters(
+            command,
+            {
+                "model": (Model, ...),
+                **text_parameters(GenerateOptions),
+                **sampling,
+                "set": (Set, []),
+                **declared_parameters(LoadingOptions),
+            },
+        )
     )
 
 

@@ -68,7 +68,7 @@ def command_line() -> str:
     parts = [
         "# Command line",
         "Exit codes: 0 success, 1 a check failed, 2 usage or input error, 130 interrupted. "
-        "Under a launcher: `torchrun --nproc-per-node N -m dlm_bridge.cli COMMAND ...`.",
+        "Several processes of one machine: `--nproc-per-node N`. Several nodes: [torchrun, Slurm](../launch.md).",
         "Every command has `-h` (`--help`), `-v` (`--verbose`: log messages, and warnings of other packages, which "
         "are hidden otherwise) and `-q` (`--quiet`: errors and results only).",
     ]

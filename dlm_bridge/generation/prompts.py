@@ -33,14 +33,17 @@ class PromptTooLongError(InputFileError):
     """A prompt has more than `max_chars` characters."""
 
 
-def encode_text(tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None) -> list[int]:
-    """Token ids of a plain prompt. With `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them.
+def encode_text(
+    tokenizer: Any, text: str, infill: bool = False, max_chars: int | None = None, begins: bool = True
+) -> list[int]:
+    """Token ids of a plain prompt. With `infill`, [MASK] becomes one `MASK` and [MASK:n] n of them. A text that does
+    not begin a prompt gets no special tokens.
 
     Raises:
         InputFileError: a span of masks is empty, or the text has a lone surrogate.
         PromptTooLongError: the text has more than `max_chars` characters.
     """
-    return _with_spans(tokenizer, text, infill, begins=True, max_chars=max_chars)
+    return _with_spans(tokenizer, text, infill, begins=begins, max_chars=max_chars)
 
 
 def encode_chat(
