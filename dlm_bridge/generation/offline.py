@@ -141,6 +141,13 @@ def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> 
     return autoregressive.generate_keywords(model, settings, longest)
 
 
+def ending_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end the text of a diffusion model before its last position, for displays."""
+    if not is_diffusion(model) or settings.get("infill"):
+        return ()
+    return resolve_settings(model, None, settings, prompt_width=1).eos_token_ids
+
+
 def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
     """Number of texts per prompt (`num_return_sequences`)."""
     if is_diffusion(model):

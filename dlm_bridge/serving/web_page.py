@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import html
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from dlm_bridge.display.trace import (
     BAR,
     MASKED,
     STEPS,
-    DenoisingTrace,
+    LiveTrace,
+    StoppedError,
     TokenStrings,
     TraceFrame,
     confidence_colour,
@@ -90,25 +90,6 @@ GENERAL = (
     SEED,
     Control("span_lengths", DECLARED["span_lengths"], hint="lengths to try when filling in, such as [4, 8]"),
 )
-
-
-class LiveTrace(DenoisingTrace):
-    """Denoising trace that another thread reads while it grows, and can stop."""
-
-    def __init__(self, strings: TokenStrings, prompt: Sequence[int]) -> None:
-        super().__init__(strings, prompt)
-        self.changed, self.stopped = threading.Event(), threading.Event()
-
-    def add(self, forwards: int, tokens: Sequence[int], confidence: Sequence[float | None]) -> None:
-        """Record a forward pass. Raises StoppedError once `stopped` is set."""
-        if self.stopped.is_set():
-            raise StoppedError
-        super().add(forwards, tokens, confidence)
-        self.changed.set()
-
-
-class StoppedError(Exception):
-    """The call was stopped."""
 
 
 class PageModel:
