@@ -14,7 +14,7 @@ import typer
 from dlm_bridge.cli.help import declared_parameters, option_annotation
 from dlm_bridge.distributed import world_size
 from dlm_bridge.errors import SettingError
-from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING
+from dlm_bridge.generation.options import COMMAND_LINE, SAMPLING, check_value
 from dlm_bridge.settings import LoadingOptions, check_minimum, comma_separated, common_option, options_of
 
 # Arguments of `generate` in Python that are not settings, and settings that the command sets.
@@ -164,8 +164,10 @@ def sampling_parameters() -> dict[str, tuple[Any, Any]]:
 
 def take_settings(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the values of `sampling_parameters` from a command's options, and return them as keyword arguments of
-    `generate`. Raises SettingError for a setting with two values."""
+    `generate`. Raises SettingError for an invalid value, and for a setting with two values."""
     settings = {name: options.pop(name) for name in COMMAND_LINE}
+    for name, value in settings.items():  # before a model is loaded
+        check_value(name, COMMAND_LINE[name], value)
     settings = {name: value for name, value in settings.items() if value is not None}
     for name, value in options.pop("set").items():
         if name in settings:
