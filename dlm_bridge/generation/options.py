@@ -39,7 +39,7 @@ class SharedParameters:
     block_length: int | None = sampling_option(
         None, "Tokens per block; blocks are denoised from left to right.", minimum=1
     )
-    temperature: float | None = sampling_option(None, "0: greedy decoding.", minimum=0)
+    temperature: float | None = sampling_option(None, "Randomness of the draws; 0: greedy decoding.", minimum=0)
     top_k: int | None = sampling_option(None, "Sample from the k most probable tokens.", minimum=0)
     top_p: float | None = sampling_option(
         None, "Sample from the most probable tokens, up to a total probability of p.", above=0, maximum=1
