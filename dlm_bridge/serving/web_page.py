@@ -51,7 +51,7 @@ POSTED = tuple(
     f"/gradio_api/{name}" for name in ("queue/join", "call/", "cancel", "reset")
 )  # endpoints that the page uses
 CSS = """
-.gradio-container { --block-info-text-color: var(--body-text-color-subdued); }
+.gradio-container { --block-info-text-color: color-mix(in srgb, var(--body-text-color) 70%, transparent); }
 .denoising, .turn { white-space: pre-wrap; overflow-wrap: anywhere; font: 0.95rem/1.7 ui-monospace, monospace; }
 .denoising { min-height: 8rem; max-height: 34rem; overflow-y: auto; }
 .turn { padding: 0.3rem 0.8rem; margin-bottom: 0.5rem; border-radius: 6px; }

@@ -48,7 +48,7 @@ class DreamSampler(Sampler):
     name: ClassVar[str] = "dream"
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     presets: ClassVar[Presets] = {
-        "fast": {"alg": "confidence_threshold", "threshold": 0.9, "steps": 32},
+        "fast": {"alg": "confidence_threshold", "threshold": 0.9, "steps": 8},
         "careful": {"alg": "entropy", "steps": 512},
     }
 
