@@ -25,7 +25,7 @@ SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples
 FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
-PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|serve) ")
+PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|chat|serve) ")
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
 SECONDS = 600  # for one block
 

@@ -142,8 +142,10 @@ def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> 
 
 
 def ending_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that end the text of a diffusion model before its last position, for displays."""
-    if not is_diffusion(model) or settings.get("infill"):
+    """Tokens that end a text, for displays; none with `infill`."""
+    if not is_diffusion(model):
+        return autoregressive.end_tokens(model, settings)
+    if settings.get("infill"):
         return ()
     return resolve_settings(model, None, settings, prompt_width=1).eos_token_ids
 

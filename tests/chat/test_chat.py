@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -23,11 +24,13 @@ from dlm_bridge.errors import DlmBridgeError, InputFileError, SettingError
 from dlm_bridge.generation.offline import write_texts
 from dlm_bridge.loading import LoadedModel, load_model
 from tests.checkpoints import write_llada, write_tokenizer
+from tests.cli import conftest
 from tests.cli.conftest import EOS, MASK, TEMPLATE, TOKENIZER
 from tests.refusals import refused
 
 pexpect = pytest.importorskip("pexpect")
 
+qwen3 = conftest.qwen3  # a fixture
 WAIT_S = 200
 PROMPT = r"(?:^|\n|\x1b\[\?2004h)> "
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -183,6 +186,21 @@ def test_commands(tmp_path: Path) -> None:
     assert session.settings == {"stop_strings": "a b"}
     with pytest.raises(EOFError):
         session.command("/quit")
+
+
+def test_near_misses_are_named_for_an_autoregressive_model(qwen3: Path) -> None:
+    speaker = LocalModel(load_model(str(qwen3)), "qwen3", {})
+    speaker.check({"temperature": 0.7, "gen_length": 3})
+    for settings, field, named in (
+        ({"topp": 0.5}, "topp", "top_p"),
+        ({"preset": "fast"}, "preset", "autoregressive"),
+        ({"temperature": -1}, "temperature", "0"),
+    ):
+        with refused(SettingError, field, named):
+            speaker.check(settings)
+    answer, summary = speaker.answer([user("hi")], {"gen_length": 3}, Console(file=io.StringIO()))
+    assert answer == answer_to(speaker.loaded, [user("hi")], gen_length=3)
+    assert "3 tokens" in summary
 
 
 @pytest.mark.parametrize(
