@@ -6,12 +6,15 @@ import threading
 import warnings
 from typing import Any
 
+PYNVML = "The pynvml package is deprecated"
+
 
 def run() -> None:
     """Run the command line in a process that ends with its launcher, and within seconds after Ctrl-C."""
     signal.signal(signal.SIGINT, _end_at_once)  # during the first imports
-    # torch's warning about a dependency of nvidia-resiliency-ext.
-    warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
+    # torch's warning about a dependency of nvidia-resiliency-ext; also in processes that this one starts.
+    warnings.filterwarnings("ignore", PYNVML, FutureWarning)
+    os.environ.setdefault("PYTHONWARNINGS", f"ignore:{PYNVML}:FutureWarning")
     from dlm_bridge import distributed, processes
 
     if distributed.launched_by_torchrun():

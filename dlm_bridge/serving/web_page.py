@@ -42,7 +42,7 @@ LABELS = {CONTINUE: "Prompt", CHAT: "Message", FILL: "Text with [MASK], a token 
 EXAMPLES = {
     CONTINUE: ("Tom was a", "Once upon a time, a river", "def reverse(text):"),
     CHAT: ("What is a river?", "Write a poem about rain in four lines.", "Write a Python function that adds numbers."),
-    FILL: ("Tom was a[MASK:8]near the river.", "The capital of France is [MASK].", "def add(a, b): return[MASK:3]"),
+    FILL: ("Tom was a[MASK:4] near the river.", "The capital of France is [MASK].", "def add(a, b): return[MASK:3]"),
 }
 PRESETS = {"fast": "commits more tokens per forward pass", "careful": "fewer"}
 COMMON = ("preset", "gen_length", "steps", "temperature", "seed")  # settings that are always shown

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from dlm_bridge.convert.card import write_run_card
 from dlm_bridge.convert.formats.hub_weights import FP8, SAFETENSORS_INDEX, read_header
 from dlm_bridge.convert.manifest import (
     FILE_DIGESTS,
@@ -42,6 +43,7 @@ from dlm_bridge.files.pickles import load_torch_file
 from dlm_bridge.files.reading import library_cause, read_json
 from dlm_bridge.hub import STEP_NAME
 from dlm_bridge.job import named_rank
+from dlm_bridge.train.early_stopping import KeptCheckpoints
 
 STATE = "trainer_state.pt"
 RANK_DIGESTS = ".digests_{rank}"  # file with the `RankFiles` of one rank, during a save in the background
@@ -119,10 +121,11 @@ def how_to_go_on(newest: Path | None, killed: bool = False) -> str:
 def write_state(
     folder: Path, step: int, tokenizer: Any, state: dict[str, Any], written: Sequence[RankFiles] = ()
 ) -> None:
-    """Write the other files of a checkpoint: tokenizer, `state` (which `load_state` returns) and, last, digests.
-    `written` as in `gather_digests`."""
+    """Write the other files of a checkpoint: tokenizer, model card, `state` (which `load_state` returns) and, last,
+    digests. `written` as in `gather_digests`."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+    write_run_card(folder, step)
     with (folder / STATE).open("wb") as stream:  # torch's own file object hides the cause of a failed write
         torch.save({"step": step, **state}, stream)
     gather_digests(folder, written)
@@ -208,14 +211,14 @@ def load_failure(error: BaseException) -> str:
     return textwrap.shorten(library_cause(error), 400, placeholder=" ...")
 
 
-def remove_old_checkpoints(output: Path, keep_last: int = 0) -> None:
-    """Remove incomplete checkpoints of killed processes, and all but the newest `keep_last` ones (0: keep all)."""
+def remove_old_checkpoints(output: Path, kept: KeptCheckpoints | None = None) -> None:
+    """Remove incomplete checkpoints of killed processes, and those that are not `kept` (None: keep all)."""
     root = output / "checkpoints"
     if root.is_dir():
         for leftover in root.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    if keep_last:
-        for _, folder in run_checkpoints(output)[:-keep_last]:
+    if kept is not None:
+        for folder in kept.removed(run_checkpoints(output)):
             remove_checkpoint(folder)
 
 

@@ -13,7 +13,6 @@ import torch
 import xxhash
 from torch import nn
 
-from dlm_bridge.convert.card import CARD, base_family, folder_card
 from dlm_bridge.convert.lora.mask_only import key_is_known, mask_only_token, record_mask_only, restrict_to_masks
 from dlm_bridge.convert.lora.megatron import ADAPTER_MANIFEST
 from dlm_bridge.convert.lora.peft import ADAPTER_WEIGHTS, check_plain
@@ -109,10 +108,6 @@ class Adapter:
         replaces the parameters if these are sharded."""
         tensors = self._with_copies() if state_dict is None else state_dict
         self.peft.save_pretrained(folder, state_dict=dict(tensors), save_embedding_layers=False)
-        adapter = read_config(folder / ADAPTER_CONFIG)
-        (folder / CARD).write_text(
-            folder_card(base_family(adapter), None, adapter), "utf-8"
-        )  # PEFT's card is a template to fill in
         if self.mask_only is not None:
             record_mask_only(folder, self.mask_only)
         (folder / BASE).write_text(json.dumps({"base": self.base, "fingerprint": self.fingerprint}, indent=2) + "\n")
