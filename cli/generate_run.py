@@ -34,6 +34,7 @@ from dlm_bridge.generation.offline import (
     check_prompts,
     copies_of,
     draws,
+    ending_tokens,
     prompt_errors,
     seeds_of,
     write_texts,
@@ -81,7 +82,8 @@ def _sample_one(
     check_prompts(loaded.model, [("prompt", ids)], settings, FILL)
     trace = None
     if displays and is_main():
-        trace = load("features", "denoising trace")(loaded.tokenizer, ids)
+        ends = ending_tokens(loaded.model, settings)
+        trace = load("features", "denoising trace")(loaded.tokenizer, ids, ends)
     with displays["show"](trace, Console()) if trace is not None and request.show else nullcontext():
         result = _sample(loaded, [ids], settings, trace)
     if not is_main():

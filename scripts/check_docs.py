@@ -30,7 +30,7 @@ FENCE = re.compile(
 )
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
-PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|serve) ")
+PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|chat|serve) ")
 # Checks of the tables' commands, which have no comment.
 TASK_CHECKS = {"generate demo-output/llada": "words; end", "generate demo-output/smollm2": "/[Rr]iver.* water/"}
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")

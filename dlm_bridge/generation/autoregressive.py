@@ -6,6 +6,7 @@ depend on the other rows.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -333,7 +334,9 @@ def generate_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0)
                 name, f"is a setting of diffusion samplers, {type(model).__name__} is autoregressive: remove it"
             )
         if name not in known:
-            raise SettingError(name, "transformers' generate does not have it")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": the nearest is `{near[0]}`" if near else ""
+            raise SettingError(name, f"transformers' generate does not have it{hint}")
     stored = model.generation_config
     if "max_new_tokens" not in given and "max_length" not in given:
         usual = NEW_TOKENS if stored.max_new_tokens is None else stored.max_new_tokens

@@ -142,6 +142,15 @@ def call_keywords(model: Any, settings: Mapping[str, Any], longest: int = 0) -> 
     return autoregressive.generate_keywords(model, settings, longest)
 
 
+def ending_tokens(model: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end a text, for displays; none with `infill`."""
+    if not is_diffusion(model):
+        return autoregressive.end_tokens(model, settings)
+    if settings.get("infill"):
+        return ()
+    return resolve_settings(model, None, settings, prompt_width=1).eos_token_ids
+
+
 def copies_of(model: Any, settings: Mapping[str, Any]) -> int:
     """Number of texts per prompt (`num_return_sequences`)."""
     if is_diffusion(model):

@@ -40,7 +40,7 @@ from dlm_bridge.generation.commit_rules import (
     precise_confidence,
     random_order,
 )
-from dlm_bridge.generation.samplers import Sampler, SamplerSpec, SpecialTokens, parameter
+from dlm_bridge.generation.samplers import Presets, Sampler, SamplerSpec, SpecialTokens, parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,10 @@ class LLaDASampler(GuidedSampler):
     attention_patterns: ClassVar[tuple[AttentionPattern, ...]] = ("bidirectional",)
     shortens_block: ClassVar[bool] = True
     whole_blocks: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {
+        "fast": {"threshold": 0.9, "block_length": 32},
+        "careful": {"threshold": None, "factor": None, "steps": None, "block_length": 32},
+    }
 
     block_length: int = parameter(128)
     steps: int | None = parameter(None, "Denoising steps in total, over all blocks; by default one per new token.")
