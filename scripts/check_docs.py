@@ -3,7 +3,8 @@
 A block is bash or Python code between fences, or the commands of a row in a table of tasks and commands. Each page
 runs from top to bottom in an empty folder that has what the repository's root has. A comment above a block changes
 that: `<!-- not run: REASON -->` leaves it out (at the top of a page: all of the page's), `<!-- file: NAME -->` writes
-it to a file for a later block. Rows with placeholders, and servers, are left out.
+it to a file for a later block. Rows with placeholders, servers and conversations are left out. Models of `make demo`
+stand in for those of the Hub that the README's first commands name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ SHARED = ("README.md", "benchmarks", "configs", "demo-output", "docs", "examples
 FENCE = re.compile(r"^(?:<!-- (?P<mark>not run|file): (?P<words>.*?) -->\n)?```(?P<language>bash|python)\n", re.M)
 TASKS = re.compile(r"^\| task \| command \|.*\n(?:\|.*\n)+", re.M)
 TASK = re.compile(r"^\|[^|]*\| (?P<commands>`(?:dlm-bridge|torchrun)(?:\\\||[^|])*)\|", re.M)
-PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|serve) ")
+PLACEHOLDER, SERVER = re.compile(r"\bMODEL\b|\.\.\."), re.compile(r"^dlm-bridge (?:app|chat|serve) ")
+STAND_INS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "demo-output/smollm2",
+    "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1": "demo-output/llada",
+}
 WHOLE_PAGE = re.compile(r"<!-- not run: (.*?) -->\n\n?#")
 SECONDS = 600  # for one block
 
@@ -68,7 +73,7 @@ def task(cell: str) -> tuple[str, str | None, str]:
     if PLACEHOLDER.search(code):
         return code, "not run", "has a placeholder"
     if SERVER.match(code):
-        return code, "not run", "serves until it is interrupted"
+        return code, "not run", "runs until it is interrupted"
     return code, None, ""
 
 
@@ -78,10 +83,13 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> str | None:
         (folder / block.words).write_text(block.code)
         return None
     command = ["bash", "-e", "-o", "pipefail"] if block.language == "bash" else [sys.executable, "-"]
+    code = block.code
+    for published, model in STAND_INS.items() if block.page == "README.md" else ():
+        code = code.replace(published, model)
     try:
         done = subprocess.run(
             command,
-            input=block.code,
+            input=code,
             cwd=folder,
             env=environment,
             text=True,
